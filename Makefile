@@ -1,0 +1,43 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint format lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photographs in two processes
+	$(BIN)/python train.py +experiment=amoebanet_imagenet scale=laptop
+
+test: lint ## set up, then lint and run all tests
+	$(BIN)/python -m pytest
+
+lint: .venv ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv ## rewrite the sources in the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv: .venv/installed ## make the virtual environment from requirements.lock
+
+# The stamp is written last, so that an interrupted installation starts again.
+.venv/installed: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gpipe needs Python 3.11 or later, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# NVIDIA's packages and triton are left out: a CUDA build of torch brings its own, a CPU build must not.
+lock: ## resolve requirements.lock again from pyproject.toml, keeping its pins where they still fit (needs uv)
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --annotation-style line \
+		--custom-compile-command "make lock" --quiet --output-file requirements.lock
+	sed -i.old -E '/^(nvidia-|cuda-|triton)/d' requirements.lock && rm requirements.lock.old
+
+clean: ## remove the virtual environment and caches; runs stay
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+"""Make ``import torchvision`` work beside a CPU build of torch; import this module before timm or torchvision.
+
+A torchvision whose compiled operators do not belong to the installed torch stops at its own import, because it
+describes the operators ``nms`` and ``qnms`` that were never declared. Declaring their schemas is enough for its data
+sets, transforms and models and for all of timm; its compiled operators (detection, ``torchvision.io``) stay absent.
+"""
+
+import importlib
+
+import torch
+
+_MISSING_OPERATOR = "operator torchvision::nms does not exist"
+_ARGUMENTS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+# The declarations last only as long as this object does.
+_declarations: torch.library.Library | None = None
+
+
+def import_torchvision() -> None:
+    """Import torchvision, declaring the operators it misses if, and only if, that is why the import fails.
+
+    Raises whatever the import raises for any other reason.
+    """
+    global _declarations
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError as error:
+        # Never unconditionally: where the compiled operators exist, declaring them again aborts the process.
+        if _declarations is not None or str(error) != _MISSING_OPERATOR:
+            raise
+        _declarations = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            _declarations.define(operator + _ARGUMENTS)
+        importlib.import_module("torchvision")
+
+
+import_torchvision()

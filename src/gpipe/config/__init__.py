@@ -1,0 +1,65 @@
+"""Every setting of a run, declared and checked; the values are in conf/. Nothing here imports torch.
+
+A field that can change a result has no value in Python (MISSING), so that a composed configuration tells the whole run. An
+unknown key, a wrong type and another model's key are refused while Hydra composes; a wrong value when `to_run` makes
+the dataclasses.
+"""
+
+from gpipe.config.checks import ConfigError
+from gpipe.config.data import DataConfig, ImagesConfig
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, Variant
+from gpipe.config.pipeline import (
+    Device,
+    LaunchConfig,
+    Objective,
+    PartitionBy,
+    PipelineConfig,
+    PipelineSchedule,
+    Rematerialize,
+)
+from gpipe.config.run import RunConfig, register_schemas, to_plain, to_run, to_yaml
+from gpipe.config.training import (
+    AdamWConfig,
+    Autocast,
+    Decay,
+    EmaConfig,
+    OptimizerConfig,
+    RMSPropConfig,
+    ScheduleConfig,
+    SGDConfig,
+    TrackingConfig,
+    TrackingMode,
+    TrainerConfig,
+)
+
+__all__ = [
+    "AdamWConfig",
+    "AmoebaNetConfig",
+    "Autocast",
+    "ConfigError",
+    "DataConfig",
+    "Decay",
+    "Device",
+    "EmaConfig",
+    "ImagesConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "Objective",
+    "OptimizerConfig",
+    "PartitionBy",
+    "PipelineConfig",
+    "PipelineSchedule",
+    "RMSPropConfig",
+    "Rematerialize",
+    "RunConfig",
+    "SGDConfig",
+    "ScheduleConfig",
+    "TrackingConfig",
+    "TrackingMode",
+    "TrainerConfig",
+    "Variant",
+    "register_schemas",
+    "to_plain",
+    "to_run",
+    "to_yaml",
+]

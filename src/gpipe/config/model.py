@@ -1,0 +1,58 @@
+"""The model's settings: one dataclass a family, so that another family's key is refused."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from gpipe.config.checks import above, at_least, fixed, rate, require
+
+
+class Variant(Enum):
+    """The AmoebaNets of Real et al."""
+
+    a = "a"
+    b = "b"
+    c = "c"
+    d = "d"
+
+
+@dataclass
+class ModelConfig:
+    """What all families share; `family` says which one a composed configuration holds."""
+
+    family: str = MISSING
+
+
+@dataclass
+class AmoebaNetConfig(ModelConfig):
+    """AmoebaNet (L, D); the image size, the channels and the classes are the data's.
+
+    drop_path: the rate at the end of training, to which it rises linearly from 0.
+    auxiliary_weight: of the auxiliary head's loss; the head exists in training only.
+    batch_norm_momentum: the weight of a new mini-batch, which is 1 minus TensorFlow's decay.
+    """
+
+    family: str = "amoebanet"
+    variant: Variant = MISSING
+    num_layers: int = MISSING
+    num_filters: int = MISSING
+    auxiliary_head: bool = MISSING
+    auxiliary_weight: float = MISSING
+    dropout: float = MISSING
+    drop_path: float = MISSING
+    batch_norm_momentum: float = MISSING
+    batch_norm_epsilon: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        fixed("model.family", self.family, "amoebanet", "model")
+        groups = self.num_layers >= 3 and self.num_layers % 3 == 0
+        require(groups, "model.num_layers", self.num_layers, "a multiple of 3, for three equal groups of cells")
+        at_least("model.num_filters", self.num_filters, 8)
+        at_least("model.auxiliary_weight", self.auxiliary_weight, 0)
+        rate("model.dropout", self.dropout)
+        rate("model.drop_path", self.drop_path)
+        momentum = self.batch_norm_momentum
+        require(0 < momentum <= 1, "model.batch_norm_momentum", momentum, "the weight of a new mini-batch in (0, 1]")
+        above("model.batch_norm_epsilon", self.batch_norm_epsilon, 0)

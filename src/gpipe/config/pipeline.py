@@ -1,0 +1,97 @@
+"""The settings of the pipeline and of the processes that it runs in."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from gpipe.config.checks import above, at_least, optional_at_least, require
+
+
+class Rematerialize(Enum):
+    """Which micro-batches' forward functions are recomputed for the backward pass."""
+
+    always = "always"
+    except_last = "except_last"
+    never = "never"
+
+
+class PipelineSchedule(Enum):
+    """The order of a step's tasks."""
+
+    gpipe = "gpipe"
+
+
+class PartitionBy(Enum):
+    """What makes a layer expensive."""
+
+    flops = "flops"
+    parameter_bytes = "parameter_bytes"
+    seconds = "seconds"
+
+
+class Objective(Enum):
+    """What the partitioning minimises: the most expensive partition, or the variance (the paper's rule)."""
+
+    max = "max"
+    variance = "variance"
+
+
+class Device(Enum):
+    """Where the stages compute; auto is CUDA where there is a GPU."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class PipelineConfig:
+    """K stages, M micro-batches, and how the layers are cut into partitions.
+
+    memory_limit_bytes: most bytes of parameters in one partition; null is no limit.
+    partitions: the number of layers of each stage, instead of the cut that partition_by and objective give; null is that cut.
+    timeout_seconds: how long a stage waits for a silent neighbour.
+    """
+
+    num_stages: int = MISSING
+    num_microbatches: int = MISSING
+    schedule: PipelineSchedule = MISSING
+    rematerialize: Rematerialize = MISSING
+    partition_by: PartitionBy = MISSING
+    objective: Objective = MISSING
+    memory_limit_bytes: int | None = MISSING
+    partitions: list[int] | None = MISSING
+    timeout_seconds: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves; K against the layers is for the partitioning, which knows them."""
+        at_least("pipeline.num_stages", self.num_stages, 1)
+        at_least("pipeline.num_microbatches", self.num_microbatches, 1)
+        above("pipeline.timeout_seconds", self.timeout_seconds, 0)
+        optional_at_least("pipeline.memory_limit_bytes", self.memory_limit_bytes, 1)
+        if self.partitions is not None:
+            fits = len(self.partitions) == self.num_stages and min(self.partitions, default=0) >= 1
+            expected = f"{self.num_stages} (pipeline.num_stages) numbers of layers, each 1 or more"
+            require(fits, "pipeline.partitions", self.partitions, expected)
+
+
+@dataclass
+class LaunchConfig:
+    """Processes: one that plays all stages, or one a stage and replica.
+
+    num_threads: of each process; null shares the processor's cores out.
+    debug: true shows the whole traceback of an error instead of one message.
+    """
+
+    num_processes: int = MISSING
+    num_replicas: int = MISSING
+    num_threads: int | None = MISSING
+    device: Device = MISSING
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        at_least("launch.num_processes", self.num_processes, 1)
+        at_least("launch.num_replicas", self.num_replicas, 1)
+        optional_at_least("launch.num_threads", self.num_threads, 1)

@@ -1,0 +1,124 @@
+"""A whole run, and how Hydra learns of its shape."""
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from gpipe.config.checks import ConfigError, at_least, require
+from gpipe.config.data import DataConfig, ImagesConfig
+from gpipe.config.model import AmoebaNetConfig, ModelConfig
+from gpipe.config.pipeline import LaunchConfig, PipelineConfig
+from gpipe.config.training import (
+    AdamWConfig,
+    EmaConfig,
+    OptimizerConfig,
+    RMSPropConfig,
+    ScheduleConfig,
+    SGDConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+
+
+@dataclass
+class RunConfig:
+    """Everything that a run is: what is trained on what, how, and in which processes.
+
+    name: the experiment's, and the folder below runs/. seed: of weights, masks, order and augmentation.
+    """
+
+    name: str = MISSING
+    seed: int = MISSING
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    pipeline: PipelineConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    schedule: ScheduleConfig = MISSING
+    ema: EmaConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    launch: LaunchConfig = MISSING
+    tracking: TrackingConfig = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that do not go together."""
+        plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name) is not None
+        require(plain, "name", repr(self.name), "letters, digits, and _ . - between them: it becomes a folder's name")
+        at_least("seed", self.seed, 0)
+        replicas, processes = self.launch.num_replicas, self.launch.num_processes
+        stages = self.pipeline.num_stages
+        if processes not in (1, stages * replicas):
+            raise ConfigError(
+                f"launch.num_processes is {processes}, expected 1, or {stages * replicas} for one process a stage "
+                f"(pipeline.num_stages={stages} x launch.num_replicas={replicas}): set one of the three."
+            )
+        size = self.trainer.batch_size
+        require(size % replicas == 0, "trainer.batch_size", size, f"a multiple of launch.num_replicas={replicas}")
+
+
+def register_schemas() -> None:
+    """Tell Hydra the shape of a run; it then refuses unknown keys and wrong types while it composes."""
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    store.store(group="model", name="amoebanet_schema", node=AmoebaNetConfig)
+    store.store(group="data", name="images_schema", node=ImagesConfig)
+    store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
+    store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
+    store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
+    OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
+
+
+def date_folder() -> str:
+    """Return the name of the run's folder: the local date and time.
+
+    Each of torchrun's processes composes for itself and would start a folder of its own second: all but the first get ".",
+    the parent folder, and learn the real one from the first (`launch.share`).
+    """
+    return time.strftime("%Y-%m-%d_%H-%M-%S") if os.environ.get("RANK", "0") == "0" else "."
+
+
+def to_run(composed: DictConfig) -> RunConfig:
+    """Turn what Hydra composed into checked dataclasses, once. Raises ConfigError for wrong values and unknown keys."""
+    _refuse_added_keys(composed, "")
+    run = OmegaConf.to_object(composed)
+    assert isinstance(run, RunConfig)
+    return run
+
+
+def refuse_overruled_data(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse `data=...` on the command line where a scale brings a data set of its own, which would win silently.
+
+    overrides: the command line's, as Hydra lists them. Raises ConfigError.
+    """
+    chosen = next((value for key, _, value in (item.partition("=") for item in overrides) if key == "data"), None)
+    if chosen is not None and chosen != composed.data.name:
+        raise ConfigError(
+            f"data={chosen} has no effect, because scale=laptop brings data.name={composed.data.name}: "
+            "leave out one of the two."
+        )
+
+
+def _refuse_added_keys(node: DictConfig, path: str) -> None:
+    """Refuse what `+key=value` adds: Hydra lets that past the schema, and nothing would ever read it."""
+    known = {field.name for field in fields(OmegaConf.get_type(node))}
+    for key in node:
+        if key not in known:
+            raise ConfigError(f"{path}{key} is unknown, expected one of {', '.join(sorted(known))}: correct its name.")
+        if OmegaConf.is_dict(node._get_node(key)):
+            _refuse_added_keys(node[key], f"{path}{key}.")
+
+
+def to_yaml(composed: DictConfig) -> str:
+    """Return the composed configuration as YAML, with every interpolation resolved."""
+    return OmegaConf.to_yaml(composed, resolve=True)
+
+
+def to_plain(composed: DictConfig) -> dict[str, Any]:
+    """Return the composed configuration as JSON-able dicts, lists, numbers and strings."""
+    plain: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)  # type: ignore[assignment]
+    return plain

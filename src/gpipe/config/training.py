@@ -1,0 +1,176 @@
+"""The settings of optimisation, evaluation and tracking."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from gpipe.config.checks import above, at_least, fixed, optional_at_least, rate, require
+
+
+class Decay(Enum):
+    """The learning rate's curve after the warm-up."""
+
+    exponential = "exponential"
+    cosine = "cosine"
+    constant = "constant"
+
+
+class Autocast(Enum):
+    """The precision of products and convolutions; weights are float32 in any case."""
+
+    none = "none"
+    bfloat16 = "bfloat16"
+
+
+class TrackingMode(Enum):
+    """What Weights & Biases does; metrics.jsonl is written in any case."""
+
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass
+class OptimizerConfig:
+    """What all optimisers share.
+
+    times_batch_size: true means that the peak learning rate is learning_rate x trainer.batch_size.
+    weight_decay: of kernels only. clip_norm: of the gradients of all stages together; null clips nothing.
+    """
+
+    name: str = MISSING
+    learning_rate: float = MISSING
+    times_batch_size: bool = MISSING
+    weight_decay: float = MISSING
+    clip_norm: float | None = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        above("optimizer.learning_rate", self.learning_rate, 0)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if self.clip_norm is not None:
+            above("optimizer.clip_norm", self.clip_norm, 0)
+
+
+@dataclass
+class RMSPropConfig(OptimizerConfig):
+    """RMSProp as TensorFlow has it: epsilon inside the root."""
+
+    name: str = "rmsprop"
+    decay: float = MISSING
+    momentum: float = MISSING
+    epsilon: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        super().__post_init__()
+        fixed("optimizer.name", self.name, "rmsprop", "optimizer")
+        rate("optimizer.decay", self.decay)
+        rate("optimizer.momentum", self.momentum)
+        above("optimizer.epsilon", self.epsilon, 0)
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent with Nesterov momentum."""
+
+    name: str = "sgd"
+    momentum: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        super().__post_init__()
+        fixed("optimizer.name", self.name, "sgd", "optimizer")
+        rate("optimizer.momentum", self.momentum)
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """Adam with decoupled weight decay."""
+
+    name: str = "adamw"
+    beta1: float = MISSING
+    beta2: float = MISSING
+    epsilon: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        super().__post_init__()
+        fixed("optimizer.name", self.name, "adamw", "optimizer")
+        rate("optimizer.beta1", self.beta1)
+        rate("optimizer.beta2", self.beta2)
+        above("optimizer.epsilon", self.epsilon, 0)
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate over time: a linear warm-up, then a curve; decay_rate and decay_epochs are the exponential one's."""
+
+    name: Decay = MISSING
+    warm_up_epochs: float = MISSING
+    decay_rate: float = MISSING
+    decay_epochs: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        at_least("schedule.warm_up_epochs", self.warm_up_epochs, 0)
+        require(0 < self.decay_rate <= 1, "schedule.decay_rate", self.decay_rate, "a factor in (0, 1]")
+        above("schedule.decay_epochs", self.decay_epochs, 0)
+
+
+@dataclass
+class EmaConfig:
+    """The moving average of weights and statistics that is evaluated; decay null: no average, the weights themselves.
+
+    warm_up: true forgets the initial weights faster, for runs of few steps.
+    """
+
+    decay: float | None = MISSING
+    warm_up: bool = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        if self.decay is not None:
+            rate("ema.decay", self.decay)
+
+
+@dataclass
+class TrackingConfig:
+    """Where Weights & Biases keeps the run."""
+
+    mode: TrackingMode = MISSING
+    project: str = MISSING
+
+
+@dataclass
+class TrainerConfig:
+    """The length of training, its precision, and what it leaves behind.
+
+    batch_size: examples of a whole mini-batch, N, over all replicas. max_steps: ends training early; null is no limit.
+    save_every_steps: the end of training is saved in any case; null is only that. timeline_every_steps: null is never.
+    resume_from: a checkpoint's folder; null starts anew. dry_run: true prints the plan and stops.
+    """
+
+    num_epochs: int = MISSING
+    max_steps: int | None = MISSING
+    batch_size: int = MISSING
+    evaluation_batch_size: int = MISSING
+    label_smoothing: float = MISSING
+    evaluate_every_epochs: int = MISSING
+    save_every_steps: int | None = MISSING
+    keep_checkpoints: int = MISSING
+    timeline_every_steps: int | None = MISSING
+    autocast: Autocast = MISSING
+    channels_last: bool = MISSING
+    compile: bool = MISSING
+    resume_from: str | None = None
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        for name in ("num_epochs", "batch_size", "evaluation_batch_size", "evaluate_every_epochs", "keep_checkpoints"):
+            at_least(f"trainer.{name}", getattr(self, name), 1)
+        for name in ("max_steps", "save_every_steps", "timeline_every_steps"):
+            optional_at_least(f"trainer.{name}", getattr(self, name), 1)
+        rate("trainer.label_smoothing", self.label_smoothing)

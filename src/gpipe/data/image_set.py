@@ -1,0 +1,90 @@
+"""Image sets: labelled pictures that are looked up by index, in memory or in files."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+
+class BrokenImage(ValueError):
+    """Say which image file cannot be decoded, and why."""
+
+
+class ImageSet(Protocol):
+    """Hold labelled images. Anything with these four members works in `ImageLoader`."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Return the class of every image, shape [n], without decoding any."""
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Return the names of the classes; a label is a position in it."""
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    def image(self, index: int) -> Image.Image:
+        """Decode one image: mode "L" (grey) or "RGB". Raises BrokenImage."""
+
+
+class ImageArray:
+    """Hold images that lie in memory.
+
+    images: uint8 [n, h, w] (grey) or [n, h, w, 3]; labels: integers [n].
+    """
+
+    def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.integer], class_names: Sequence[str]) -> None:
+        if len(images) != len(labels):
+            raise ValueError(f"{len(images)} images have {len(labels)} labels: give each image one label")
+        self._images = images
+        self.labels = labels.astype(np.int64)
+        self.class_names = list(class_names)
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        """Return image `index`."""
+        return Image.fromarray(self._images[index])
+
+
+class ImageFiles:
+    """Hold images that lie in files below one folder and are decoded, to RGB, when asked for.
+
+    names: paths relative to root, [n]; labels: integers [n].
+    """
+
+    def __init__(
+        self, root: Path, names: Sequence[str], labels: Sequence[int] | NDArray[np.integer], class_names: Sequence[str]
+    ) -> None:
+        if len(names) != len(labels):
+            raise ValueError(f"{len(names)} image files have {len(labels)} labels: give each file one label")
+        self.root = root
+        # One array of bytes instead of a million strings: every worker process gets a copy.
+        self._names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.class_names = list(class_names)
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.labels)
+
+    def path(self, index: int) -> Path:
+        """Return where image `index` lies."""
+        return self.root / os.fsdecode(self._names[index])
+
+    def image(self, index: int) -> Image.Image:
+        """Decode image `index` to RGB. Raises BrokenImage, which names the file."""
+        path = self.path(index)
+        try:
+            with Image.open(path) as image:
+                return image.convert("RGB")
+        except Exception as error:  # PIL's decoders raise OSError, SyntaxError, struct.error and more
+            cause = str(error) or type(error).__name__
+            raise BrokenImage(f"cannot decode {path}: {cause}; remove or replace it") from error

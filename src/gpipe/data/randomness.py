@@ -1,0 +1,44 @@
+"""The data's randomness as a function of the seed.
+
+The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index): so neither
+the number of workers, nor the batch size, nor a resume changes what a sample looks like.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# SeedSequence pads short keys with zeros, so (seed, epoch) alone would be the key of sample 0 of that epoch.
+_ORDER, _AUGMENTATION = 1, 2
+
+
+def epoch_order(seed: int, epoch: int, num_images: int) -> NDArray[np.int64]:
+    """Return the indices of all images in the order in which this epoch shows them."""
+    return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch])).permutation(num_images)
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed the CPU generators of torch, numpy and random for one sample, for transforms that draw from them."""
+    words = np.random.SeedSequence([seed, _AUGMENTATION, epoch, index]).generate_state(2)
+    sample_seed = int(words[0]) << 32 | int(words[1])
+    torch.default_generator.manual_seed(sample_seed)  # torch.manual_seed would also reach for the accelerators
+    np.random.seed(words[0])
+    random.seed(sample_seed)
+
+
+@contextmanager
+def preserve_generators() -> Iterator[None]:
+    """Leave the global CPU generators of torch, numpy and random as they were before the block."""
+    torch_state = torch.default_generator.get_state()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

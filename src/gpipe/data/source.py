@@ -1,0 +1,55 @@
+"""Where an image set comes from, and what to say when it is not there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpipe.data.image_set import ImageSet
+
+EMBEDDED_ALTERNATIVE = "fashion_mnist_embedded"
+SPLITS = ("train", "test")
+
+
+class DataMissing(FileNotFoundError):
+    """Say what was looked for, the tree that is expected, how to get it, and what works without it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Describe one image set: how to open it, and what must be on the disk for that.
+
+    open: (root, split) -> image set.
+    required: glob patterns relative to root, each of which must match something; "a/*/" is any folder in a.
+    tree: the expected files, drawn. how_to_get: instructions for a newcomer.
+    default_root: where the set usually lies; None where there is no such place. A set without `required` needs no root.
+    """
+
+    open: Callable[[Path, str], ImageSet]
+    required: tuple[str, ...] = ()
+    tree: str = ""
+    how_to_get: str = ""
+    default_root: Path | None = None
+
+    def find_root(self, name: str, root: str | Path | None) -> Path:
+        """Return the folder that holds the set, after a look at its upper folders only. Raises DataMissing.
+
+        Both splits must be there: a run that trains for days should not find out then that it cannot be tested.
+        """
+        folder = Path(root).expanduser() if root is not None else self.default_root
+        if not self.required:
+            return folder or Path()
+        if folder is None:
+            raise DataMissing(self._message(name, "the folder data.root, which is not set"))
+        missing = [pattern for pattern in self.required if next(folder.glob(pattern), None) is None]
+        if missing:
+            raise DataMissing(self._message(name, f"{', '.join(missing)} in the folder {folder}"))
+        return folder
+
+    def _message(self, name: str, looked_for: str) -> str:
+        return (
+            f"The image set {name} is missing.\n"
+            f"Looked for: {looked_for}.\n"
+            f"Expected tree:\n{self.tree}\n"
+            f"How to get it: {self.how_to_get}\n"
+            f"Without it: data={EMBEDDED_ALTERNATIVE} needs no download; its photographs come with this package."
+        )

@@ -1,0 +1,206 @@
+"""AmoebaNet-A, B, C and D as sequences of layers (Real et al. 2019; paper section 4, appendix and Table 1).
+
+    0           stem: convolution 3x3 of stride 2
+    1, 2        reduction cells, D/4 and D/2 wide
+    3 ...       num_layers / 3 normal cells, D wide
+    ...         a reduction cell and num_layers / 3 normal cells, 2D wide; behind them the auxiliary head
+    ...         a reduction cell and num_layers / 3 normal cells, 4D wide
+    last        classifier
+
+D is `num_filters`. Each cell is one layer. Indices and names are the same with and without the auxiliary head.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+from torch import Tensor, nn
+
+from gpipe.models.amoebanet_cells import Cell
+from gpipe.models.amoebanet_genotypes import GENOTYPES
+from gpipe.models.amoebanet_heads import STEM_CHANNELS, AuxiliaryHead, Classifier, Linear, Stem, auxiliary_map_size
+
+
+class AmoebaNet(nn.Sequential):
+    """A sequence of AmoebaNet layers with the few names that users of timm's models expect."""
+
+    # timm's description of the model, set by timm.create_model only
+    pretrained_cfg: dict[str, Any]
+    default_cfg: dict[str, Any]
+
+    @property
+    def classifier(self) -> Classifier:
+        """The last layer. Raises TypeError where the sequence is only a part of a model."""
+        layer = self[-1]
+        if not isinstance(layer, Classifier):
+            raise TypeError(f"the last layer is a {type(layer).__name__}, expected a Classifier: use the whole model.")
+        return layer
+
+    @property
+    def num_features(self) -> int:
+        """The width of the features before the softmax layer."""
+        return self.classifier.in_channels
+
+    @property
+    def num_classes(self) -> int:
+        """The number of logits, 0 where the softmax layer was taken off."""
+        layer = self.classifier.fully_connected
+        return layer.out_features if isinstance(layer, Linear) else 0
+
+    def get_classifier(self) -> nn.Module:
+        """Return the softmax layer."""
+        return self.classifier.fully_connected
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the softmax layer, and the auxiliary head's, by a new one of random weights.
+
+        0 classes takes them off: the output is then the features [n, num_features].
+        Raises ValueError for any pooling but the global average.
+        """
+        if global_pool not in (None, "avg"):
+            raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
+        weight = next(self.classifier.parameters(), next(self.parameters()))
+        linear = partial(Linear, device=weight.device, dtype=weight.dtype)
+        self.classifier.fully_connected = linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        for layer in self:
+            if isinstance(layer, Cell) and layer.auxiliary_head is not None:
+                head = layer.auxiliary_head
+                if num_classes:
+                    head.fully_connected = linear(head.fully_connected.in_features, num_classes)
+                else:
+                    layer.auxiliary_head = None
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Return the output of the last cell: [n, num_features, h, w]."""
+        payload = images
+        for layer in list(self)[:-1]:
+            payload = layer(payload)
+        return payload[0]
+
+    def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return the logits of `features`, or what the softmax layer sees; there are no auxiliary logits here."""
+        pooled = self.classifier.pool(features)
+        logits: Tensor = pooled if pre_logits else self.get_classifier()(pooled)
+        return logits
+
+
+def _check(
+    num_layers: int, num_filters: int, num_classes: int, image_size: tuple[int, int], dropout: float, drop_path: float
+) -> None:
+    if num_layers < 3 or num_layers % 3:
+        raise ValueError(
+            f"num_layers is {num_layers}, expected a multiple of 3: the normal cells form three equal groups."
+        )
+    if num_filters < 8:
+        raise ValueError(f"num_filters is {num_filters}, expected 8 or more: the first cell has a quarter of them.")
+    if num_classes < 1:
+        raise ValueError(f"num_classes is {num_classes}, expected 1 or more: give the number of labels.")
+    if min(image_size) < 3:
+        raise ValueError(f"image_size is {image_size}, expected 3 pixels or more: the stem's kernel is not padded.")
+    for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"{name} is {rate}, expected a probability in [0, 1): give 1 - keep probability.")
+
+
+def _cell_plan(num_layers: int, num_filters: int) -> Iterator[tuple[str, int]]:
+    """Yield the kind and the width of each cell in order."""
+    yield "reduction", num_filters // 4
+    yield "reduction", num_filters // 2
+    for group, width in enumerate((num_filters, 2 * num_filters, 4 * num_filters)):
+        if group > 0:
+            yield "reduction", width
+        for _ in range(num_layers // 3):
+            yield "normal", width
+
+
+class AmoebaNetOptions(TypedDict, total=False):
+    """What the four AmoebaNets take by keyword; an option left out has the value given here.
+
+    image_channels: 3.
+    image_size: pixels, or (height, width); it matters for the auxiliary head only. A and C 331, B 480, D 224.
+    auxiliary_head: False. True adds auxiliary logits to the output in training mode (loss weight 0.4 in the recipe).
+    dropout: 0, the probability before the softmax layer; Real et al. 2019 use 0.5.
+    drop_path: 0, the first drop-path rate; `set_drop_path` changes it later. Real et al. 2019 end at 0.3.
+    batch_norm_momentum: 0.0003, the weight of a new mini-batch, that is 1 minus the public TPU code's decay of 0.9997.
+        Runs of less than some ten thousand steps need more, such as 0.1.
+    batch_norm_epsilon: 0.001.
+    """
+
+    image_channels: int
+    image_size: int | tuple[int, int]
+    auxiliary_head: bool
+    dropout: float
+    drop_path: float
+    batch_norm_momentum: float
+    batch_norm_epsilon: float
+
+
+def _amoebanet(
+    variant: str,
+    num_layers: int,
+    num_filters: int,
+    num_classes: int,
+    *,
+    image_channels: int = 3,
+    image_size: int | tuple[int, int] = 224,
+    auxiliary_head: bool = False,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    batch_norm_momentum: float = 0.0003,
+    batch_norm_epsilon: float = 0.001,
+) -> AmoebaNet:
+    image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    _check(num_layers, num_filters, num_classes, image_size, dropout, drop_path)
+    norm = partial(nn.BatchNorm2d, eps=batch_norm_epsilon, momentum=batch_norm_momentum)
+
+    stem = Stem(image_channels, norm)
+    cells: list[Cell] = []
+    previous_channels, channels, previous_is_larger = None, STEM_CHANNELS, False
+    for kind, width in _cell_plan(num_layers, num_filters):
+        genotype = GENOTYPES[variant, kind]
+        cell = Cell(genotype, width, channels, previous_channels, previous_is_larger, drop_path, norm)
+        previous_channels, channels, previous_is_larger = channels, cell.out_channels, kind == "reduction"
+        cells.append(cell)
+    if auxiliary_head:
+        # Cells so far: two reductions, the first group, a reduction, the second group.
+        last_of_second_group = cells[2 + 2 * (num_layers // 3)]
+        last_of_second_group.auxiliary_head = AuxiliaryHead(
+            last_of_second_group.out_channels, num_classes, auxiliary_map_size(image_size), norm
+        )
+    return AmoebaNet(stem, *cells, Classifier(channels, num_classes, dropout))
+
+
+def amoebanet_a(
+    num_layers: int = 18, num_filters: int = 190, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
+) -> AmoebaNet:
+    """Build AmoebaNet-A, at Real et al.'s size by default; options are those of AmoebaNetOptions.
+
+    [n, image_channels, h, w] -> logits [n, num_classes]; in training with the auxiliary head (logits, auxiliary_logits)
+    Raises ValueError for a value and TypeError for a name that it does not know.
+    """
+    options.setdefault("image_size", 331)
+    return _amoebanet("A", num_layers, num_filters, num_classes, **options)
+
+
+def amoebanet_b(
+    num_layers: int = 18, num_filters: int = 512, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
+) -> AmoebaNet:
+    """Build AmoebaNet-B, by default the 557M parameters of the paper's Table 4; otherwise like `amoebanet_a`."""
+    options.setdefault("image_size", 480)
+    return _amoebanet("B", num_layers, num_filters, num_classes, **options)
+
+
+def amoebanet_c(
+    num_layers: int = 18, num_filters: int = 228, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
+) -> AmoebaNet:
+    """Build AmoebaNet-C, at Real et al.'s size by default; otherwise like `amoebanet_a`."""
+    options.setdefault("image_size", 331)
+    return _amoebanet("C", num_layers, num_filters, num_classes, **options)
+
+
+def amoebanet_d(
+    num_layers: int = 18, num_filters: int = 256, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
+) -> AmoebaNet:
+    """Build AmoebaNet-D, by default the size of the paper's Table 2; otherwise like `amoebanet_a`."""
+    options.setdefault("image_size", 224)
+    return _amoebanet("D", num_layers, num_filters, num_classes, **options)

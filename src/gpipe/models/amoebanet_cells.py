@@ -1,0 +1,131 @@
+"""The AmoebaNet cell: one layer of the sequence.
+
+Payload from cell to cell: ``(state, previous_state)``, the outputs of the last two cells; in training, from the
+auxiliary head on, ``(state, previous_state, auxiliary_logits)``. The cell's second output is its own input, as it is.
+"""
+
+import torch
+from timm.layers.drop import DropPath
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe.models.amoebanet_genotypes import CellGenotype, Term
+from gpipe.models.amoebanet_heads import AuxiliaryHead
+from gpipe.models.amoebanet_operations import (
+    Conv2d,
+    ConvNorm,
+    FactorizedReduction,
+    Identity,
+    NormFactory,
+    Operation,
+    make_operation,
+)
+
+Payload = Tensor | tuple[Tensor, ...]
+
+
+class CellTerm(nn.Module):
+    """One operation of a cell on one of its states, with drop-path on every operation but `none`."""
+
+    def __init__(
+        self, term: Term, in_channels: int, out_channels: int, stride: int, drop_path: float, norm: NormFactory
+    ) -> None:
+        super().__init__()
+        self.state = term.state
+        self.operation = make_operation(term.operation, in_channels, out_channels, stride, norm)
+        self.drop_path = DropPath(drop_path) if term.operation != "none" else None
+
+    def forward(self, states: list[Tensor], rectified: dict[int, Tensor]) -> Tensor:
+        """Apply the operation to its state; `rectified` keeps the ReLU of each state for the cell's other terms."""
+        operand = states[self.state]
+        if self.operation.rectified_input:
+            if self.state not in rectified:
+                rectified[self.state] = F.relu(operand)
+            operand = rectified[self.state]
+        output: Tensor = self.operation(operand)
+        return output if self.drop_path is None else self.drop_path(output)
+
+
+class PairwiseSum(nn.Module):
+    """The sum of two terms: a new state of the cell."""
+
+    def __init__(self, left: CellTerm, right: CellTerm) -> None:
+        super().__init__()
+        self.left = left
+        self.right = right
+
+    def forward(self, states: list[Tensor], rectified: dict[int, Tensor]) -> Tensor:
+        output: Tensor = self.left(states, rectified) + self.right(states, rectified)
+        return output
+
+
+class Cell(nn.Module):
+    """A normal or reduction cell with all its states `channels` wide.
+
+    `previous_channels` is the width of the payload's previous state, `previous_is_larger` whether a reduction cell lies
+    between it and the state. ``previous_channels=None`` makes the first cell: it takes one tensor, the stem's
+    output, as state and, unprojected, as previous state.
+
+    `auxiliary_head`, if any, maps the cell's output to auxiliary logits; it is called in training mode only.
+    """
+
+    def __init__(
+        self,
+        genotype: CellGenotype,
+        channels: int,
+        state_channels: int,
+        previous_channels: int | None,
+        previous_is_larger: bool,
+        drop_path: float,
+        norm: NormFactory,
+    ) -> None:
+        super().__init__()
+        self.project_state = ConvNorm(Conv2d(state_channels, channels), norm)
+        self.project_previous: Operation
+        if previous_channels is not None and previous_is_larger:
+            self.project_previous = FactorizedReduction(previous_channels, channels, norm)
+        elif previous_channels is not None and previous_channels != channels:
+            self.project_previous = ConvNorm(Conv2d(previous_channels, channels), norm)
+        else:
+            self.project_previous = Identity()
+
+        widths = [channels, state_channels if previous_channels is None else channels]
+        self.sums = nn.ModuleDict()
+        for index, pair in enumerate(genotype.sums, start=2):
+            # Only states 0 and 1 still have the size of the input.
+            left, right = (
+                CellTerm(term, widths[term.state], channels, genotype.stride if term.state < 2 else 1, drop_path, norm)
+                for term in pair
+            )
+            self.sums[f"state{index}"] = PairwiseSum(left, right)
+            widths.append(channels)
+
+        self.concat = genotype.concat
+        self.out_channels = channels * len(genotype.concat)
+        self.reduce_output = nn.ModuleDict()
+        if genotype.stride == 2:
+            for index in (0, 1):
+                if index in genotype.concat:
+                    self.reduce_output[f"state{index}"] = FactorizedReduction(widths[index], channels, norm)
+        self.auxiliary_head: AuxiliaryHead | None = None
+
+    def forward(self, payload: Payload) -> tuple[Tensor, ...]:
+        """Return (output, state) and, in training behind an auxiliary head, the auxiliary logits.
+
+        output: [n, out_channels, h, w], or half of h and w, rounded up, for a reduction cell.
+        Inputs are never written to: the engine recomputes from them.
+        """
+        state, previous, *auxiliary = (payload, payload) if isinstance(payload, Tensor) else payload
+        if self.project_previous.rectified_input:
+            previous = F.relu(previous)
+        states: list[Tensor] = [self.project_state(F.relu(state)), self.project_previous(previous)]
+        rectified: dict[int, Tensor] = {}
+        for pairwise_sum in self.sums.values():
+            states.append(pairwise_sum(states, rectified))
+        for name, reduction in self.reduce_output.items():
+            index = int(name.removeprefix("state"))
+            states[index] = reduction(states[index])
+        output = torch.cat([states[index] for index in self.concat], dim=1)
+        if self.auxiliary_head is not None and self.training:
+            auxiliary = [self.auxiliary_head(output)]
+        return (output, state, *auxiliary)

@@ -1,0 +1,92 @@
+"""What stands around AmoebaNet's cells: the stem, the classifier and the auxiliary head."""
+
+import math
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe.models.amoebanet_operations import Conv2d, ConvNorm, NormFactory, fill_truncated_normal
+
+STEM_CHANNELS = 32
+
+
+class Linear(nn.Linear):
+    """Fully connected layer with bias; weights of variance 1 / fan-in, bias 0.
+
+    Deviation: the public TPU code takes 2 / fan-out, which with few classes starts at a loss far above chance.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew and clear the bias."""
+        fill_truncated_normal(self.weight, 1.0 / self.in_features)
+        nn.init.zeros_(self.bias)
+
+
+class Stem(ConvNorm):
+    """Images to the first state: convolution 3x3 of stride 2, unpadded, to 32 channels, and batch norm.
+
+    [n, image_channels, h, w] -> [n, 32, (h - 1) // 2, (w - 1) // 2]
+    """
+
+    def __init__(self, image_channels: int, norm: NormFactory) -> None:
+        super().__init__(Conv2d(image_channels, STEM_CHANNELS, (3, 3), stride=2, padded=False), norm)
+
+
+class Classifier(nn.Module):
+    """The last payload to logits: ReLU, global average pool, dropout, fully connected.
+
+    ([n, in_channels, h, w], ...) -> logits [n, num_classes]; (logits, auxiliary_logits) if the payload has the latter
+    """
+
+    def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.dropout = nn.Dropout(dropout)
+        self.fully_connected: nn.Module = Linear(in_channels, num_classes)
+
+    def pool(self, state: Tensor) -> Tensor:
+        """Return the features before the softmax layer: [n, in_channels, h, w] -> [n, in_channels]."""
+        features: Tensor = self.dropout(F.relu(state).mean(dim=(2, 3)))
+        return features
+
+    def forward(self, payload: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+        state, _, *auxiliary = payload
+        logits: Tensor = self.fully_connected(self.pool(state))
+        return (logits, auxiliary[0]) if auxiliary else logits
+
+
+class AuxiliaryHead(nn.Module):
+    """The output of a cell to auxiliary logits, for training only.
+
+    [n, in_channels, *map_size] -> [n, num_classes]: ReLU, average pool 5x5 of stride 3, 1x1 to 51, batch norm, ReLU,
+    convolution of the whole map to 307, batch norm, ReLU, fully connected (Real et al. 2019; the widths are 0.4
+    times Inception's 128 and 768). Its weights fit one size of map, so one size of image.
+
+    Deviation: on maps smaller than 5x5, that of images below about 70 pixels, the pool covers the whole map.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int, map_size: tuple[int, int], norm: NormFactory) -> None:
+        super().__init__()
+        self.map_size = map_size
+        self.window = (min(5, map_size[0]), min(5, map_size[1]))
+        height, width = ((size - window) // 3 + 1 for size, window in zip(map_size, self.window, strict=True))
+        self.project = ConvNorm(Conv2d(in_channels, int(0.4 * 128)), norm)
+        self.whole_map = ConvNorm(Conv2d(int(0.4 * 128), int(0.4 * 768), (height, width), padded=False), norm)
+        self.fully_connected = Linear(int(0.4 * 768), num_classes)
+
+    def forward(self, state: Tensor) -> Tensor:
+        if state.shape[2:] != self.map_size:
+            raise ValueError(
+                f"the auxiliary head got a map of {tuple(state.shape[2:])}, expected {self.map_size}: "
+                "build the model with the image_size it is trained at."
+            )
+        state = F.avg_pool2d(F.relu(state), self.window, stride=3)
+        state = F.relu(self.whole_map(F.relu(self.project(state))))
+        logits: Tensor = self.fully_connected(state.flatten(1))
+        return logits
+
+
+def auxiliary_map_size(image_size: tuple[int, int]) -> tuple[int, int]:
+    """Return the size of the maps that the auxiliary head sees: behind the stem and three reduction cells."""
+    height, width = (math.ceil((size - 1) // 2 / 8) for size in image_size)
+    return height, width

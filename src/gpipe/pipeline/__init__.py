@@ -1,0 +1,1 @@
+"""The pipeline engine; needs torch and nothing else."""

@@ -1,0 +1,329 @@
+"""The pipeline: runs this process's tasks of each step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+from gpipe.pipeline import batch_norm, gradient_norm
+from gpipe.pipeline.autocast import uncached_autocast
+from gpipe.pipeline.clock import Clock
+from gpipe.pipeline.executor import Executor
+from gpipe.pipeline.failure import NonFiniteError, PipelineError
+from gpipe.pipeline.materialize import materialize
+from gpipe.pipeline.messages import LostPeer
+from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
+from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLoss
+from gpipe.pipeline.modes import evaluation_mode
+from gpipe.pipeline.placement import (
+    Devices,
+    local_devices,
+    partition_ranges,
+    process_device,
+    refuse_shared_parameters,
+)
+from gpipe.pipeline.processes import Processes
+from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.report import StepReport, peak_memory_bytes
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from gpipe.pipeline.stage import Stage
+from gpipe.pipeline.timeline import Timeline
+from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
+
+class Pipeline:
+    """Trains a sequence of layers, cut into partitions, by pipelined micro-batches (GPipe, section 2).
+
+    Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, or on whether
+    one process plays all stages or each stage has its own.
+
+    Args:
+        layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
+            lists and dicts of tensors and None. Layers on the meta device get their memory and initial weights here,
+            those of other processes never. Batch norms should have gone through `convert_batch_norm`.
+        loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
+            whose scalars appear in the report.
+        partitions: the number of layers of each stage, such as `partition_layers` returns.
+        num_microbatches: M, into which each mini-batch is cut; smaller mini-batches make fewer, never empty ones.
+        rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations.
+        schedule: the name of a schedule of `gpipe.pipeline.schedule`.
+        devices: of each stage, for one process; or of this process. Default: where the layers are; on a mesh, its type.
+        mesh: R x K processes with the dimensions ("replica", "stage"); None: this process plays all stages.
+        seed: of initial weights (with the layer) and masks (with the step, the micro-batch and the layer).
+        loss_weight: targets of a micro-batch -> how much its mean counts; default: its number of examples.
+        timeout_seconds: after which a silent peer is named and the step given up.
+
+    Attributes:
+        layers: this process's layers, under their index in the whole model.
+        step: the number of finished training steps; set it to resume.
+
+    Raises:
+        ValueError: settings that do not fit each other; the message names the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        loss: LossFunction,
+        partitions: Sequence[int],
+        num_microbatches: int = 32,
+        *,
+        rematerialize: str = "always",
+        schedule: str = "gpipe",
+        devices: Devices = None,
+        mesh: DeviceMesh | None = None,
+        seed: int = 0,
+        loss_weight: LossWeight | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        ranges = partition_ranges(partitions, len(layers))
+        refuse_shared_parameters(layers, ranges)
+        self.num_microbatches = _positive(num_microbatches)
+        self.rematerialize = _one_of(rematerialize, Rematerialize, "rematerialize")
+        self._schedule = SCHEDULES[_one_of(schedule, SCHEDULES, "schedule")]
+        self.partitions = tuple(partitions)
+        self.num_layers, self.num_stages = len(layers), len(partitions)
+        self.seed, self.step = seed, 0
+        self._loss, self._loss_weight = loss, loss_weight
+        self._broken: str | None = None
+        self._processes: Processes | None = None
+        self._transfer: Transfer
+        if mesh is None:
+            places = dict(enumerate(local_devices(devices, layers, self.num_stages)))
+            self._transfer = LocalTransfer(list(places.values()))
+        else:
+            device = process_device(devices, mesh)
+            self._processes = Processes(mesh, self.num_stages, device, timeout_seconds)
+            places = {self._processes.stage: device}
+            self._transfer = self._processes.transfer()
+        self.layers = nn.ModuleDict(
+            {str(i): materialize(layers[i], i, seed, place) for k, place in places.items() for i in ranges[k]}
+        )
+        self._stages = {
+            k: Stage(k, {i: self.layers[str(i)] for i in ranges[k]}, place, seed) for k, place in places.items()
+        }
+        self._replicas = self._processes.replicas(self.layers) if self._processes else None
+        for stage in self._stages.values():
+            stage.replicas = self._replicas
+        self._executor = Executor(self._stages, self.num_stages, self._transfer)
+        self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process holds the first stage, and so needs the inputs."""
+        return 0 in self._stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the last stage, and so needs the targets and sees the outputs."""
+        return self.num_stages - 1 in self._stages
+
+    @property
+    def stage_index(self) -> int | None:
+        """The stage of this process; None where it plays all of them."""
+        return self._processes.stage if self._processes else None
+
+    @property
+    def replica_index(self) -> int:
+        """Which of the R pipelines this process belongs to."""
+        return self._processes.replica if self._processes else 0
+
+    @property
+    def num_replicas(self) -> int:
+        """R, the number of pipelines that train the same weights."""
+        return self._replicas.count if self._replicas else 1
+
+    def train_step(self, batch: tuple[Any, Any], *, record_timeline: bool = False) -> StepReport:
+        """Add the gradients of a mini-batch's loss to the parameters' `.grad`, and move the moving averages once.
+
+        Every process calls it. The parameters themselves are left to an optimizer.
+
+        Args:
+            batch: (inputs, targets), each a tensor or a nest whose tensors have the examples as first dimension.
+                Inputs are looked at in the first stage's process only, targets in the last one's.
+            record_timeline: whether to collect when each task ran, on all stages.
+
+        Raises:
+            NonFiniteError: the loss is not finite. The gradients are unusable; another step may follow.
+            PipelineError: an error in a layer, in the loss or in another process; it says where. With several
+                processes the pipeline cannot be used any more.
+        """
+        begin = time.perf_counter()
+        inputs, targets = batch
+        clock = Clock(cuda=record_timeline)
+        with self._guarded():
+            mini_batch = self._start(inputs, training=True)
+            if self._replicas is not None:
+                self._replicas.start_step()
+            loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
+            schedule = self._schedule(self.num_stages, mini_batch.num_microbatches, self.rematerialize)
+            self._executor.train(schedule, self.step, loss, clock)
+            totals = self.broadcast(loss.totals() if loss else None, self.num_stages - 1)
+            self._finish_step(totals["loss"])
+            timeline = self._gathered_timeline(clock) if record_timeline else None
+        return StepReport(
+            step=self.step - 1,
+            loss=totals.pop("loss"),
+            metrics=totals,
+            num_examples=mini_batch.num_examples,
+            num_microbatches=mini_batch.num_microbatches,
+            timeline=timeline,
+            step_seconds=time.perf_counter() - begin,
+            peak_memory_bytes=peak_memory_bytes({stage.device for stage in self._stages.values()}),
+        )
+
+    def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None) -> Any:
+        """Return the model's outputs for a mini-batch in evaluation mode, without gradients.
+
+        Every process calls it. Modes are as before afterwards.
+
+        Args:
+            inputs: as for `train_step`, of any number of examples; None outside of the first stage.
+            layers: run these in place of `self.layers`, such as their exponential moving average: same keys.
+
+        Returns:
+            The outputs of all examples in the last stage's process, None in the others.
+        """
+        used = self.layers if layers is None else layers
+        with self._guarded(), evaluation_mode(used):
+            mini_batch = self._start(inputs, training=False)
+            return self._executor.evaluate(mini_batch.num_microbatches, used)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield this process's parameters under the names layers.<index in the whole model>.<name>."""
+        return self.layers.named_parameters(prefix="layers")
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield this process's parameters, for an optimizer."""
+        return self.layers.parameters()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale all gradients so that their global norm is at most `max_norm`; every process calls it.
+
+        Returns:
+            The norm before, over all parameters of all stages; bitwise the same for every number of stages.
+
+        Raises:
+            PipelineError: the norm is not finite; nothing was scaled.
+        """
+        parts = self.gather(gradient_norm.gradient_norms(self.named_parameters()))
+        norms = [(name, norm) for part in parts for name, norm in part]
+        try:
+            norm = gradient_norm.global_norm(norms)
+        except ValueError as error:
+            raise NonFiniteError(f"step {self.step - 1}: {error}") from None
+        gradient_norm.scale_gradients(self.parameters(), max_norm, norm)
+        return norm
+
+    def compile(self, **options: Any) -> None:
+        """Compile each of this process's layers with torch.compile(**options), in place; names stay the same."""
+        for layer in self.layers.values():
+            layer.compile(**options)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values that the stages' processes passed, in stage order, to each; values are JSON's."""
+        if self._processes is None:
+            return [value]
+        with self._guarded_exchange():
+            return self._processes.messenger.gather(value)
+
+    def broadcast(self, value: Any, from_stage: int) -> Any:
+        """Return the value that the process of one stage passed, to each; the value is JSON's."""
+        if self._processes is None:
+            return value
+        with self._guarded_exchange():
+            return self._processes.messenger.broadcast(value, from_stage)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the other processes of the pipeline that this one stops, and why, so that they stop at once."""
+        self._stop(error)
+
+    def close(self) -> None:
+        """End the threads of the connections."""
+        self._transfer.close()
+
+    def _start(self, inputs: Any, *, training: bool) -> MiniBatch:
+        size = batch_size_of(inputs, "inputs") if self.is_first else None
+        return self._executor.start(inputs, size, self.num_microbatches, training=training)
+
+    def _minibatch_loss(self, targets: Any, mini_batch: MiniBatch) -> MiniBatchLoss:
+        if (found := batch_size_of(targets, "targets")) != mini_batch.num_examples:
+            raise ValueError(
+                f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; every process must be given "
+                "the same mini-batch"
+            )
+        sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
+        device = self._stages[self.num_stages - 1].device
+        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self._replicas)
+
+    def _finish_step(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            batch_norm.discard(self._batch_norms)
+            raise NonFiniteError(
+                f"the loss of step {self.step} is {loss} in stage {self.num_stages - 1}; nothing was updated: lower the "
+                "learning rate, clip the gradients, or look at this mini-batch",
+                stage=self.num_stages - 1,
+            )
+        batch_norm.commit(self._batch_norms, self._replicas.group if self._replicas else None)
+        self.step += 1
+
+    def _gathered_timeline(self, clock: Clock) -> Timeline:
+        events = clock.events()
+        rows = [row for part in self.gather(Timeline(tuple(events), self.num_stages).to_json()) for row in part]
+        origin = min(row[3] for row in rows)
+        moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
+        return Timeline.from_json(moved, self.num_stages)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
+        if self._broken is not None:
+            raise PipelineError(f"this pipeline stopped before and cannot go on, build a new one; it stopped: {self._broken}")
+        devices = [stage.device for stage in self._stages.values()]
+        with self._guarded_exchange(), preserved_generators(devices), uncached_autocast():
+            yield
+
+    @contextmanager
+    def _guarded_exchange(self) -> Iterator[None]:
+        try:
+            yield
+        except NonFiniteError:
+            raise  # every process raises it at the same place: they stay in step
+        except LostPeer as lost:
+            assert self._processes is not None
+            error = self._processes.peers.explain(lost)
+            self._stop(error)
+            raise error from None
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def _stop(self, error: BaseException) -> None:
+        self._executor.reset()
+        batch_norm.discard(self._batch_norms)
+        if self._processes is None or self._broken is not None:
+            return
+        if not isinstance(error, PipelineError):
+            stage = self._processes.stage
+            error = PipelineError(f"stage {stage}: {type(error).__name__}: {error}", stage=stage)
+        self._broken = str(error)
+        self._processes.messenger.fail(self._processes.peers.report(error))
+
+
+def _positive(num_microbatches: int) -> int:
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
+    return num_microbatches
+
+
+def _one_of(value: str, choices: Any, what: str) -> Any:
+    names = [str(choice) for choice in choices]
+    if value not in names:
+        raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(names)}")
+    return choices(value) if isinstance(choices, type) else value

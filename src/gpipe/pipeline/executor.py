@@ -1,0 +1,110 @@
+"""Runs tasks: the stages of this process at work on a mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from gpipe.pipeline.clock import Clock
+from gpipe.pipeline.microbatch import merge, microbatch_sizes, split
+from gpipe.pipeline.minibatch_loss import MiniBatchLoss
+from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.schedule import Kind, Schedule, Task, inference, sequential
+from gpipe.pipeline.stage import Stage
+from gpipe.pipeline.transfer import MiniBatch, Transfer
+
+
+class Executor:
+    """Executes the tasks of this process's stages, in the schedule's order.
+
+    Args:
+        stages: of this process, by index: one, or all.
+        num_stages: K.
+        transfer: to and from the other stages.
+    """
+
+    def __init__(self, stages: dict[int, Stage], num_stages: int, transfer: Transfer) -> None:
+        self._stages = stages
+        self._num_stages = num_stages
+        self._transfer = transfer
+        self._parts: list[Any] = []  # the inputs of each micro-batch, in the first stage
+
+    def start(self, inputs: Any, batch_size: int | None, num_microbatches: int, *, training: bool) -> MiniBatch:
+        """Cut the mini-batch, or learn from the stage before how it was cut.
+
+        Args:
+            inputs: of the mini-batch, where this process holds the first stage.
+            batch_size: their number, likewise; None elsewhere.
+            num_microbatches: M.
+            training: whether gradients will come back.
+        """
+        batch = None
+        if batch_size is not None:
+            sizes = microbatch_sizes(batch_size, num_microbatches)
+            self._parts = split(inputs, sizes)
+            batch = MiniBatch(batch_size, len(sizes))
+        return self._transfer.start(batch, training=training)
+
+    def train(self, schedule: Schedule, step: int, loss: MiniBatchLoss | None, clock: Clock) -> None:
+        """Run this process's tasks of a training step; `loss` where it holds the last stage."""
+        for stage in self._stages.values():
+            final = [task.micro_batch for task in schedule[stage.index] if task.kind is Kind.BACKWARD][-1]
+            stage.start_step(step, loss if stage.index == self._num_stages - 1 else None, final)
+        recomputed = {(t.stage, t.micro_batch) for tasks in schedule for t in tasks if t.kind is Kind.RECOMPUTE}
+        for task in self._own(schedule):
+            self._execute(task, clock, keep_graph=(task.stage, task.micro_batch) not in recomputed)
+        self._parts = []
+
+    def evaluate(self, num_microbatches: int, layers: nn.ModuleDict) -> Any:
+        """Run `layers` forward; return the outputs of the mini-batch where this process holds the last stage."""
+        outputs: list[Any] = []
+        for task in self._own(inference(self._num_stages, num_microbatches)):
+            stage, micro_batch = self._stages[task.stage], task.micro_batch
+            own = {index: layers[str(index)] for index in stage.layers}
+            value = stage.evaluate(micro_batch, self._inputs(stage, micro_batch), own)
+            if stage.index < self._num_stages - 1:
+                self._transfer.send_forward(stage.index, micro_batch, Payload.of(value))
+            else:
+                outputs.append(value)
+        self._parts = []
+        return merge(outputs) if outputs else None
+
+    def reset(self) -> None:
+        """Drop everything of a step that failed."""
+        self._parts = []
+        self._transfer.reset()
+        for stage in self._stages.values():
+            stage.reset()
+
+    def _own(self, schedule: Schedule) -> Sequence[Task]:
+        if len(self._stages) == self._num_stages:
+            return sequential(schedule)
+        return [task for index in self._stages for task in schedule[index]]
+
+    def _execute(self, task: Task, clock: Clock, *, keep_graph: bool) -> None:
+        stage, micro_batch = self._stages[task.stage], task.micro_batch
+        last = stage.index == self._num_stages - 1
+        if task.kind is Kind.FORWARD:
+            inputs = self._inputs(stage, micro_batch)
+            with clock.timing(task, stage.device):
+                outputs = stage.forward(micro_batch, inputs, keep_graph=keep_graph)
+            if not last:
+                self._transfer.send_forward(stage.index, micro_batch, outputs)
+        elif task.kind is Kind.RECOMPUTE:
+            with clock.timing(task, stage.device):
+                stage.recompute(micro_batch)
+        else:
+            gradients = None if last else self._transfer.receive_backward(stage.index, micro_batch)
+            with clock.timing(task, stage.device):
+                input_gradients = stage.backward(micro_batch, gradients)
+            if stage.index > 0:
+                self._transfer.send_backward(stage.index, micro_batch, input_gradients)
+
+    def _inputs(self, stage: Stage, micro_batch: int) -> Payload:
+        if stage.index > 0:
+            return self._transfer.receive_forward(stage.index, micro_batch)
+        payload = Payload.of(self._parts[micro_batch])
+        tensors = [tensor.to(stage.device, non_blocking=True) for tensor in payload.tensors]
+        return Payload(tensors, payload.structure, payload.differentiable)

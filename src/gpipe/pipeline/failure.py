@@ -1,0 +1,45 @@
+"""Errors of a step that say where they happened."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class PipelineError(RuntimeError):
+    """A step that could not be finished: no parameter and no moving average was updated.
+
+    Attributes:
+        stage: the stage in which it happened; None where it concerns the whole step.
+        micro_batch: the micro-batch that was under way; None outside of one.
+        layer: the index of the layer that was running, counted over the whole model; None outside of one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stage: int | None = None,
+        micro_batch: int | None = None,
+        layer: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.micro_batch = micro_batch
+        self.layer = layer
+
+    @classmethod
+    def at(
+        cls, cause: BaseException, doing: str, *, stage: int, micro_batch: int, layer: int, module: nn.Module | None
+    ) -> PipelineError:
+        """Wrap an error of a layer (`module`) or of the loss (None)."""
+        name = f"layer {layer} ({type(module).__name__})" if module is not None else "the loss"
+        text = f"stage {stage}, micro-batch {micro_batch}, {name}, {doing}: {type(cause).__name__}: {cause}"
+        return cls(text, stage=stage, micro_batch=micro_batch, layer=layer if module is not None else None)
+
+
+class NonFiniteError(PipelineError):
+    """The mini-batch's loss or the gradients' norm is not a finite number: nothing was updated."""
+
+
+class PeerFailure(PipelineError):
+    """Another process of the pipeline failed; the message is the cause that it gave."""

@@ -1,0 +1,166 @@
+"""Small JSON messages between the processes of a group: headers of payloads, reports, causes of failure."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpipe.pipeline.failure import PeerFailure
+
+FRAME_BYTES = 512  # one message of fixed size, so that its receive can be posted before its length is known
+_LENGTH_BYTES = 4
+
+
+class Tag(IntEnum):
+    """Keeps the streams of messages between two processes apart; within a stream the order is kept."""
+
+    FORWARD_HEADER = 1
+    FORWARD_DATA = 2
+    BACKWARD_HEADER = 3
+    BACKWARD_DATA = 4
+    CONTROL = 5
+
+
+class LostPeer(RuntimeError):
+    """A peer's connection broke, or it did not answer in time.
+
+    Attributes:
+        peer: its rank in the group.
+        timed_out: whether it was silent rather than gone.
+    """
+
+    def __init__(self, peer: int, *, timed_out: bool, cause: str) -> None:
+        super().__init__(cause)
+        self.peer = peer
+        self.timed_out = timed_out
+
+
+class Messenger:
+    """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
+
+    Sends do not block; what is sent is kept until it has surely arrived.
+
+    Args:
+        group: a process group with the Gloo backend.
+        timeout_seconds: how long a receive waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self.group = group
+        self.rank = dist.get_group_rank(group, dist.get_rank())
+        self.size = group.size()
+        self.timeout_seconds = timeout_seconds
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, value: Any, peer: int, tag: Tag) -> None:
+        """Start sending a value to a rank of the group."""
+        self.send_frame(encode(value), peer, tag)
+
+    def send_frame(self, frame: Sequence[Tensor], peer: int, tag: Tag) -> None:
+        """Start sending what `encode` made."""
+        for part in frame:
+            self._sent.append((self.post_send(part, peer, tag), part))
+        # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
+        # with this many after it the oldest is not waited for in practice.
+        while len(self._sent) > 256 * self.size:
+            self.wait(self._sent.popleft()[0], peer)
+
+    def receive(self, peer: int, tag: Tag) -> Any:
+        """Wait for the next message of a rank of the group.
+
+        Raises:
+            PeerFailure: the peer sent the cause of its failure instead.
+            LostPeer: the connection broke or the time is up.
+        """
+        return self.finish_receive(self.post_receive(peer, tag), peer, tag)
+
+    def post_receive(self, peer: int, tag: Tag) -> tuple[dist.Work, Tensor]:
+        """Start receiving a message, to be finished by `finish_receive`."""
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        return self.post_receive_tensor(frame, peer, tag), frame
+
+    def finish_receive(self, posted: tuple[dist.Work, Tensor], peer: int, tag: Tag) -> Any:
+        """Wait for a message whose receive was posted."""
+        work, frame = posted
+        self.wait(work, peer)
+        data = frame.numpy().tobytes()
+        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        body = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if length > len(body):
+            rest = torch.empty(length - len(body), dtype=torch.uint8)
+            self.wait(self.post_receive_tensor(rest, peer, tag), peer)
+            body += rest.numpy().tobytes()
+        value = json.loads(body)
+        if isinstance(value, dict) and "failure" in value:
+            raise PeerFailure(**value["failure"])
+        return value
+
+    def post_send(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
+        """Start sending a contiguous CPU tensor."""
+        return self.group.send([tensor], peer, tag)
+
+    def post_receive_tensor(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
+        """Start receiving into a contiguous CPU tensor."""
+        return self.group.recv([tensor], peer, tag)
+
+    def wait(self, work: dist.Work, peer: int) -> None:
+        """Wait for a send or receive.
+
+        Raises:
+            LostPeer: the connection broke or the time is up.
+        """
+        start = time.monotonic()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            # Ten milliseconds of slack: the two clocks are not the same.
+            timed_out = time.monotonic() - start > self.timeout_seconds - 0.01
+            raise LostPeer(peer, timed_out=timed_out, cause=str(error)) from None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order, on every rank."""
+        if self.rank > 0:
+            self.send(value, 0, Tag.CONTROL)
+            received: list[Any] = self.receive(0, Tag.CONTROL)
+            return received
+        mine = json.loads(json.dumps(value))  # what the others get: tuples become lists
+        values = [mine] + [self.receive(peer, Tag.CONTROL) for peer in range(1, self.size)]
+        return list(self.broadcast(values, 0))
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Return the value of rank `source` on every rank."""
+        if self.rank != source:
+            return self.receive(source, Tag.CONTROL)
+        frame = encode(value)
+        for peer in range(self.size):
+            if peer != source:
+                self.send_frame(frame, peer, Tag.CONTROL)
+        return value
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Tell every other rank why this one stops, on every stream that it might be waiting on."""
+        frame = encode({"failure": failure})
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):  # a peer that is gone needs no telling
+                    for tag in (Tag.CONTROL, Tag.FORWARD_HEADER, Tag.BACKWARD_HEADER):
+                        self.send_frame(frame, peer, tag)
+
+
+def encode(value: Any) -> list[Tensor]:
+    """Return a value's JSON as a frame of fixed size and, where it is longer, the rest."""
+    body = json.dumps(value, separators=(",", ":")).encode()
+    data = len(body).to_bytes(_LENGTH_BYTES, "little") + body
+    parts = [data[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), data[FRAME_BYTES:]]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]

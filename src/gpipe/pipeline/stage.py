@@ -1,0 +1,222 @@
+"""One partition at work: forward, recomputation and backward of its micro-batches (re-materialisation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gpipe.pipeline.autocast import without_autocast
+from gpipe.pipeline.batch_norm import microbatch_phase
+from gpipe.pipeline.failure import PipelineError
+from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.randomness import derive_seed, seed_generators
+from gpipe.pipeline.replicas import Replicas
+
+MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those of initial weights
+
+Loss = Callable[[Any, int], Tensor]
+"""(outputs of a micro-batch, its index) -> its weighted share of the mini-batch's loss, a scalar."""
+
+
+class _Entry(torch.autograd.Function):
+    """Where a stage's graph begins: the identity, which hands the gradients over as they are.
+
+    A leaf's `.grad` would do, but for one thing: it copies the gradient into the memory layout of the leaf, and the
+    kernels before the boundary would then add up in another order than in the plain model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # view_as would give size-1 dimensions new strides
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a stage holds of a micro-batch between its forward and its backward."""
+
+    inputs: Payload
+    gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
+    roots: list[GradientEdge | None] | None = None  # one an output; None until a graph exists
+    outputs: list[Tensor] | None = None  # the outputs themselves, where the replicas' averaging must see them
+
+
+class Stage:
+    """A partition bound to a device.
+
+    Between a forward and its backward it holds the boundary input of each micro-batch, and the graph only of those
+    that are kept or just recomputed. Outputs are not held: the graph knows what it needs of them.
+    """
+
+    def __init__(self, index: int, layers: Mapping[int, nn.Module], device: torch.device, seed: int) -> None:
+        self.index = index
+        self.layers = dict(layers)
+        self.device = device
+        self.seed = seed
+        self.step = 0
+        self.loss: Loss | None = None  # set in the last stage for the time of a training step
+        self.replicas: Replicas | None = None
+        self.final_micro_batch = 0  # the one whose backward ends the step
+        self.trainable = False
+        self._kept: dict[int, _Kept] = {}
+        self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
+        self._loss_index = max(self.layers) + 1
+
+    @property
+    def num_kept(self) -> int:
+        """The number of micro-batches of which something is held."""
+        return len(self._kept)
+
+    def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
+        """Prepare for the training step with number `step`, which seeds the masks."""
+        self.step = step
+        self.loss = loss
+        self.final_micro_batch = final_micro_batch
+        self.trainable = any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
+
+    def reset(self) -> None:
+        """Let go of everything, after a step that failed."""
+        self._kept.clear()
+        self.loss = None
+
+    def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
+        """Run the layers on a micro-batch, with a graph or for a later `recompute`; return the boundary output."""
+        kept = self._kept[micro_batch] = _Kept(inputs, [None] * sum(inputs.differentiable))
+        with microbatch_phase(recompute=False):
+            if keep_graph:
+                return self._run_with_graph(micro_batch, kept, "forward")
+            with torch.no_grad():
+                outputs = Payload.of(self._run(micro_batch, inputs, "forward", guard_inputs=True))
+        # Without a graph nobody knows which outputs depend on a parameter: ask for all gradients that could exist. The
+        # backward of the producer ignores those that turn out to be of no use.
+        held = {id(tensor): wanted for tensor, wanted in zip(inputs.tensors, inputs.differentiable, strict=True)}
+        possible = self.trainable or any(inputs.differentiable)
+        outputs.differentiable = [
+            held.get(id(tensor), possible and (tensor.is_floating_point() or tensor.is_complex()))
+            for tensor in outputs.tensors
+        ]
+        return outputs
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run the forward again from the boundary input, with the same masks, and keep its graph."""
+        with microbatch_phase(recompute=True):
+            self._run_with_graph(micro_batch, self._kept[micro_batch], "recompute")
+
+    def backward(self, micro_batch: int, gradients: list[Tensor | None] | None) -> Payload:
+        """Add this micro-batch's gradients to the parameters' `.grad`; return those of the boundary input.
+
+        Args:
+            micro_batch: one that was kept or recomputed; what was held of it is let go.
+            gradients: one for each output of the stage, None for those without; None altogether in the last stage.
+
+        Returns:
+            A payload that nests the gradients of the input's tensors in a tuple, None where there is none.
+        """
+        kept = self._kept.pop(micro_batch)
+        assert kept.roots is not None, "the schedule forgot to recompute"
+        if gradients is None:  # the only root is the loss: a scalar needs no gradient to start from
+            pairs = [(root, None) for root in kept.roots if root is not None]
+        else:
+            pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None and g is not None]
+        with self._errors_named(micro_batch, "backward"), without_autocast(self.device):
+            if kept.outputs is not None and self.replicas is not None:
+                reached = kept.outputs if pairs else []
+                extra = self.replicas.average_in_backward([t for t in reached if t.requires_grad])
+                pairs += [(get_gradient_edge(tensor), None) for tensor in extra]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+        found = iter(kept.gradients)
+        return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
+
+    def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Any:
+        """Run substitute or own layers without a graph and return the value of the last one."""
+        return self._run(micro_batch, inputs, "evaluation", layers=layers)
+
+    def _run_with_graph(self, micro_batch: int, kept: _Kept, doing: str) -> Payload:
+        with torch.enable_grad():
+            value = self._run(micro_batch, _entered(kept), doing)
+            if self.loss is None:
+                outputs = Payload.of(value)
+            else:
+                self._enter(micro_batch, self._loss_index, None)
+                with self._errors_named(micro_batch, "loss"):
+                    outputs = Payload.of(self.loss(value, micro_batch))
+        kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
+        if self.replicas is not None and micro_batch == self.final_micro_batch:
+            kept.outputs = outputs.tensors
+        return outputs
+
+    def _run(
+        self,
+        micro_batch: int,
+        inputs: Payload,
+        doing: str,
+        *,
+        layers: Mapping[int, nn.Module] | None = None,
+        guard_inputs: bool = False,
+    ) -> Any:
+        value = inputs.value()
+        versions = [tensor._version for tensor in inputs.tensors] if guard_inputs else []
+        with self._errors_named(micro_batch, doing):
+            for index, layer in (self.layers if layers is None else layers).items():
+                self._enter(micro_batch, index, layer)
+                value = layer(value)
+                if guard_inputs:
+                    self._refuse_changed_inputs(inputs, versions)
+                elif torch.is_grad_enabled():
+                    self._announce_backward(value, index, layer)
+        return value
+
+    def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
+        self._position = (index, layer)
+        seed_generators(derive_seed(MASKS, self.seed, self.step, micro_batch, index), self.device)
+
+    def _announce_backward(self, value: Any, index: int, layer: nn.Module) -> None:
+        """Note the layer when its backward begins, so that an error in there can name it."""
+        for tensor in Payload.of(value).tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: setattr(self, "_position", (index, layer)))
+                return
+
+    def _refuse_changed_inputs(self, inputs: Payload, versions: list[int]) -> None:
+        if any(tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)):
+            raise ValueError(
+                "the layer changed the stage's stored input in place, and the recomputation would start from the "
+                "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
+            )
+
+    @contextmanager
+    def _errors_named(self, micro_batch: int, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except PipelineError:
+            raise
+        except Exception as error:
+            layer, module = self._position
+            raise PipelineError.at(
+                error, doing, stage=self.index, micro_batch=micro_batch, layer=layer, module=module
+            ) from error
+
+
+def _entered(kept: _Kept) -> Payload:
+    """Return the boundary input as the beginning of a graph."""
+    inputs = kept.inputs
+    wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
+    if not wanted:
+        return inputs
+    anchor = torch.empty(0, requires_grad=True)  # makes autograd call the function's backward; gets no gradient itself
+    entered = iter(_Entry.apply(kept.gradients, anchor, *wanted))
+    tensors = [next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable)]
+    return Payload(tensors, inputs.structure, inputs.differentiable)

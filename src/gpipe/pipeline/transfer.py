@@ -1,0 +1,118 @@
+"""Boundary activations forward, gradients back, within one process that plays all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gpipe.pipeline.payload import Payload
+
+
+class MiniBatch(NamedTuple):
+    """What every stage must know of the mini-batch under way."""
+
+    num_examples: int
+    num_microbatches: int
+
+
+class Transfer(Protocol):
+    """Carries payloads across the boundaries of the stages."""
+
+    def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
+        """Begin a step. The first stage's process knows the mini-batch; the others pass None and are told."""
+
+    def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
+        """Send a boundary output of `stage` to the next stage, without waiting."""
+
+    def receive_forward(self, stage: int, micro_batch: int) -> Payload:
+        """Return the boundary input of `stage`: tensors without history that share no graph with the sender's."""
+
+    def send_backward(self, stage: int, micro_batch: int, payload: Payload) -> None:
+        """Send the gradients of the boundary input of `stage` to the previous stage, without waiting."""
+
+    def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
+        """Return the gradients of the boundary outputs of `stage`, None where there is none."""
+
+    def reset(self) -> None:
+        """Drop what was under way, after a step that failed."""
+
+    def close(self) -> None:
+        """Release threads and connections."""
+
+
+class LocalTransfer:
+    """Hands tensors from stage to stage in one process, copying only where the device changes.
+
+    On CUDA a copy runs on streams of its own, so that it overlaps with the computation of both devices.
+
+    Args:
+        devices: the device of each stage; the same one may stand there several times.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self._mail: dict[tuple[str, int, int], tuple[Payload, torch.cuda.Event | None]] = {}
+        self._streams = {device: torch.cuda.Stream(device) for device in set(devices) if device.type == "cuda"}
+
+    def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
+        """Begin a step; one process always knows the mini-batch."""
+        assert batch is not None
+        return batch
+
+    def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
+        """Put a boundary output where the next stage will look for it."""
+        self._mail["forward", stage + 1, micro_batch] = self._moved(payload, stage, stage + 1)
+
+    def receive_forward(self, stage: int, micro_batch: int) -> Payload:
+        """Take the boundary input of a stage."""
+        return self._taken("forward", stage, micro_batch)
+
+    def send_backward(self, stage: int, micro_batch: int, payload: Payload) -> None:
+        """Put the gradients of a boundary input where the previous stage will look for them."""
+        self._mail["backward", stage - 1, micro_batch] = self._moved(payload, stage, stage - 1)
+
+    def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
+        """Take the gradients of the boundary outputs of a stage."""
+        return list(self._taken("backward", stage, micro_batch).value())
+
+    def reset(self) -> None:
+        """Drop what was under way."""
+        self._mail.clear()
+
+    def close(self) -> None:
+        """Do nothing: there are no threads and no connections."""
+
+    def _moved(self, payload: Payload, source: int, target: int) -> tuple[Payload, torch.cuda.Event | None]:
+        here, there = self.devices[source], self.devices[target]
+        tensors = [tensor.detach() for tensor in payload.tensors]
+        event = None
+        if here != there:
+            tensors, event = self._copied(tensors, here, there)
+        return Payload(tensors, payload.structure, payload.differentiable), event
+
+    def _copied(
+        self, tensors: list[Tensor], here: torch.device, there: torch.device
+    ) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        if here.type != "cuda" or there.type != "cuda":  # to or from the CPU: rare, and must not race with the host
+            return [tensor.to(there) for tensor in tensors], None
+        source, target = self._streams[here], self._streams[there]
+        source.wait_stream(torch.cuda.current_stream(here))
+        with torch.cuda.stream(target), torch.cuda.stream(source):
+            copies = [tensor.to(there, non_blocking=True) for tensor in tensors]
+        for tensor in tensors:
+            tensor.record_stream(source)
+        event = torch.cuda.Event()
+        event.record(target)
+        return copies, event
+
+    def _taken(self, direction: str, stage: int, micro_batch: int) -> Payload:
+        payload, event = self._mail.pop((direction, stage, micro_batch))
+        if event is not None:
+            stream = torch.cuda.current_stream(self.devices[stage])
+            stream.wait_event(event)
+            for tensor in payload.tensors:
+                tensor.record_stream(stream)
+        return payload

@@ -1,0 +1,1 @@
+"""Records of runs, and the tables and plots that are made of them."""

@@ -1,0 +1,180 @@
+"""The record of a run: what was run, on what, with which outcome; every printed number comes from one."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+RECORD_FILE = "record.json"
+KINDS = ("measured", "simulated", "planned")
+_PACKAGES = ("torch", "timm")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run. `commit` and `dirty` are None outside git; `date` is UTC in ISO 8601; the rest is JSON.
+
+    `kind` says what the numbers are: measured, simulated or planned, which never share a column.
+    The name of the host is left out on purpose: records are published.
+    """
+
+    kind: str
+    command: str
+    experiment: str
+    commit: str | None
+    dirty: bool | None
+    date: str
+    hardware: dict[str, Any]
+    packages: dict[str, str]
+    config: dict[str, Any]
+    seed: int
+    results: dict[str, Any]
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        """Refuse wrong types and kinds; raises ValueError naming the field."""
+        if self.schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {self.schema_version}, but this program reads {SCHEMA_VERSION}.")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}, but a record is one of {', '.join(KINDS)}.")
+        for name, types in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise ValueError(f"{name} is {value!r}, but it must be {' or '.join(t.__name__ for t in types)}.")
+        datetime.datetime.fromisoformat(self.date)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "command": (str,),
+    "experiment": (str,),
+    "commit": (str, type(None)),
+    "dirty": (bool, type(None)),
+    "date": (str,),
+    "hardware": (dict,),
+    "packages": (dict,),
+    "config": (dict,),
+    "seed": (int,),
+    "results": (dict,),
+}
+
+
+def make_record(
+    *,
+    kind: str,
+    command: str,
+    experiment: str,
+    config: Mapping[str, Any],
+    seed: int,
+    results: Mapping[str, Any],
+    gpus: Sequence[str] = (),
+) -> Record:
+    """Describe a run that has just been made here; `gpus` are the names of the GPUs that it used."""
+    commit, dirty = git_state(Path(__file__).parent)
+    return Record(
+        kind=kind,
+        command=command,
+        experiment=experiment,
+        commit=commit,
+        dirty=dirty,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        hardware=describe_hardware(gpus),
+        packages=package_versions(),
+        config=dict(config),
+        seed=seed,
+        results=dict(results),
+    )
+
+
+def git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Return the commit that `folder` is at and whether its files differ from it; (None, None) outside git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None, None
+    status = _git(folder, "status", "--porcelain")
+    return commit, None if status is None else status != ""
+
+
+def describe_hardware(gpus: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the processor's model, the number of cores this process may use, and the GPUs' names."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": _cpu_model(), "num_cores": cores, "gpus": list(gpus)}
+
+
+def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed, without importing them."""
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write one record as JSON; the file appears complete or not at all. Raises ValueError for NaN and infinities."""
+    text = json.dumps(asdict(record), indent=2, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Add one record as a line to a .jsonl file. Raises ValueError for NaN and infinities."""
+    line = json.dumps(asdict(record), allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read a .jsonl file (a record a line), a .json file (one record), or every record.json below a folder.
+
+    Raises ValueError naming the file, the line and the fault; FileNotFoundError where `path` does not exist.
+    """
+    if path.is_dir():
+        return [record for file in sorted(path.rglob(RECORD_FILE)) for record in read_records(file)]
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        return [_parse(text, str(path))]
+    lines = enumerate(text.splitlines(), start=1)
+    return [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _parse(text: str, place: str) -> Record:
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError(f"a record is a JSON object, not {type(content).__name__}.")
+        names = {field.name for field in fields(Record)}
+        if content.keys() != names:
+            raise ValueError(f"the fields {sorted(content.keys() ^ names)} are missing or unknown.")
+        return Record(**content)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Train a pipeline: optimisers, learning rates, losses, metrics, averages, checkpoints, tracking and the loop."""

@@ -1,0 +1,73 @@
+"""The exponential moving average of weights and moving statistics, on which a model is evaluated."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+import gpipe._torchvision  # noqa: F401  (must come before timm, which imports torchvision)
+
+from timm.utils.model_ema import ModelEmaV3  # isort: skip
+
+# With these two numbers timm's warm-up 1 - (1 + n / gamma) ** -power is n / (9 + n), and with the offset below it is
+# (1 + steps) / (10 + steps): the rule of TensorFlow's ExponentialMovingAverage(num_updates=steps).
+_WARM_UP_GAMMA = 9.0
+_WARM_UP_POWER = 1.0
+_WARM_UP_OFFSET = 2
+
+
+class Ema:
+    """A second set of this process's layers, holding the average of what the first ones were after each step.
+
+    Floating-point parameters and buffers (the moving statistics too) are averaged, integer buffers copied.
+    Source: the public TPU code averages weights and moving statistics with decay 0.9999.
+    """
+
+    def __init__(self, layers: nn.ModuleDict, decay: float = 0.9999, *, warm_up: bool = False) -> None:
+        """Start from a copy of `layers` as they are now.
+
+        With `warm_up` the decay after n steps is min(decay, (1 + n) / (10 + n)): in a run of few steps the average
+        then forgets the initial weights. Raises ValueError for a decay outside [0, 1) and for 16-bit weights.
+        """
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"The EMA decay is {decay}, but it must be at least 0 and less than 1.")
+        for name, tensor in layers.state_dict().items():
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                # timm would round at random, from a generator whose state no checkpoint has, or stand still.
+                raise ValueError(f"layers.{name} is {tensor.dtype}, too coarse for an average: keep float32 weights.")
+        self._source = _Named(layers)
+        self._average = ModelEmaV3(
+            self._source,
+            decay=decay,
+            use_warmup=warm_up,
+            warmup_gamma=_WARM_UP_GAMMA,
+            warmup_power=_WARM_UP_POWER,
+        )
+        self._average.requires_grad_(False)
+        self.warm_up = warm_up
+
+    @property
+    def module(self) -> nn.ModuleDict:
+        """The averaged layers, keyed like `pipeline.layers`, in evaluation mode."""
+        return cast(_Named, self._average.module).layers
+
+    def update(self, num_steps: int) -> None:
+        """Move the average towards the layers as they are after `num_steps` finished steps."""
+        self._average.update(self._source, num_steps + _WARM_UP_OFFSET if self.warm_up else None)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the averaged tensors by name `layers.<i>.<name>`, sharing memory with the average."""
+        return self.module.state_dict(prefix="layers.")
+
+
+class _Named(nn.Module):
+    """Put the layers below the name `layers`, with one parameter beside them.
+
+    timm asks for the device of the first parameter, but a stage of pooling and activations has none.
+    """
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        device = next((tensor.device for tensor in layers.state_dict().values()), torch.device("cpu"))
+        self._anchor = nn.Parameter(torch.zeros((), device=device), requires_grad=False)
+        self.layers = layers

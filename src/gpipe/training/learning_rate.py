@@ -1,0 +1,80 @@
+"""Learning rates as pure functions of the number of finished steps: there is nothing to save and nothing to resume.
+
+timm.scheduler has the same curves as objects that hold an optimiser; here they are its oracle in the tests.
+"""
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]
+
+
+def constant(base: float, *, warm_up_steps: int = 0) -> Schedule:
+    """Return `base` for ever, after a linear warm-up."""
+    return lambda step: base * _warm_up(step, warm_up_steps)
+
+
+def exponential(base: float, *, decay_rate: float, decay_steps: int, warm_up_steps: int = 0) -> Schedule:
+    """Multiply `base` by `decay_rate` after every `decay_steps` steps (a staircase), after a linear warm-up.
+
+    The staircase counts from the first step of training, not from the end of the warm-up, as in the public TPU code.
+    """
+    if decay_steps < 1:
+        raise ValueError(f"decay_steps is {decay_steps}, but a stair needs at least 1 step: raise decay_epochs.")
+
+    def rate(step: int) -> float:
+        if step < warm_up_steps:
+            return base * _warm_up(step, warm_up_steps)
+        return float(base * decay_rate ** (step // decay_steps))
+
+    return rate
+
+
+def cosine(base: float, *, num_steps: int, warm_up_steps: int = 0, final: float = 0.0) -> Schedule:
+    """Fall along half a cosine from `base` after the warm-up to `final` at `num_steps`, and stay there."""
+    if warm_up_steps > num_steps:
+        raise ValueError(
+            f"The warm-up of {warm_up_steps} steps is longer than the training of {num_steps}: shorten it."
+        )
+
+    def rate(step: int) -> float:
+        if step < warm_up_steps:
+            return base * _warm_up(step, warm_up_steps)
+        progress = min(1.0, (step - warm_up_steps) / max(1, num_steps - warm_up_steps))
+        return final + 0.5 * (base - final) * (1.0 + math.cos(math.pi * progress))
+
+    return rate
+
+
+def build_schedule(
+    name: str,
+    base: float,
+    *,
+    steps_per_epoch: int,
+    num_steps: int,
+    warm_up_epochs: float = 0.0,
+    decay_rate: float = 0.97,
+    decay_epochs: float = 3.0,
+) -> Schedule:
+    """Build the schedule called `name`: exponential, cosine or constant; epochs become steps here.
+
+    The defaults are the paper's: x0.97 every 3 epochs (paper, press summary of version 1).
+    """
+    warm_up_steps = round(warm_up_epochs * steps_per_epoch)
+    if name == "exponential":
+        decay_steps = round(decay_epochs * steps_per_epoch)
+        return exponential(base, decay_rate=decay_rate, decay_steps=decay_steps, warm_up_steps=warm_up_steps)
+    if name == "cosine":
+        return cosine(base, num_steps=num_steps, warm_up_steps=warm_up_steps)
+    if name == "constant":
+        return constant(base, warm_up_steps=warm_up_steps)
+    raise ValueError(f"The learning-rate schedule {name!r} is unknown: choose exponential, cosine or constant.")
+
+
+def _warm_up(step: int, warm_up_steps: int) -> float:
+    """Return the factor of a linear warm-up, in (0, 1].
+
+    Deviation: the public TPU code starts at exactly 0, which makes the first step do nothing; here it starts at
+    1/warm_up_steps and every step counts.
+    """
+    return min(1.0, (step + 1) / warm_up_steps) if warm_up_steps > 0 else 1.0

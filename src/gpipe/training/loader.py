@@ -1,0 +1,28 @@
+"""What training asks of the data: mini-batches of an epoch, in an order that the epoch fixes."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Loader(Protocol):
+    """Yields (inputs, targets) of the mini-batches of an epoch; inputs are None on a process that needs none.
+
+    Every process of a pipeline iterates its own loader, and all yield the same number of mini-batches.
+    """
+
+    start_batch: int
+    """The first mini-batch of the next iteration, to resume within an epoch; `set_epoch` puts it back to 0."""
+
+    wait_seconds: float
+    """How long the current iteration has waited for data so far."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch (from 0) of the next iteration."""
+
+    def __len__(self) -> int:
+        """Return the number of mini-batches an epoch, whatever `start_batch` is."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Yield the mini-batches from `start_batch` on."""

@@ -1,0 +1,127 @@
+"""Optimisers whose state is addressed by parameter names, so that it can be saved and loaded with any partitioning."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+import gpipe._torchvision  # noqa: F401  (must come before timm, which imports torchvision)
+
+from timm.optim.rmsprop_tf import RMSpropTF  # isort: skip
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+def rmsprop(
+    named_parameters: NamedParameters,
+    lr: float,
+    *,
+    decay: float = 0.9,
+    momentum: float = 0.9,
+    epsilon: float = 1.0,
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Build RMSProp as TensorFlow has it: epsilon inside the root, the mean square starting at one.
+
+    The learning rate is part of the momentum buffer. Source: the public AmoebaNet TPU code (momentum 0.9, epsilon 1.0).
+    """
+    groups = _decay_groups(named_parameters, weight_decay)
+    return RMSpropTF(groups, lr=lr, alpha=decay, eps=epsilon, momentum=momentum)
+
+
+def sgd(
+    named_parameters: NamedParameters, lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """Build stochastic gradient descent with Nesterov momentum (plain descent when `momentum` is 0)."""
+    groups = _decay_groups(named_parameters, weight_decay)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
+def adamw(
+    named_parameters: NamedParameters,
+    lr: float,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Build Adam with decoupled weight decay."""
+    groups = _decay_groups(named_parameters, weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"rmsprop": rmsprop, "sgd": sgd, "adamw": adamw}
+
+
+def build_optimizer(
+    name: str, named_parameters: NamedParameters, lr: float, **settings: float
+) -> torch.optim.Optimizer:
+    """Build the optimiser called `name`: rmsprop, sgd or adamw; `settings` are that function's keyword arguments.
+
+    Frozen parameters (requires_grad False) are left out. Raises ValueError for an unknown name.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"The optimiser {name!r} is unknown: choose one of {', '.join(sorted(OPTIMIZERS))}.")
+    return OPTIMIZERS[name](named_parameters, lr, **settings)
+
+
+def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, object]]:
+    """Split parameters into kernels, which decay, and the rest: biases and batch norm, one-dimensional, do not."""
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    kernels = [(name, parameter) for name, parameter in trained if parameter.ndim > 1]
+    others = [(name, parameter) for name, parameter in trained if parameter.ndim <= 1]
+    groups: list[dict[str, object]] = [
+        {"params": part, "weight_decay": decay} for part, decay in ((kernels, weight_decay), (others, 0.0)) if part
+    ]
+    # torch refuses an empty list, and an empty group beside others; a stage without parameters still has an optimiser.
+    return groups or [{"params": [], "weight_decay": 0.0}]
+
+
+def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the parameters of an optimiser that was built from (name, parameter) pairs, by name."""
+    parameters: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        names = group.get("param_names", [])
+        if len(names) != len(group["params"]):
+            raise TypeError(
+                f"This {type(optimizer).__name__} does not know its parameters' names: "
+                "build it from (name, parameter) pairs such as pipeline.named_parameters()."
+            )
+        parameters.update(zip(names, group["params"], strict=True))
+    return parameters
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the state as tensors called `<parameter name>/<slot>`; numbers become 0-dimensional tensors.
+
+    A parameter that never had a gradient has no state and does not appear.
+    """
+    state: dict[str, Tensor] = {}
+    for name, parameter in named_parameters_of(optimizer).items():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                state[f"{name}/{slot}"] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    return state
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+    """Replace the whole state by what `optimizer_state` returned, for this optimiser's own parameters only.
+
+    0-dimensional tensors (step counts) stay on the CPU, as torch and timm keep them; the rest goes to its parameter's
+    device. Raises KeyError for a parameter that the optimiser does not have.
+    """
+    parameters = named_parameters_of(optimizer)
+    optimizer.state.clear()
+    for key, value in state.items():
+        name, slot = key.rsplit("/", 1)
+        parameter = parameters[name]
+        device = parameter.device if value.ndim > 0 else torch.device("cpu")
+        optimizer.state[parameter][slot] = value.to(device, copy=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,81 @@
+"""What a training came to, and the figures of its steps until then."""
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The outcome of a training; accuracies are fractions of the evaluation set, None where there was no evaluation.
+
+    `evaluation` has the last figures of every evaluation set, `top1`, `top5` and `best_top1` are of the first one.
+    `seconds` is the time of training and evaluation, of earlier sessions too; `images_per_second` is the median over
+    this session's steps; `peak_memory_bytes` is that of the fullest process of the pipeline.
+    """
+
+    num_steps: int
+    num_epochs: int
+    seconds: float
+    top1: float | None
+    top5: float | None
+    best_top1: float | None
+    images_per_second: float | None
+    peak_memory_bytes: int | None
+    bubble: float | None
+    wait_seconds: float
+    evaluation: dict[str, dict[str, float]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a record."""
+        return asdict(self)
+
+
+@dataclass
+class Totals:
+    """The figures of a training so far; those in `resumable` go into checkpoints."""
+
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    best_top1: float | None = None
+    evaluation: dict[str, dict[str, float]] = field(default_factory=dict)
+    bubble: float | None = None
+    peak_memory_bytes: int | None = None
+    images_per_second: list[float] = field(default_factory=list)
+
+    def resumable(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from, as JSON."""
+        names = ("seconds", "wait_seconds", "best_top1", "evaluation")
+        return {name: getattr(self, name) for name in names}
+
+    def median_images_per_second(self) -> float | None:
+        """Return the median over the steps but the first, in which caches and workers start."""
+        settled = self.images_per_second[1:] or self.images_per_second
+        return statistics.median(settled) if settled else None
+
+    def add_evaluation(self, evaluation: dict[str, dict[str, float]]) -> None:
+        """Keep the newest figures of each evaluation set, and the best top-1 of the first set."""
+        self.evaluation = evaluation
+        top1 = self.first("top1")
+        if top1 is not None and (self.best_top1 is None or top1 > self.best_top1):
+            self.best_top1 = top1
+
+    def first(self, metric: str) -> float | None:
+        """Return a metric of the first evaluation set, None where there is none."""
+        return next(iter(self.evaluation.values()), {}).get(metric)
+
+    def summary(self, num_steps: int, num_epochs: int, peak_memory_bytes: int | None) -> Summary:
+        """Sum up a training that ends here."""
+        return Summary(
+            num_steps=num_steps,
+            num_epochs=num_epochs,
+            seconds=self.seconds,
+            top1=self.first("top1"),
+            top5=self.first("top5"),
+            best_top1=self.best_top1,
+            images_per_second=self.median_images_per_second(),
+            peak_memory_bytes=peak_memory_bytes,
+            bubble=self.bubble,
+            wait_seconds=self.wait_seconds,
+            evaluation=self.evaluation,
+        )

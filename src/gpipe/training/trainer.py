@@ -1,0 +1,238 @@
+"""The training loop: what happens in a step, at the end of an epoch, and when a run goes on where it stopped."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.report import StepReport
+from gpipe.pipeline.timeline import Timeline
+from gpipe.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gpipe.training.ema import Ema
+from gpipe.training.evaluation import evaluate
+from gpipe.training.learning_rate import Schedule
+from gpipe.training.loader import Loader
+from gpipe.training.manifest import Position
+from gpipe.training.optimizers import set_learning_rate
+from gpipe.training.progress import Progress, StepStatus
+from gpipe.training.summary import Summary, Totals
+from gpipe.training.tracking import Tracker
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Train a pipeline; every process of it makes one of these and calls the same methods.
+
+        for each mini-batch: learning rate, drop-path rate -> pipeline.train_step -> clip -> update -> average -> log
+        at the end of an epoch: evaluate on the averages; every so many steps: save
+
+    `learning_rate` and the drop-path rate, which rises linearly from 0 to `final_drop_path` at the last step, are
+    functions of the number of finished steps. `max_steps` ends the training early and counts as its length.
+    `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
+    `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
+    `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
+    `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
+    """
+
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+    learning_rate: Schedule
+    train_loader: Loader
+    evaluation_loaders: Mapping[str, Loader]
+    num_epochs: int
+    tracker: Tracker
+    progress: Progress
+    seed: int
+    max_steps: int | None = None
+    ema: Ema | None = None
+    max_gradient_norm: float | None = None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    set_drop_path: Callable[[float], None] | None = None
+    final_drop_path: float = 0.0
+    evaluate_every_epochs: int | None = 1
+    checkpoint_folder: Path | None = None
+    save_every_steps: int | None = None
+    keep_checkpoints: int = 3
+    timeline_every_steps: int | None = None
+    on_timeline: Callable[[Timeline], None] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 1."""
+        for name in (
+            "num_epochs", "max_steps", "evaluate_every_epochs", "save_every_steps", "keep_checkpoints",
+            "timeline_every_steps",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, but it must be at least 1.")
+        self._epoch = 0
+        self._batch = 0
+        self._totals = Totals()
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the whole training."""
+        steps = self.num_epochs * len(self.train_loader)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def resume(self, path: Path | None = None) -> bool:
+        """Go on from a checkpoint, the latest in `checkpoint_folder` by default; False where there is none.
+
+        The run then does, bit for bit, what it would have done had it never stopped. Raises CheckpointError for a
+        damaged checkpoint, ValueError where it was saved with another seed or number of mini-batches.
+        """
+        if path is None and self.checkpoint_folder is not None:
+            path = latest_checkpoint(self.checkpoint_folder)
+        if path is None:
+            return False
+        manifest = load_checkpoint(path, self.pipeline, optimizer=self.optimizer, ema=self.ema)
+        position = manifest.position
+        if position.seed != self.seed:
+            raise ValueError(f"{path} was saved with seed {position.seed}, not {self.seed}: resume with that seed.")
+        if position.step != position.epoch * len(self.train_loader) + position.batch:
+            raise ValueError(
+                f"{path} stands at step {position.step} as mini-batch {position.batch} of epoch {position.epoch}, but "
+                f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
+            )
+        self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
+        self._totals = Totals(**manifest.results)
+        self.tracker.rewind(position.step)
+        return True
+
+    def train(self) -> Summary:
+        """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated."""
+        try:
+            while self.pipeline.step < self.num_steps:
+                self._train_epoch()
+        except BaseException as error:
+            # Such as a broken image: the other stages would wait for this one.
+            self.pipeline.abort(error)
+            raise
+        peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
+        return self._totals.summary(self.pipeline.step, self._epoch, max(peaks, default=None))
+
+    def _train_epoch(self) -> None:
+        """Train on what is left of the current epoch."""
+        self.train_loader.set_epoch(self._epoch)
+        self.train_loader.start_batch = self._batch
+        waited_seconds = 0.0
+        started = time.perf_counter()
+        for batch in self.train_loader:
+            values, report = self._step(batch)
+            values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
+            waited_seconds = self.train_loader.wait_seconds
+            self._batch += 1
+            self._log(values, report, time.perf_counter() - started)
+            self._after_step()
+            if self.pipeline.step >= self.num_steps:
+                return
+            started = time.perf_counter()
+
+    def _step(self, batch: tuple[Tensor | None, Tensor]) -> tuple[dict[str, Any], StepReport]:
+        """Make one update; return its settings and norms to log, and the pipeline's report."""
+        step = self.pipeline.step
+        values: dict[str, Any] = {"learning_rate": self.learning_rate(step)}
+        set_learning_rate(self.optimizer, values["learning_rate"])
+        if self.set_drop_path is not None:
+            values["drop_path"] = self.final_drop_path * step / max(1, self.num_steps - 1)
+            self.set_drop_path(values["drop_path"])
+        records = _is_due(step, self.timeline_every_steps)
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.autocast():
+            report = self.pipeline.train_step(batch, record_timeline=records)
+        if self.max_gradient_norm is not None:
+            values["gradient_norm"] = self.pipeline.clip_gradients(self.max_gradient_norm)
+        self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.pipeline.step)
+        return values, report
+
+    def _log(self, values: dict[str, Any], report: StepReport, seconds: float) -> None:
+        """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
+        totals = self._totals
+        if report.timeline is not None:
+            totals.bubble = report.timeline.bubble
+            values["bubble"] = totals.bubble
+            if self.on_timeline is not None:
+                self.on_timeline(report.timeline)
+        totals.seconds += seconds
+        totals.wait_seconds += values["wait_seconds"]
+        totals.images_per_second.append(report.num_examples * self.pipeline.num_replicas / seconds)
+        totals.peak_memory_bytes = report.peak_memory_bytes
+        status = StepStatus(
+            step=self.pipeline.step,
+            epoch=self._epoch,
+            loss=report.loss,
+            top1=report.metrics.get("top1"),
+            images_per_second=totals.images_per_second[-1],
+            peak_memory_bytes=totals.peak_memory_bytes,
+            bubble=totals.bubble,
+        )
+        self.tracker.log(
+            {
+                "step": status.step,
+                "epoch": status.epoch,
+                "loss": report.loss,
+                **report.metrics,
+                **values,
+                "images_per_second": status.images_per_second,
+                "step_seconds": report.step_seconds,
+                "peak_memory_bytes": status.peak_memory_bytes,
+            }
+        )
+        self.progress.update(status, ends_epoch=self._batch == len(self.train_loader))
+
+    def _after_step(self) -> None:
+        """Turn to the next epoch where this one ends, evaluate and save where it is time, in this order.
+
+        A checkpoint at the end of an epoch thus has the epoch's evaluation, and a resumed run need not repeat it.
+        """
+        step = self.pipeline.step
+        ends_training = step >= self.num_steps
+        ends_epoch = self._batch == len(self.train_loader)
+        if ends_epoch:
+            self._epoch, self._batch = self._epoch + 1, 0
+        if ends_training or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs)):
+            self._evaluate()
+        if self.checkpoint_folder is not None and (ends_training or _is_due(step, self.save_every_steps)):
+            self._save(self.checkpoint_folder)
+
+    def _evaluate(self) -> None:
+        """Evaluate on every evaluation set, with the averaged weights where there are any, and log it."""
+        started = time.perf_counter()
+        layers = self.ema.module if self.ema is not None else None
+        loaders = self.evaluation_loaders.items()
+        with self.autocast():
+            evaluation = {name: evaluate(self.pipeline, loader, layers) for name, loader in loaders}
+        self._totals.add_evaluation(evaluation)
+        self._totals.seconds += time.perf_counter() - started
+        for name, metrics in evaluation.items():
+            values = {f"{name}/{metric}": value for metric, value in metrics.items()}
+            self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
+            accuracies = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
+            self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {accuracies}")
+
+    def _save(self, folder: Path) -> None:
+        position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
+        save_checkpoint(
+            folder,
+            self.pipeline,
+            position,
+            optimizer=self.optimizer,
+            ema=self.ema,
+            config=self.config,
+            results=self._totals.resumable(),
+            keep=self.keep_checkpoints,
+        )
+
+
+def _is_due(count: int, every: int | None) -> bool:
+    """Say whether something is done at this count, once in `every`; None is never."""
+    return every is not None and count % every == 0

@@ -1,0 +1,117 @@
+"""Records go to disk and come back, and wrong ones are refused with their place."""
+
+import json
+import math
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from gpipe.results.records import (
+    RECORD_FILE,
+    Record,
+    append_record,
+    describe_hardware,
+    git_state,
+    make_record,
+    package_versions,
+    read_records,
+    write_record,
+)
+
+
+def some_record() -> Record:
+    """The record of a run that was not."""
+    return make_record(
+        kind="measured",
+        command="python train.py +experiment=amoebanet_imagenet scale=laptop",
+        experiment="amoebanet_imagenet",
+        config={"pipeline": {"num_stages": 2}},
+        seed=3,
+        results={"top1": 0.84, "top5": None},
+        gpus=["NVIDIA P100"],
+    )
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    record = some_record()
+    write_record(tmp_path / "runs" / RECORD_FILE, record)
+    assert read_records(tmp_path / "runs" / RECORD_FILE) == [record]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [RECORD_FILE]
+
+
+def test_lines_of_records_come_back_in_order(tmp_path: Path) -> None:
+    records = [replace(some_record(), seed=seed) for seed in (2, 0, 1)]
+    for record in records:
+        append_record(tmp_path / "runs.jsonl", record)
+    assert read_records(tmp_path / "runs.jsonl") == records
+
+
+def test_a_folder_gives_every_record_below_it(tmp_path: Path) -> None:
+    for seed in (1, 0):
+        write_record(tmp_path / "table" / str(seed) / RECORD_FILE, replace(some_record(), seed=seed))
+    assert [record.seed for record in read_records(tmp_path)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"kind": "guessed"}, "kind is 'guessed'"),
+        ({"seed": "3"}, "seed is '3', but it must be int"),
+        ({"seed": True}, "seed is True"),
+        ({"results": []}, "results is"),
+        ({"dirty": 1}, "dirty is 1"),
+        ({"date": "yesterday"}, "yesterday"),
+        ({"schema_version": 2}, "schema_version is 2"),
+        ({"host": "here"}, r"\['host'\] are missing or unknown"),
+    ],
+)
+def test_a_wrong_record_is_refused_with_its_place(tmp_path: Path, change: dict[str, object], fault: str) -> None:
+    path = tmp_path / "runs.jsonl"
+    good = asdict(some_record())
+    path.write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"line 2: .*{fault}"):
+        read_records(path)
+
+
+def test_a_record_cut_short_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / RECORD_FILE
+    path.write_text(json.dumps(asdict(some_record()))[:-5], encoding="utf-8")
+    with pytest.raises(ValueError, match=RECORD_FILE):
+        read_records(path)
+    path.write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="a record is a JSON object, not list"):
+        read_records(path)
+
+
+def test_a_number_that_is_not_finite_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    record = replace(some_record(), results={"loss": math.nan})
+    with pytest.raises(ValueError, match="JSON"):
+        write_record(tmp_path / RECORD_FILE, record)
+    with pytest.raises(ValueError, match="JSON"):
+        append_record(tmp_path / "runs.jsonl", record)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_git_state_is_the_commit_and_whether_files_differ(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == (None, None)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x", "-c", "init.defaultBranch=main"]
+    (tmp_path / "a").write_text("1", encoding="utf-8")
+    for arguments in (["init", "-q"], ["add", "a"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    commit, dirty = git_state(tmp_path)
+    assert commit is not None and len(commit) == 40 and dirty is False
+    (tmp_path / "a").write_text("2", encoding="utf-8")
+    assert git_state(tmp_path) == (commit, True)
+
+
+def test_the_hardware_has_no_host_name() -> None:
+    hardware = describe_hardware(["GPU"])
+    assert set(hardware) == {"cpu", "num_cores", "gpus"}
+    assert hardware["cpu"] and hardware["num_cores"] >= 1 and hardware["gpus"] == ["GPU"]
+
+
+def test_versions_are_of_installed_packages_only() -> None:
+    versions = package_versions(["torch", "no-such-package-here"])
+    assert set(versions) == {"python", "torch"}

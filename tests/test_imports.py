@@ -1,0 +1,72 @@
+"""Who may import whom, read from the sources."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "gpipe"
+# The guard that lets torchvision be imported beside any build of torch; it imports nothing of ours.
+GUARD = "_torchvision"
+MAY_IMPORT = {
+    GUARD: set(),
+    "config": set(),
+    "pipeline": set(),
+    "models": {GUARD},
+    "data": {GUARD},
+    "training": {"pipeline", GUARD},
+    "planning": {"pipeline"},
+    "results": set(),
+    "launch": {"pipeline"},
+    "build": {"config", "pipeline", "models", "data", "training", "planning", "results", "launch", GUARD},
+    "__init__": {"pipeline"},
+}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """Return the package or single module directly below gpipe that a file belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Yield the full name of every imported module; for `from gpipe import x` also `gpipe.x`."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write the import as an absolute one"
+            module = node.module or ""
+            yield from (f"gpipe.{alias.name}" for alias in node.names) if module == "gpipe" else (module,)
+
+
+def all_imports(path: Path) -> set[str]:
+    return set(imported(ast.walk(ast.parse(path.read_text()))))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_imports_only_the_parts_below_its_own(path: Path) -> None:
+    part = part_of(path)
+    assert part in MAY_IMPORT, f"{part} is new: say in MAY_IMPORT what it may import"
+    ours = {name.split(".")[1] for name in all_imports(path) if name.startswith("gpipe.")}
+    assert ours - {part} - MAY_IMPORT[part] == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_only_build_knows_the_config(path: Path) -> None:
+    knows = {name.partition(".")[0] for name in all_imports(path)} & {"hydra", "omegaconf"}
+    assert not knows or part_of(path) in {"build", "config", "launch"}
+
+
+def test_the_config_can_be_read_without_torch() -> None:
+    for path in (path for path in FILES if part_of(path) == "config"):
+        packages = {name.partition(".")[0] for name in all_imports(path)}
+        assert packages.isdisjoint({"torch", "torchvision", "timm", "numpy"}), path.name
+
+
+def test_the_engine_loads_torch_and_nothing_else() -> None:
+    for path in (SOURCE / "pipeline").rglob("*.py"):
+        at_import = {name.partition(".")[0] for name in imported(iter(ast.parse(path.read_text()).body))}
+        assert at_import - set(sys.stdlib_module_names) <= {"torch", "gpipe"}, path.name

@@ -1,0 +1,75 @@
+"""The classification loss against sums written out."""
+
+import pytest
+import torch
+
+from gpipe.training.losses import ClassificationLoss
+from gpipe.training.metrics import correct_in_top
+
+
+def random_logits(num_examples: int, num_classes: int, seed: int = 0) -> torch.Tensor:
+    """Logits in double precision."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_examples, num_classes, generator=generator, dtype=torch.float64)
+
+
+def smoothed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The definition: cross-entropy with (1 - s) on the target and s spread over all classes."""
+    num_classes = logits.shape[1]
+    wanted = torch.full_like(logits, smoothing / num_classes)
+    wanted[torch.arange(len(targets)), targets] += 1.0 - smoothing
+    logarithms = logits - logits.exp().sum(dim=1, keepdim=True).log()
+    return -(wanted * logarithms).sum(dim=1).mean()
+
+
+def test_the_loss_is_the_smoothed_cross_entropy() -> None:
+    logits, targets = random_logits(6, 7), torch.tensor([0, 1, 6, 3, 3, 2])
+    loss, _ = ClassificationLoss(label_smoothing=0.1)(logits, targets)
+    torch.testing.assert_close(loss, smoothed_cross_entropy(logits, targets, 0.1), rtol=1e-12, atol=0)
+
+
+def test_the_auxiliary_head_has_its_share() -> None:
+    logits, auxiliary, targets = random_logits(4, 5), random_logits(4, 5, seed=1), torch.tensor([0, 1, 4, 3])
+    loss, _ = ClassificationLoss(label_smoothing=0.1, auxiliary_weight=0.4)((logits, auxiliary), targets)
+    expected = smoothed_cross_entropy(logits, targets, 0.1) + 0.4 * smoothed_cross_entropy(auxiliary, targets, 0.1)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_accuracies_count_as_sorting_does() -> None:
+    logits, targets = random_logits(50, 9), torch.arange(50) % 9
+    _, metrics = ClassificationLoss()(logits, targets)
+    order = logits.argsort(dim=1, descending=True).tolist()
+    for name, k in (("top1", 1), ("top5", 5)):
+        expected = sum(int(target) in row[:k] for row, target in zip(order, targets, strict=True)) / 50
+        assert metrics[name].item() == pytest.approx(expected)
+
+
+def test_top5_exists_from_five_classes_on() -> None:
+    targets = torch.tensor([0, 1])
+    assert set(ClassificationLoss()(random_logits(2, 4), targets)[1]) == {"top1"}
+    assert set(ClassificationLoss()(random_logits(2, 5), targets)[1]) == {"top1", "top5"}
+
+
+def test_metrics_are_detached_scalars() -> None:
+    logits = random_logits(3, 6).requires_grad_()
+    _, metrics = ClassificationLoss(0.1)(logits, torch.tensor([0, 1, 2]))
+    assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+
+
+def test_bfloat16_logits_are_summed_in_float32() -> None:
+    logits, targets = random_logits(8, 100).bfloat16(), torch.arange(8)
+    loss, _ = ClassificationLoss(0.1)(logits, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), smoothed_cross_entropy(logits.double(), targets, 0.1))
+
+
+def test_undefined_logits_are_not_correct_by_luck() -> None:
+    logits = torch.full((3, 10), float("nan"))
+    logits[:, 4] = 1.0
+    assert correct_in_top(logits, torch.tensor([4, 4, 4]), 1).sum() == 0
+
+
+@pytest.mark.parametrize("settings", [{"label_smoothing": 1.0}, {"label_smoothing": -0.1}, {"auxiliary_weight": -1.0}])
+def test_wrong_settings_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="but"):
+        ClassificationLoss(**settings)

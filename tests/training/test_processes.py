@@ -1,0 +1,83 @@
+"""Training and checkpoints with one process a stage equal those of one process that plays all stages."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import SmallRun, small_run, small_trainer
+
+from gpipe.training.checkpoint import latest_checkpoint, load_checkpoint
+from gpipe.training.manifest import Manifest
+
+pytestmark = pytest.mark.slow
+
+Done = subprocess.CompletedProcess[str]
+SCRIPT = Path(__file__).with_name("train_and_save.py")
+
+
+def torchrun(num_processes: int, folder: Path, num_replicas: int, *fault: str) -> Done:
+    """Run the script with so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    return subprocess.run(
+        [*command, str(SCRIPT), str(folder), str(num_replicas), *fault],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def outcome(done: Done) -> dict[str, Any]:
+    """Read what the script printed."""
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def latest(folder: Path) -> Path:
+    """The newest checkpoint of a run."""
+    path = latest_checkpoint(folder / "checkpoints")
+    assert path is not None
+    return path
+
+
+def test_three_processes_go_on_where_one_stopped_and_one_reads_what_they_wrote(tmp_path: Path) -> None:
+    whole = small_trainer(tmp_path / "whole")
+    summary = whole.train()
+
+    stopped = small_trainer(tmp_path / "run", (6,), save_every_steps=5)
+    schedule = stopped.learning_rate
+    stopped.learning_rate = lambda step: 1 / 0 if step == 7 else schedule(step)
+    with pytest.raises(ZeroDivisionError):
+        stopped.train()
+    result = outcome(torchrun(3, tmp_path / "run", 1))
+    assert result["resumed"] and result["evaluation"] == summary.evaluation
+    # Each stage wrote its own layers.
+    assert Manifest.read(latest(tmp_path / "run")).tensors["weights"]["layers.5.bias"].file == "weights-2.safetensors"
+
+    reader = small_run((1, 5), seed=1)
+    load_checkpoint(latest(tmp_path / "run"), reader.pipeline, optimizer=reader.optimizer, ema=reader.ema)
+    assert whole.ema is not None
+    expected = SmallRun(whole.pipeline, whole.optimizer, whole.ema).tensors()
+    found = reader.tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_replicas_write_once(tmp_path: Path) -> None:
+    outcome(torchrun(4, tmp_path, 2))
+    names = {file.name for file in latest(tmp_path).glob("weights-*")}
+    assert names == {"weights-0.safetensors", "weights-1.safetensors"}
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.startswith(".")] == []
+
+
+def test_data_that_one_stage_cannot_read_ends_every_process_with_the_cause(tmp_path: Path) -> None:
+    done = torchrun(2, tmp_path, 1, "data")
+    assert done.returncode != 0
+    assert "rank 0: OSError: photograph-17.png is broken" in done.stderr

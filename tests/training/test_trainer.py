@@ -1,0 +1,260 @@
+"""The training loop: its parts come in their order, and a resumed run equals one that never stopped."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import RandomImages, SmallRun, small_run, small_trainer
+
+from gpipe.pipeline.failure import NonFiniteError, PipelineError
+from gpipe.training.checkpoint import latest_checkpoint
+from gpipe.training.evaluation import evaluate
+from gpipe.training.learning_rate import constant
+from gpipe.training.metrics import EvaluationMetrics
+from gpipe.training.optimizers import set_learning_rate
+from gpipe.training.progress import Progress
+from gpipe.training.tracking import METRICS_FILE
+from gpipe.training.trainer import Trainer
+
+TIMES = {"images_per_second", "step_seconds", "peak_memory_bytes", "bubble"}
+
+
+class Stop(Exception):
+    """The machine fails."""
+
+
+def stop_at(trainer: Trainer, step: int) -> None:
+    """Make the trainer fail when it begins the step after `step` finished ones."""
+    schedule = trainer.learning_rate
+
+    def rate(finished: int) -> float:
+        if finished == step:
+            raise Stop
+        return schedule(finished)
+
+    trainer.learning_rate = rate
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copy every number of the training state."""
+    assert trainer.ema is not None
+    return SmallRun(trainer.pipeline, trainer.optimizer, trainer.ema).tensors()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Read the log without what depends on the clock."""
+    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def assert_same_state(one: Trainer, other: Trainer) -> None:
+    """Compare bit by bit."""
+    expected = state_of(one)
+    for name, tensor in state_of(other).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(("stop", "saved"), [(6, 5), (7, 5), (8, 8), (11, 10)])
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, stop: int, saved: int) -> None:
+    whole = small_trainer(tmp_path / "whole")
+    summary = whole.train()
+
+    every = 4 if saved == 8 else 5
+    stopped = small_trainer(tmp_path / "run", save_every_steps=every)
+    stop_at(stopped, stop)
+    with pytest.raises(Stop):
+        stopped.train()
+    stopped.tracker.close()
+
+    # With another partitioning: nothing of the run depends on it.
+    resumed = small_trainer(tmp_path / "run", (1, 2, 3))
+    torch.manual_seed(99)
+    assert resumed.resume()
+    assert resumed.pipeline.step == saved
+    assert resumed.train().evaluation == summary.evaluation
+    assert_same_state(whole, resumed)
+    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+
+
+def test_a_run_without_checkpoints_has_nothing_to_resume(tmp_path: Path) -> None:
+    assert not small_trainer(tmp_path).resume()
+    assert not small_trainer(tmp_path, checkpoint_folder=None).resume()
+
+
+def test_the_end_is_saved_and_a_finished_run_only_tells_its_outcome(tmp_path: Path) -> None:
+    first = small_trainer(tmp_path)
+    summary = first.train()
+    again = small_trainer(tmp_path)
+    assert again.resume()
+    told = again.train()
+    assert (told.num_steps, told.top1, told.best_top1) == (12, summary.top1, summary.best_top1)
+    assert again.train_loader.num_fetched == again.evaluation_loaders["test"].num_fetched == 0
+
+
+def test_another_seed_or_batch_size_is_refused(tmp_path: Path) -> None:
+    small_trainer(tmp_path, num_epochs=1).train()
+    with pytest.raises(ValueError, match=r"saved with seed 0, not 3: resume with that seed"):
+        small_trainer(tmp_path, seed=3).resume()
+    with pytest.raises(ValueError, match=r"step 4 as mini-batch 0 of epoch 1, but here an epoch has 3"):
+        small_trainer(tmp_path, train_loader=RandomImages(batch_size=8)).resume()
+
+
+def test_a_step_is_the_plain_loops(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, max_gradient_norm=0.5)
+    trainer.train()
+    oracle = small_run()
+    for step in range(12):
+        loader = RandomImages()
+        loader.set_epoch(step // 4)
+        batch = list(loader)[step % 4]
+        set_learning_rate(oracle.optimizer, trainer.learning_rate(step))
+        oracle.optimizer.zero_grad(set_to_none=True)
+        oracle.pipeline.train_step(batch)
+        oracle.pipeline.clip_gradients(0.5)
+        oracle.optimizer.step()
+        oracle.ema.update(step + 1)
+    found, expected = state_of(trainer), oracle.tensors()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    evaluation = {"train": RandomImages(shuffle=False)}
+    summary = small_trainer(
+        tmp_path, num_epochs=30, learning_rate=constant(0.03), evaluation_loaders=evaluation
+    ).train()
+    assert summary.top1 is not None and summary.top1 > 0.8
+    assert summary.best_top1 is not None and summary.best_top1 >= summary.top1
+
+
+def test_evaluation_uses_the_averages_and_counts_every_image(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, num_epochs=1)
+    summary = trainer.train()
+    loader = RandomImages(15, 4, shuffle=False)
+    assert trainer.ema is not None
+    outputs = loader.images
+    with torch.no_grad():
+        for layer in trainer.ema.module.values():
+            outputs = layer(outputs)
+    expected = EvaluationMetrics()
+    expected.update(outputs, loader.labels)
+    assert summary.evaluation["test"] == pytest.approx(expected.compute(), rel=1e-5)
+    assert evaluate(trainer.pipeline, loader) != summary.evaluation["test"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [4, 8, 12]),
+        ({"evaluate_every_epochs": 2}, [8, 12]),
+        ({"evaluate_every_epochs": None}, [12]),
+        ({"max_steps": 6}, [4, 6]),
+        ({"evaluation_loaders": {}}, []),
+    ],
+)
+def test_it_evaluates_when_it_is_time_and_at_the_end(
+    tmp_path: Path, settings: dict[str, Any], steps: list[int]
+) -> None:
+    trainer = small_trainer(tmp_path, **settings)
+    summary = trainer.train()
+    assert [line["step"] for line in read_log(tmp_path) if "test/top1" in line] == steps
+    assert summary.num_steps == trainer.num_steps == settings.get("max_steps", 12)
+
+
+def test_it_saves_every_so_many_steps_and_keeps_the_newest(tmp_path: Path) -> None:
+    small_trainer(tmp_path, save_every_steps=5, keep_checkpoints=2).train()
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000010", "step-00000012"]
+    assert latest_checkpoint(folder) == folder / "step-00000012"
+
+
+def test_the_drop_path_rate_rises_linearly_to_its_final_value(tmp_path: Path) -> None:
+    rates: list[float] = []
+    small_trainer(tmp_path, num_epochs=2, set_drop_path=rates.append, final_drop_path=0.7).train()
+    assert rates == pytest.approx([0.1 * step for step in range(8)])
+
+
+def test_the_log_has_every_step_with_its_settings(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path)
+    trainer.train()
+    lines = [line for line in read_log(tmp_path) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["epoch"] for line in lines] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [line["learning_rate"] for line in lines] == [trainer.learning_rate(step) for step in range(12)]
+    assert all({"top1", "top5", "gradient_norm"} <= line.keys() for line in lines)
+    assert [line["wait_seconds"] for line in lines] == [0.25] * 12
+
+
+def test_autocast_reaches_the_layers_in_training_and_evaluation(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, num_epochs=1, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert trainer.ema is not None
+    seen: list[tuple[bool, torch.dtype]] = []
+    for layers in (trainer.pipeline.layers, trainer.ema.module):
+        layers["5"].register_forward_hook(lambda layer, _, output: seen.append((layer.training, output.dtype)))
+    trainer.train()
+    assert set(seen) == {(True, torch.bfloat16), (False, torch.bfloat16)}
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.pipeline.parameters())
+
+
+def test_the_summary_tells_what_it_cost(tmp_path: Path) -> None:
+    summary = small_trainer(tmp_path).train()
+    assert summary.wait_seconds == 3.0
+    assert summary.images_per_second is not None and summary.images_per_second > 0
+    assert summary.seconds > 0
+    json.dumps(summary.as_dict(), allow_nan=False)
+
+
+def test_the_timeline_of_one_step_in_so_many_gives_the_bubble(tmp_path: Path) -> None:
+    timelines: list[Any] = []
+    summary = small_trainer(tmp_path, timeline_every_steps=5, on_timeline=timelines.append).train()
+    assert len(timelines) == 3
+    assert summary.bubble == timelines[-1].bubble and 0.0 <= summary.bubble < 1.0
+    lines = (tmp_path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines if "bubble" in json.loads(line)] == [1, 6, 11]
+
+
+def test_progress_tells_of_steps_and_evaluations(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    small_trainer(tmp_path, progress=Progress(12, 3, stream=stream, interval_seconds=1e9)).train()
+    lines = stream.getvalue().splitlines()
+    assert [line[:20] for line in lines[::2]] == [f"epoch {e}/3  step {4 * e}/12"[:20] for e in (1, 2, 3)]
+    assert lines[1].startswith("evaluation on test after step 4: loss ")
+
+
+def poison(trainer: Trainer, value: float) -> None:
+    """Make the loss of the second step infinite or undefined."""
+    loader = trainer.train_loader
+    assert isinstance(loader, RandomImages)
+    loader.set_epoch(0)
+    images, _ = list(loader)[1]
+    index = (loader.images == images[0]).flatten(1).all(dim=1).nonzero()[0, 0]
+    loader.images[index] = value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_is_updated(tmp_path: Path, value: float) -> None:
+    trainer, oracle = small_trainer(tmp_path), small_trainer(tmp_path / "oracle", max_steps=1)
+    oracle.train()
+    poison(trainer, value)
+    with pytest.raises(NonFiniteError):
+        trainer.train()
+    assert_same_state(oracle, trainer)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_weights_are_not_updated(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path)
+    weight = trainer.pipeline.layers["5"].weight
+    weight.register_hook(lambda gradient: gradient * math.inf)
+    before = weight.detach().clone()
+    with pytest.raises(PipelineError, match="step 0"):
+        trainer.train()
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("name", ["num_epochs", "max_steps", "save_every_steps", "timeline_every_steps"])
+def test_counts_below_one_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        small_trainer(tmp_path, **{name: 0})

@@ -1,0 +1,126 @@
+"""One setting of a pipeline, run for two steps: all that can be seen of it afterwards."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import gpipe
+from tests.random_layers import build
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sequence of layers, how it is cut, and the mini-batch."""
+
+    kinds: tuple[str, ...]
+    partitions: tuple[int, ...]
+    num_microbatches: int
+    batch_size: int
+    rematerialize: str
+    dtype: torch.dtype = torch.float32
+
+    def one_stage(self) -> Case:
+        """Return the same training without a pipeline: the oracle."""
+        return Case(
+            self.kinds, (len(self.kinds) + 1,), self.num_microbatches, self.batch_size, "never", self.dtype
+        )
+
+
+@dataclass
+class Outcome:
+    """What a run left behind; parameters and buffers by name, None for a missing gradient."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray | None]
+    state: dict[str, np.ndarray]
+    output: np.ndarray | None
+
+
+def cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    """Return all ways to cut so many layers into so many partitions."""
+    places = itertools.combinations(range(1, num_layers), num_stages - 1)
+    return [tuple(b - a for a, b in itertools.pairwise((0, *place, num_layers))) for place in places]
+
+
+def batch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return made-up inputs and targets."""
+    generator = torch.Generator().manual_seed(case.batch_size)
+    inputs = torch.randn(case.batch_size, 4, 6, 6, generator=generator, dtype=torch.float64)
+    return inputs.to(case.dtype), torch.randint(5, (case.batch_size,), generator=generator)
+
+
+def run(case: Case, mesh: Any = None) -> Outcome:
+    """Train for two steps with momentum and clipping, and evaluate."""
+    layers = build(case.kinds).to(case.dtype)
+    pipeline = gpipe.Pipeline(
+        layers,
+        nn.functional.cross_entropy,
+        case.partitions,
+        case.num_microbatches,
+        rematerialize=case.rematerialize,
+        mesh=mesh,
+        seed=3,
+    )
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = batch(case)
+    generator_state = torch.get_rng_state()
+    losses, norms = [], []
+    for _ in range(2):
+        optimizer.zero_grad()
+        report = pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
+        losses.append(report.loss)
+        norms.append(pipeline.clip_gradients(0.5))
+        optimizer.step()
+    output = pipeline.evaluate(inputs if pipeline.is_first else None)
+    assert torch.equal(torch.get_rng_state(), generator_state), "the user's generator was disturbed"
+    gradients = {n: None if p.grad is None else p.grad.numpy() for n, p in pipeline.named_parameters()}
+    state = {f"layers.{name}": value.numpy() for name, value in pipeline.layers.state_dict().items()}
+    pipeline.close()
+    return Outcome(losses, norms, gradients, state, None if output is None else output.numpy())
+
+
+def run_in_process(rank: int, cases: list[Case]) -> list[Outcome | None]:
+    """Run cases with one process a stage; processes beyond the stages sit out."""
+    outcomes: list[Outcome | None] = []
+    for case in cases:
+        mesh = _mesh(len(case.partitions))
+        outcomes.append(run(case, mesh) if rank < len(case.partitions) else None)
+    return outcomes
+
+
+_meshes: dict[int, Any] = {}
+
+
+def _mesh(num_stages: int) -> Any:
+    if num_stages not in _meshes:
+        _meshes[num_stages] = DeviceMesh("cpu", torch.arange(num_stages), mesh_dim_names=("stage",))
+    return _meshes[num_stages]
+
+
+def assert_bitwise_equal(found: Outcome, expected: Outcome, stages: str) -> None:
+    """Compare everything that both have; a process knows only its own layers."""
+    assert found.losses == expected.losses, f"{stages}: losses {found.losses}, expected {expected.losses}"
+    assert found.norms == expected.norms, f"{stages}: norms {found.norms}, expected {expected.norms}"
+    for name, gradient in found.gradients.items():
+        _same(gradient, expected.gradients[name], f"{stages}: gradient of {name}")
+    for name, value in found.state.items():
+        _same(value, expected.state[name], f"{stages}: {name}")
+    if found.output is not None:
+        _same(found.output, expected.output, f"{stages}: evaluation")
+
+
+def _same(found: np.ndarray | None, expected: np.ndarray | None, what: str) -> None:
+    if found is None or expected is None:
+        assert found is expected, f"{what} is {'missing' if found is None else 'there'}"
+    else:
+        assert np.array_equal(found, expected), f"{what} differs by {np.abs(found - expected).max()}"
+
+
