@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.process_pool import ProcessPool
 from tests.random_layers import DEPENDS_ON_MICROBATCH, KINDS, build
-from tests.transparency_case import Case, assert_bitwise_equal, batch, cuts, run, run_in_process
+from tests.transparency_case import Case, assert_bitwise_equal, batch, cuts, run, run_in_processes
 
 MODES = ("always", "except_last", "never")
 EVERYTHING = (
@@ -24,10 +24,15 @@ CUTS = {1: (15,), 2: (7, 8), 3: (3, 4, 8), 4: (1, 6, 5, 3)}
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(KINDS), dtype: torch.dtype = torch.float32) -> Case:
+def cases(
+    draw: st.DrawFn,
+    kinds: tuple[str, ...] = tuple(KINDS),
+    dtype: torch.dtype = torch.float32,
+    num_stages: int | None = None,
+) -> Case:
     """Draw a sequence of layers, a way to cut it, M, N and a mode."""
     sequence = tuple(draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=9)))
-    num_stages = draw(st.integers(1, 4))
+    num_stages = num_stages or draw(st.integers(1, 4))
     return Case(
         sequence,
         draw(st.sampled_from(cuts(len(sequence) + 1, num_stages))),
@@ -49,9 +54,10 @@ def test_one_process_trains_as_one_stage_does(num_microbatches: int, batch_size:
 def test_one_process_a_stage_trains_as_one_stage_does(num_stages: int, processes: ProcessPool) -> None:
     settings_ = itertools.product((1, 2, 4), (8, 7, 3), MODES)
     all_cases = [Case(EVERYTHING, CUTS[num_stages], m, n, mode) for m, n, mode in settings_]
-    for rank, outcomes in enumerate(processes.run(run_in_process, all_cases)[:num_stages]):
-        for case, outcome in zip(all_cases, outcomes, strict=True):
-            assert_bitwise_equal(outcome, run(case.one_stage()), f"{case}, rank {rank}")
+    expected = [run(case.one_stage()) for case in all_cases]
+    for rank, outcomes in enumerate(processes.run(num_stages, run_in_processes, all_cases)):
+        for case, outcome, oracle in zip(all_cases, outcomes, expected, strict=True):
+            assert_bitwise_equal(outcome, oracle, f"{case}, rank {rank}")
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -60,13 +66,16 @@ def test_random_layers_in_one_process_train_as_one_stage_does(case: Case) -> Non
     assert_bitwise_equal(run(case), run(case.one_stage()), str(case))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(cases(), min_size=4, max_size=4))
-def test_random_layers_in_processes_train_as_one_stage_does(processes: ProcessPool, several: list[Case]) -> None:
-    for rank, outcomes in enumerate(processes.run(run_in_process, several)):
-        for case, outcome in zip(several, outcomes, strict=True):
-            if outcome is not None:
-                assert_bitwise_equal(outcome, run(case.one_stage()), f"{case}, rank {rank}")
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.data(), st.integers(2, 4))
+def test_random_layers_in_processes_train_as_one_stage_does(
+    processes: ProcessPool, data: st.DataObject, num_stages: int
+) -> None:
+    several = data.draw(st.lists(cases(num_stages=num_stages), min_size=4, max_size=4))
+    expected = [run(case.one_stage()) for case in several]
+    for rank, outcomes in enumerate(processes.run(num_stages, run_in_processes, several)):
+        for case, outcome, oracle in zip(several, outcomes, expected, strict=True):
+            assert_bitwise_equal(outcome, oracle, f"{case}, rank {rank}")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

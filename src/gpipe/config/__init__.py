@@ -1,7 +1,7 @@
 """Every setting of a run, declared and checked; the values are in conf/. Nothing here imports torch.
 
-A field that can change a result has no value in Python (MISSING), so that a composed configuration tells the whole run. An
-unknown key, a wrong type and another model's key are refused while Hydra composes; a wrong value when `to_run` makes
+A field that can change a result has no value in Python (MISSING), so that a composed configuration tells the whole run.
+An unknown key, a wrong type and another model's key are refused while Hydra composes; a wrong value when `to_run` makes
 the dataclasses.
 """
 
@@ -17,7 +17,7 @@ from gpipe.config.pipeline import (
     PipelineSchedule,
     Rematerialize,
 )
-from gpipe.config.run import RunConfig, register_schemas, to_plain, to_run, to_yaml
+from gpipe.config.run import RunConfig, refuse_overruled_data, register_schemas, to_plain, to_run, to_yaml
 from gpipe.config.training import (
     AdamWConfig,
     Autocast,
@@ -58,6 +58,7 @@ __all__ = [
     "TrackingMode",
     "TrainerConfig",
     "Variant",
+    "refuse_overruled_data",
     "register_schemas",
     "to_plain",
     "to_run",

@@ -34,4 +34,6 @@ def optional_at_least(name: str, value: float | None, least: float) -> None:
 def fixed(name: str, value: str, expected: str, group: str) -> None:
     """Refuse another name than the composed group has: the name follows from the choice of a file in conf/."""
     if value != expected:
-        raise ConfigError(f"{name} is {value}, but the settings beside it are those of {expected}: choose with {group}=...")
+        raise ConfigError(
+            f"{name} is {value}, but the settings beside it are those of {expected}: choose with {group}=..."
+        )

@@ -50,7 +50,7 @@ class PipelineConfig:
     """K stages, M micro-batches, and how the layers are cut into partitions.
 
     memory_limit_bytes: most bytes of parameters in one partition; null is no limit.
-    partitions: the number of layers of each stage, instead of the cut that partition_by and objective give; null is that cut.
+    partitions: the number of layers of each stage, instead of the cut that the fields above give; null is that cut.
     timeout_seconds: how long a stage waits for a silent neighbour.
     """
 
@@ -65,7 +65,7 @@ class PipelineConfig:
     timeout_seconds: float = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves; K against the layers is for the partitioning, which knows them."""
+        """Refuse settings that are wrong in themselves; that K fits the layers is checked where these are known."""
         at_least("pipeline.num_stages", self.num_stages, 1)
         at_least("pipeline.num_microbatches", self.num_microbatches, 1)
         above("pipeline.timeout_seconds", self.timeout_seconds, 0)

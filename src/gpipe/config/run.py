@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -76,8 +76,8 @@ def register_schemas() -> None:
 def date_folder() -> str:
     """Return the name of the run's folder: the local date and time.
 
-    Each of torchrun's processes composes for itself and would start a folder of its own second: all but the first get ".",
-    the parent folder, and learn the real one from the first (`launch.share`).
+    Each of torchrun's processes composes for itself and would start a folder of its own second: all but the first get
+    ".", the parent folder, and learn the real one from the first (gpipe.launch).
     """
     return time.strftime("%Y-%m-%d_%H-%M-%S") if os.environ.get("RANK", "0") == "0" else "."
 
@@ -105,20 +105,23 @@ def refuse_overruled_data(composed: DictConfig, overrides: Sequence[str]) -> Non
 
 def _refuse_added_keys(node: DictConfig, path: str) -> None:
     """Refuse what `+key=value` adds: Hydra lets that past the schema, and nothing would ever read it."""
-    known = {field.name for field in fields(OmegaConf.get_type(node))}
-    for key in node:
+    schema = OmegaConf.get_type(node)
+    assert is_dataclass(schema)
+    known = {field.name for field in fields(schema)}
+    for key in map(str, node):
         if key not in known:
             raise ConfigError(f"{path}{key} is unknown, expected one of {', '.join(sorted(known))}: correct its name.")
         if OmegaConf.is_dict(node._get_node(key)):
             _refuse_added_keys(node[key], f"{path}{key}.")
 
 
-def to_yaml(composed: DictConfig) -> str:
-    """Return the composed configuration as YAML, with every interpolation resolved."""
-    return OmegaConf.to_yaml(composed, resolve=True)
+def to_plain(run: RunConfig) -> dict[str, Any]:
+    """Return a run's settings as JSON-able dicts, lists, numbers and strings."""
+    plain = OmegaConf.to_container(OmegaConf.structured(run), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
-def to_plain(composed: DictConfig) -> dict[str, Any]:
-    """Return the composed configuration as JSON-able dicts, lists, numbers and strings."""
-    plain: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)  # type: ignore[assignment]
-    return plain
+def to_yaml(run: RunConfig) -> str:
+    """Return a run's settings as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(run))

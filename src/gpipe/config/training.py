@@ -105,7 +105,7 @@ class AdamWConfig(OptimizerConfig):
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate over time: a linear warm-up, then a curve; decay_rate and decay_epochs are the exponential one's."""
+    """The learning rate over time: a linear warm-up, then a curve; decay_* belong to the exponential one."""
 
     name: Decay = MISSING
     warm_up_epochs: float = MISSING

@@ -16,6 +16,7 @@ def one_message(folder: Path | None = None, debug: bool = False) -> Iterator[Non
     """Turn an error into its message on stderr and an exit with status 1 (130 for Ctrl-C).
 
     folder: gets error.txt with the traceback; of several processes that fail only the first one to write it speaks.
+        None is for errors that all processes of a host meet alike: the first of them speaks.
     debug: print the traceback instead of the message, as the environment variable HYDRA_FULL_ERROR=1 does too.
     """
     try:
@@ -23,7 +24,7 @@ def one_message(folder: Path | None = None, debug: bool = False) -> Iterator[Non
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run here
         _speak(error, folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
         raise SystemExit(1) from None
 
@@ -40,6 +41,8 @@ def _speak(error: Exception, folder: Path | None, full: bool) -> None:
         except FileExistsError:
             return
         message += f"\n(traceback: {folder / ERROR_FILE})"
+    elif os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     print(trace if full else f"error: {message}", file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,8 @@
 """The processes of a run: adopt torchrun's, start one a stage and replica, or stay in this one.
 
-    python train.py                          one process plays all stages
-    python train.py launch.num_processes=4   four are started here, on this host
-    torchrun --nproc-per-node 4 train.py     four are adopted, on one host or on many
+python train.py                          one process plays all stages
+python train.py launch.num_processes=4   four are started here, on this host
+torchrun --nproc-per-node 4 train.py     four are adopted, on one host or on many
 """
 
 import logging
@@ -82,16 +82,17 @@ class Processes:
 
 
 def run(function: Callable[..., None], processes: Processes, *args: Any) -> None:
-    """Call function(place, *args) in every process and return when all are done.
+    """Call function(place, folder, *args) in every process and return when all are done.
 
-    `function` and `args` must be picklable where processes are started here. Where one fails, all are ended, one message
-    is printed, the traceback is in error.txt in `processes.folder`, and SystemExit is raised with status 1.
+    `function` and `args` must be picklable where processes are started here. `folder` is the first process's. Where one
+    fails, all are ended, one message is printed, the traceback is in error.txt in `folder`, and the exit status is 1.
     """
     if _is_adopted():
         _work(function, processes, args)
     elif processes.num_processes == 1:
         with one_message(processes.folder, processes.debug):
-            _call(function, processes, None, args)
+            _set_threads(processes)
+            function(_place_alone(processes), processes.folder, *args)
     else:
         _start(function, processes, args)
 
@@ -118,8 +119,8 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         try:
             elastic_launch(config, _work)(function, processes, args)
         except ChildFailedError as failed:
-            if not error_file.exists():  # it was killed, or its interpreter died
-                rank, failure = failed.get_first_failure()
+            rank, failure = failed.get_first_failure()
+            if failure.exitcode != 1 and not error_file.exists():  # otherwise it has said why
                 end = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
                 cause = "it was killed from outside, or ran out of memory"
                 print(f"error: process {failure.pid} (rank {rank}) ended with {end}: {cause}.", file=sys.stderr)
@@ -134,56 +135,56 @@ def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, 
     # Ctrl-C, or the end of the parent process, ends this one even while it waits inside of torch.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with one_message(processes.folder, processes.debug):
-            size, expected = int(os.environ["WORLD_SIZE"]), processes.num_stages * processes.num_replicas
-            if size not in (1, expected):
-                raise ValueError(
-                    f"{size} processes were started, expected {expected}, one a stage (pipeline.num_stages="
-                    f"{processes.num_stages} x launch.num_replicas={processes.num_replicas}), or 1: start as many."
-                )
-            if size == 1:
-                _call(function, processes, None, args)
-            else:
-                _call(function, processes, _join(processes), args)
-                dist.destroy_process_group()
+        with one_message(debug=processes.debug):
+            place = _join(processes)
+            # Each of torchrun's processes composed its own configuration: the first one's folder holds.
+            folder = Path(place.share(str(processes.folder)))
+        with one_message(folder, processes.debug):
+            _set_threads(processes)
+            function(place, folder, *args)
+        if place.mesh is not None:
+            dist.destroy_process_group()
     except SystemExit as end:
         _leave(end)
 
 
-def _is_adopted() -> bool:
-    """Say whether torchrun, or something that sets the same variables, started this process."""
-    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
-
-
-def _join(processes: Processes) -> DeviceMesh:
-    """Join the process group and return its mesh of replicas x stages; neighbouring ranks are neighbouring stages."""
+def _join(processes: Processes) -> Place:
+    """Join the process group; neighbouring ranks are neighbouring stages."""
+    size, expected = int(os.environ["WORLD_SIZE"]), processes.num_stages * processes.num_replicas
+    if size == 1:
+        return _place_alone(processes)
+    if size != expected:
+        raise ValueError(
+            f"{size} processes were started, expected {expected}, one a stage (pipeline.num_stages="
+            f"{processes.num_stages} x launch.num_replicas={processes.num_replicas}), or 1: start as many."
+        )
     device_type = _device_type(processes.device)
-    backend = "gloo"
     if device_type == "cuda":
-        local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local_rank >= num_gpus:
+        num_local, num_gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if num_local > num_gpus:
             raise ValueError(
-                f"launch.device is cuda, but this host has {num_gpus} GPUs for {local_rank + 1} or more processes: "
-                "start one process a GPU, or set launch.num_processes=1, which plays several stages on one GPU."
+                f"{num_local} processes on a host with {num_gpus} GPUs, expected one a GPU: start as many, or set "
+                "launch.num_processes=1, which plays several stages on one GPU."
             )
-        torch.cuda.set_device(local_rank)
-        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=processes.timeout_seconds))
     shape = (processes.num_replicas, processes.num_stages)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replica", "stage"))
+    return Place(init_device_mesh(device_type, shape, mesh_dim_names=("replica", "stage")), device_type)
 
 
-def _call(
-    function: Callable[..., None], processes: Processes, mesh: DeviceMesh | None, args: tuple[Any, ...]
-) -> None:
-    if mesh is None and processes.num_replicas > 1:
+def _place_alone(processes: Processes) -> Place:
+    if processes.num_replicas > 1:
         raise ValueError(
             f"launch.num_replicas is {processes.num_replicas} in one process, expected 1: "
             f"set launch.num_processes={processes.num_replicas * processes.num_stages}."
         )
+    return Place(None, _device_type(processes.device))
+
+
+def _set_threads(processes: Processes) -> None:
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(processes.num_threads or max(1, _num_cores() // num_local))
-    function(Place(mesh, _device_type(processes.device)), *args)
 
 
 def _device_type(device: str) -> str:
@@ -195,6 +196,11 @@ def _device_type(device: str) -> str:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _is_adopted() -> bool:
+    """Say whether torchrun, or something that sets the same variables, started this process."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def _leave(end: SystemExit) -> NoReturn:
@@ -214,7 +220,8 @@ def _shutdown_setting() -> dict[str, Any]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the agent's own log, which repeats a worker's error several times over."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
+    loud = ("torch.distributed", "torch.multiprocessing")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(loud)]
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)

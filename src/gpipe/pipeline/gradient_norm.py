@@ -46,4 +46,4 @@ def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) 
         by_device.setdefault(parameter.device, []).append(parameter)
     if norm > max_norm:
         for device, group in by_device.items():
-            clip_grads_with_norm_(group, max_norm, torch.tensor(norm, device=device))
+            clip_grads_with_norm_(group, max_norm, torch.tensor(norm, dtype=torch.float64, device=device))

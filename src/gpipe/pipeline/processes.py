@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from gpipe.pipeline.replicas import Replicas
 class Processes:
     """Connects this process with the others of its pipeline and with the replicas of its stage.
 
-    Every process of the mesh must make one, in the same order.
+    Every process of the job makes one, in the same order; the mesh holds all of them.
 
     Args:
         mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
@@ -36,6 +37,11 @@ class Processes:
                 f"the mesh has the dimensions {mesh.mesh_dim_names}; it needs ('replica', 'stage'): "
                 "init_device_mesh(device_type, (R, K), mesh_dim_names=('replica', 'stage'))"
             )
+        if mesh.mesh.numel() != dist.get_world_size():
+            raise ValueError(
+                f"the mesh holds {mesh.mesh.numel()} of the job's {dist.get_world_size()} processes; start as many as "
+                "replicas x stages"
+            )
         if mesh.mesh.shape[-1] != num_stages:
             raise ValueError(
                 f"the mesh has {mesh.mesh.shape[-1]} stages and the partitions are {num_stages}; make them equal"
@@ -46,49 +52,47 @@ class Processes:
         ranks = mesh.mesh.view(-1, mesh.mesh.shape[-1])  # [R, K]
         ((replica, stage),) = (ranks == dist.get_rank()).nonzero().tolist()
         self.stage, self.replica, self.num_stages = int(stage), int(replica), num_stages
-        self._row: list[int] = ranks[replica].tolist()
-        self._column: list[int] = ranks[:, stage].tolist()
-        self.messenger = self._new_messenger(self._row)
-        # Only members of a group take part in making it, so its name is the same to all of them and to nobody else.
+        self._ranks: list[list[int]] = ranks.tolist()
+        self.messenger = Messenger(self._my_group(self._ranks, "gloo"), timeout_seconds)
+        self._columns = [list(column) for column in zip(*self._ranks, strict=True)]
         store = dist.PrefixStore(f"gpipe/{self.messenger.group.group_name}", dist.distributed_c10d._get_default_store())
         self.peers = Peers(store, self.stage, timeout_seconds)
 
     def transfer(self) -> ProcessTransfer:
         """Return this stage's connections to its neighbours."""
-        previous = following = None
-        if self.stage > 0:
-            forward, backward = self._boundary(self.stage - 1)
-            previous = forward, backward
-        if self.stage < self.num_stages - 1:
-            forward, backward = self._boundary(self.stage)
-            following = forward, backward
+        boundaries = [self._boundary(before) for before in range(self.num_stages - 1)]
+        previous = boundaries[self.stage - 1] if self.stage > 0 else None
+        following = boundaries[self.stage] if self.stage < self.num_stages - 1 else None
         return ProcessTransfer(previous, following)
 
     def replicas(self, layers: nn.ModuleDict) -> Replicas | None:
         """Return the replicas of this stage, None where there is only one."""
-        if len(self._column) == 1:
+        if len(self._ranks) == 1:
             return None
-        return Replicas(layers, self._mesh.get_group("replica"), self._new_messenger(self._column))
+        messenger = Messenger(self._my_group(self._columns, "gloo"), self._timeout_seconds)
+        return Replicas(layers, self._mesh.get_group("replica"), messenger)
 
-    def _boundary(self, before: int) -> tuple[Link, Link]:
+    def _boundary(self, before: int) -> tuple[Link, Link] | None:
         """Return this end of the links between stages `before` and `before + 1`: forward, backward."""
+        pairs = [row[before : before + 2] for row in self._ranks]
+        cuda = self._device.type == "cuda"
+        groups = [self._my_group(pairs, "nccl") if cuda else None for _ in ("forward", "backward")]
+        if self.stage not in (before, before + 1):
+            return None
         peer = before if self.stage > before else before + 1
-        links = []
-        for header, data in ((Tag.FORWARD_HEADER, Tag.FORWARD_DATA), (Tag.BACKWARD_HEADER, Tag.BACKWARD_DATA)):
-            pair = self._row[before : before + 2]
-            nccl = self._new_group(pair, "nccl") if self._device.type == "cuda" else None
-            links.append(Link(self.messenger, peer, header, data, nccl, self._device))
-        return links[0], links[1]
-
-    def _new_messenger(self, ranks: list[int]) -> Messenger:
-        return Messenger(self._new_group(ranks, "gloo"), self._timeout_seconds)
-
-    def _new_group(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
-        group = dist.new_group(
-            ranks,
-            backend=backend,
-            timeout=timedelta(seconds=self._timeout_seconds),
-            use_local_synchronization=True,
+        tags = ((Tag.FORWARD_HEADER, Tag.FORWARD_DATA), (Tag.BACKWARD_HEADER, Tag.BACKWARD_DATA))
+        forward, backward = (
+            Link(self.messenger, peer, header, data, group, self._device)
+            for (header, data), group in zip(tags, groups, strict=True)
         )
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        return forward, backward
+
+    def _my_group(self, members: list[list[int]], backend: str) -> Any:
+        """Make a group of each list of ranks and return this process's own.
+
+        Every process makes every group, in the same order: torch numbers them as they come.
+        """
+        timeout = timedelta(seconds=self._timeout_seconds)
+        groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in members]
+        mine = [group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks]
+        return mine[0] if mine else None

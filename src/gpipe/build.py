@@ -1,0 +1,280 @@
+"""Settings -> objects. Nothing else knows both; below this nobody sees a config."""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe.config import (
+    AmoebaNetConfig,
+    Autocast,
+    ConfigError,
+    ImagesConfig,
+    OptimizerConfig,
+    PartitionBy,
+    RunConfig,
+    to_plain,
+)
+from gpipe.data import ImageLoader, ImageSet, evaluation_transform, open_image_set, training_transform
+from gpipe.launch.processes import Place, Processes
+from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, set_drop_path
+from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.pipeline.cost import analyze_layers
+from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.microbatch import microbatch_sizes
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
+from gpipe.training.checkpoint import latest_checkpoint
+from gpipe.training.ema import Ema
+from gpipe.training.learning_rate import build_schedule
+from gpipe.training.losses import ClassificationLoss
+from gpipe.training.optimizers import build_optimizer
+from gpipe.training.progress import Progress
+from gpipe.training.tracking import Tracker
+from gpipe.training.trainer import Trainer
+
+_AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
+
+
+def build_processes(run: RunConfig, folder: Path) -> Processes:
+    """Say how many processes the run wants, and of which kind; `folder` is the run's."""
+    return Processes(
+        num_stages=run.pipeline.num_stages,
+        num_replicas=run.launch.num_replicas,
+        num_processes=run.launch.num_processes,
+        num_threads=run.launch.num_threads,
+        device=run.launch.device.value,
+        timeout_seconds=run.pipeline.timeout_seconds,
+        folder=folder,
+        debug=run.launch.debug,
+    )
+
+
+def name_processes(run: RunConfig) -> list[str]:
+    """Return which process, or which ones where there are replicas, play each stage."""
+    num_stages, num_replicas = run.pipeline.num_stages, run.launch.num_replicas
+    if run.launch.num_processes == 1:
+        return ["0"] * num_stages
+    return [", ".join(str(r * num_stages + k) for r in range(num_replicas)) for k in range(num_stages)]
+
+
+def build_layers(run: RunConfig) -> nn.Sequential:
+    """Describe the whole model on the meta device, where it takes no memory; the pipeline fills its own layers."""
+    model, data = _amoebanet(run), _images(run)
+    with torch.device("meta"):
+        layers = _AMOEBANETS[model.variant.value](
+            model.num_layers,
+            model.num_filters,
+            data.num_classes,
+            image_channels=data.channels,
+            image_size=data.image_size,
+            auxiliary_head=model.auxiliary_head,
+            dropout=model.dropout,
+            drop_path=0.0,  # the trainer raises it step by step
+            batch_norm_momentum=model.batch_norm_momentum,
+            batch_norm_epsilon=model.batch_norm_epsilon,
+        )
+    convert_batch_norm(layers)
+    return layers
+
+
+def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None) -> Plan:
+    """Cut the layers, described on the meta device, as the settings say; every process gets the same cut.
+
+    place: where this process stands; None for a dry run. Raises ValueError where the layers cannot be cut so: more
+    stages than layers, or a memory limit that is too low.
+    """
+    data, settings = _images(run), run.pipeline
+    sizes = microbatch_sizes(run.trainer.batch_size // run.launch.num_replicas, settings.num_microbatches)
+    images = torch.empty(max(sizes), data.channels, data.image_size, data.image_size, device="meta")
+    costs = analyze_layers(layers, images)
+    if settings.partition_by is PartitionBy.seconds and settings.partitions is None:
+        if place is None:
+            raise ConfigError("pipeline.partition_by is seconds, but a dry run computes nothing: set it to flops.")
+        # Two measurements never agree, and two cuts would never meet: the first process measures for all.
+        measured = measure_seconds(build_layers(run), images, run.seed, place.device_type) if place.is_main else []
+        seconds = json.loads(place.share(json.dumps(measured)))
+        costs = [replace(cost, seconds=value) for cost, value in zip(costs, seconds, strict=True)]
+    return plan_pipeline(
+        costs,
+        sizes,
+        settings.num_stages,
+        partition_by=settings.partition_by.value,
+        objective=settings.objective.value,
+        memory_limit_bytes=settings.memory_limit_bytes,
+        partitions=settings.partitions,
+    )
+
+
+def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Place) -> Pipeline:
+    """Build this process's part of the pipeline, with its weights in the settings' memory format."""
+    model = _amoebanet(run)
+    pipeline = Pipeline(
+        layers,
+        ClassificationLoss(run.trainer.label_smoothing, model.auxiliary_weight if model.auxiliary_head else 0.0),
+        plan.partitions,
+        run.pipeline.num_microbatches,
+        rematerialize=run.pipeline.rematerialize.value,
+        schedule=run.pipeline.schedule.value,
+        devices=place.devices(run.pipeline.num_stages),
+        mesh=place.mesh,
+        seed=run.seed,
+        timeout_seconds=run.pipeline.timeout_seconds,
+    )
+    if run.trainer.channels_last:
+        pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
+    if run.trainer.compile:
+        pipeline.compile()
+    return pipeline
+
+
+def build_tracker(run: RunConfig, folder: Path, *, enabled: bool) -> Tracker:
+    """Open the run's log in its folder; only one process of a run enables it."""
+    return Tracker(
+        folder,
+        enabled=enabled,
+        mode=run.tracking.mode.value,
+        project=run.tracking.project,
+        group=run.name,
+        name=f"{run.name}-{folder.name}",
+        config=to_plain(run),
+    )
+
+
+def build_trainer(
+    run: RunConfig,
+    pipeline: Pipeline,
+    place: Place,
+    folder: Path,
+    tracker: Tracker,
+    on_timeline: Callable[[Timeline], None],
+) -> Trainer:
+    """Build the data, the optimiser and the loop around a pipeline, and go back to a checkpoint where one is named.
+
+    folder: the run's. on_timeline: takes each recorded timeline, on every process.
+    """
+    settings = run.trainer
+    train_loader, test_loader = _build_loaders(run, pipeline, pin_memory=place.device_type == "cuda")
+    num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
+    rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
+    trainer = Trainer(
+        pipeline=pipeline,
+        optimizer=_build_optimizer(run.optimizer, pipeline, rate),
+        learning_rate=build_schedule(
+            run.schedule.name.value,
+            rate,
+            steps_per_epoch=len(train_loader),
+            num_steps=num_steps,
+            warm_up_epochs=run.schedule.warm_up_epochs,
+            decay_rate=run.schedule.decay_rate,
+            decay_epochs=run.schedule.decay_epochs,
+        ),
+        train_loader=train_loader,
+        evaluation_loaders={"test": test_loader},
+        num_epochs=settings.num_epochs,
+        max_steps=settings.max_steps,
+        tracker=tracker,
+        progress=Progress(num_steps, settings.num_epochs, enabled=place.is_main),
+        seed=run.seed,
+        ema=None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay, warm_up=run.ema.warm_up),
+        max_gradient_norm=run.optimizer.clip_norm,
+        autocast=_build_autocast(settings.autocast, place.device_type),
+        set_drop_path=partial(set_drop_path, pipeline.layers),
+        final_drop_path=_amoebanet(run).drop_path,
+        evaluate_every_epochs=settings.evaluate_every_epochs,
+        checkpoint_folder=folder / "checkpoints",
+        save_every_steps=settings.save_every_steps,
+        keep_checkpoints=settings.keep_checkpoints,
+        timeline_every_steps=settings.timeline_every_steps,
+        on_timeline=on_timeline,
+        config=to_plain(run),
+    )
+    if settings.resume_from is not None:
+        trainer.resume(_find_checkpoint(Path(settings.resume_from)))
+    return trainer
+
+
+def _build_loaders(run: RunConfig, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, ImageLoader]:
+    """Build the loaders of the training and the test images; only the first stage's decode images.
+
+    A training mini-batch is shared out over the replicas; each replica evaluates on the whole test set.
+    """
+    data = _images(run)
+    training = training_transform(
+        data.image_size,
+        channels=data.channels,
+        crop_scale=(data.crop_scale[0], data.crop_scale[1]),
+        crop_aspect=(data.crop_aspect[0], data.crop_aspect[1]),
+        color_jitter=data.color_jitter,
+        flip=data.flip,
+    )
+    evaluation = evaluation_transform(data.image_size, channels=data.channels, center_crop=data.center_crop)
+    loader = partial(
+        ImageLoader,
+        seed=run.seed,
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        load_images=pipeline.is_first,
+        pin_memory=pin_memory,
+    )
+    train_loader = loader(
+        _open_images(data, "train"),
+        run.trainer.batch_size // run.launch.num_replicas,
+        training,
+        shuffle=True,
+        replica_index=pipeline.replica_index,
+        num_replicas=pipeline.num_replicas,
+    )
+    return train_loader, loader(
+        _open_images(data, "test"), run.trainer.evaluation_batch_size, evaluation, shuffle=False
+    )
+
+
+def _open_images(data: ImagesConfig, split: str) -> ImageSet:
+    image_set = open_image_set(data.name, split, data.root)
+    if (found := len(image_set.class_names)) != data.num_classes:
+        raise ConfigError(
+            f"data.num_classes is {data.num_classes}, but {data.name} has {found}: set data.num_classes={found}."
+        )
+    return image_set
+
+
+def _build_optimizer(settings: OptimizerConfig, pipeline: Pipeline, rate: float) -> torch.optim.Optimizer:
+    handled_elsewhere = ("name", "learning_rate", "times_batch_size", "clip_norm")
+    own = {name: value for name, value in asdict(settings).items() if name not in handled_elsewhere}
+    return build_optimizer(settings.name, pipeline.named_parameters(), rate, **own)
+
+
+def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    if precision is Autocast.none:
+        return nullcontext
+    return partial(torch.autocast, device_type, getattr(torch, precision.value))
+
+
+def _find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint's folder, given that, the folder of checkpoints, or the run's folder."""
+    for folder in (path / "checkpoints", path):
+        if (newest := latest_checkpoint(folder)) is not None:
+            return newest
+    if not path.is_dir():
+        raise ConfigError(f"trainer.resume_from is {path}, which is no folder: name a run's folder or a checkpoint's.")
+    return path
+
+
+def _amoebanet(run: RunConfig) -> AmoebaNetConfig:
+    if not isinstance(run.model, AmoebaNetConfig):
+        raise ConfigError(f"model.family is {run.model.family}, expected amoebanet: it is the one that sees images.")
+    return run.model
+
+
+def _images(run: RunConfig) -> ImagesConfig:
+    if not isinstance(run.data, ImagesConfig):
+        raise ConfigError(f"data.name is {run.data.name}, expected a set of images: this model sees images.")
+    return run.data

@@ -1,0 +1,1 @@
+"""What a run will do, said before anything is launched."""

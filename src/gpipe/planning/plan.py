@@ -1,0 +1,143 @@
+"""The plan of a pipeline, printed before it starts: which layers each stage gets, and what that promises."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from gpipe.pipeline.cost import LayerCost, measure_layers
+from gpipe.pipeline.materialize import materialize
+from gpipe.pipeline.partition import Objective, partition_layers
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: its first and last layer, counted from 0, and what they cost; `share` is of the whole model's cost."""
+
+    first_layer: int
+    last_layer: int
+    parameters: int
+    parameter_bytes: int
+    flops: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is cut. `share` and `imbalance` are measured in `cost_name`; `flops` are those of one micro-batch."""
+
+    stages: tuple[StagePlan, ...]
+    num_microbatches: int
+    microbatch_size: int
+    cost_name: str
+
+    @property
+    def partitions(self) -> list[int]:
+        """The number of layers of each stage."""
+        return [stage.last_layer - stage.first_layer + 1 for stage in self.stages]
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the stages' time if all were equal: (K-1)/(M+K-1) (paper, section 2)."""
+        num_stages = len(self.stages)
+        return (num_stages - 1) / (self.num_microbatches + num_stages - 1)
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the most expensive stage exceeds the mean, as a fraction."""
+        return max(stage.share for stage in self.stages) * len(self.stages) - 1
+
+
+def plan_pipeline(
+    layer_costs: Sequence[LayerCost],
+    microbatch_sizes: Sequence[int],
+    num_stages: int,
+    *,
+    partition_by: str = "flops",
+    objective: Objective = "max",
+    memory_limit_bytes: int | None = None,
+    partitions: Sequence[int] | None = None,
+) -> Plan:
+    """Choose which layers each stage gets, and add up what they cost.
+
+    Args:
+        layer_costs: of each layer, for the largest micro-batch.
+        microbatch_sizes: of a mini-batch.
+        num_stages: K.
+        partition_by: the attribute of LayerCost to balance: flops, parameter_bytes or seconds.
+        objective: as for `partition_layers`.
+        memory_limit_bytes: most bytes of parameters in one partition; None is no limit.
+        partitions: the number of layers of each stage, where they are not to be chosen.
+
+    Raises:
+        ValueError: the layers cannot be cut so.
+    """
+    costs = [float(getattr(cost, partition_by) or 0) for cost in layer_costs]
+    if partitions is None:
+        memory_bytes = None if memory_limit_bytes is None else [cost.parameter_bytes for cost in layer_costs]
+        partitions = partition_layers(
+            costs,
+            num_stages,
+            objective=objective,
+            memory_bytes=memory_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+    elif sum(partitions) != len(layer_costs):
+        raise ValueError(
+            f"partitions is {list(partitions)}, expected numbers that sum to the model's {len(layer_costs)} layers: "
+            "correct it, or leave the choice to partition_by."
+        )
+    bounds = pairwise(accumulate(partitions, initial=0))
+    stages = tuple(_add_up(layer_costs[start:end], start, sum(costs[start:end]) / sum(costs)) for start, end in bounds)
+    return Plan(stages, len(microbatch_sizes), max(microbatch_sizes), partition_by)
+
+
+def measure_seconds(layers: nn.Sequential, example: Tensor, seed: int, device: torch.device | str) -> list[float]:
+    """Time each layer's forward function on a device, with weights drawn from `seed`.
+
+    layers, example: on the meta device. The layers get memory on `device`: describe the model anew for other use.
+    """
+    device = torch.device(device)
+    real = nn.Sequential(*(materialize(layer, index, seed, device) for index, layer in enumerate(layers)))
+    costs = measure_layers(real, torch.zeros_like(example, device=device))
+    return [cost.seconds or 0.0 for cost in costs]
+
+
+def _add_up(costs: Sequence[LayerCost], first_layer: int, share: float) -> StagePlan:
+    return StagePlan(
+        first_layer=first_layer,
+        last_layer=first_layer + len(costs) - 1,
+        parameters=sum(cost.parameters for cost in costs),
+        parameter_bytes=sum(cost.parameter_bytes for cost in costs),
+        flops=sum(cost.flops for cost in costs),
+        share=share,
+    )
+
+
+def print_plan(plan: Plan, name: str, processes: Sequence[str], console: Console | None = None) -> None:
+    """Print a row a stage, and what the cut promises; `processes` says which plays each stage."""
+    console = console or Console(highlight=False)
+    batches = f"M={plan.num_microbatches} micro-batches of {plan.microbatch_size}"
+    table = Table(title=f"{name}: K={len(plan.stages)} stages, {batches}", title_justify="left")
+    for column in ("stage", "layers", "parameters", "MiB", "GFLOPs", f"share of {plan.cost_name}", "process"):
+        table.add_column(column, justify="right")
+    for index, (stage, process) in enumerate(zip(plan.stages, processes, strict=True)):
+        table.add_row(
+            str(index),
+            f"{stage.first_layer}-{stage.last_layer}",
+            f"{stage.parameters:,}",
+            f"{stage.parameter_bytes / 2**20:,.1f}",
+            f"{stage.flops / 1e9:,.2f}",
+            f"{stage.share:.1%}",
+            process,
+        )
+    console.print(table)
+    console.print(
+        f"{sum(stage.parameters for stage in plan.stages):,} parameters. Predicted bubble (K-1)/(M+K-1) = "
+        f"{plan.bubble:.1%}; the largest stage is {plan.imbalance:.1%} above the mean.",
+        soft_wrap=True,
+    )
