@@ -1,7 +1,6 @@
 """Train a model through a pipeline: compose the settings, start the processes, build, train. See `--help`."""
 
 import os
-import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,13 +32,13 @@ def main(composed: DictConfig) -> None:
                 from gpipe.data import check_image_set
 
                 check_image_set(run.data.name, run.data.root)
-        start(run, folder, shlex.join(["python", "train.py", *job.overrides.task]))
+        start(run, folder, list(job.overrides.task))
     finally:
         with suppress(OSError):
-            folder.rmdir()  # it is empty where nothing was trained
+            os.removedirs(folder)  # those that are empty, because nothing was trained
 
 
-def start(run: RunConfig, folder: Path, command: str) -> None:
+def start(run: RunConfig, folder: Path, overrides: list[str]) -> None:
     """Start the processes that train, or print the plan alone."""
     from gpipe import build
     from gpipe.launch import processes
@@ -49,10 +48,10 @@ def start(run: RunConfig, folder: Path, command: str) -> None:
         with one_message(debug=run.launch.debug):
             print_plan(build.build_plan(run, build.build_layers(run)), run.name, build.name_processes(run))
     else:
-        processes.run(train, build.build_processes(run, folder), run, command)
+        processes.run(train, build.build_processes(run, folder), run, overrides)
 
 
-def train(place: "Place", folder: Path, run: RunConfig, command: str) -> None:
+def train(place: "Place", folder: Path, run: RunConfig, overrides: list[str]) -> None:
     """Build and train what `run` says, in each of its processes; the first one writes and speaks."""
     from gpipe import build, outcome
     from gpipe.planning.plan import print_plan
@@ -69,7 +68,7 @@ def train(place: "Place", folder: Path, run: RunConfig, command: str) -> None:
         with trainer.progress:
             summary = trainer.train()
     if place.is_main:
-        outcome.finish(folder, to_plain(run), plan, summary, timelines[-1] if timelines else None, place, command)
+        outcome.finish(folder, to_plain(run), plan, summary, timelines[-1] if timelines else None, place, overrides)
     pipeline.close()
 
 

@@ -1,6 +1,7 @@
 """What a run leaves behind beside its log and its checkpoints, and its last words."""
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,17 @@ def finish(
     summary: Summary,
     timeline: Timeline | None,
     place: Place,
-    command: str,
+    overrides: Sequence[str],
 ) -> None:
     """Write the run's record and timeline, and print what it did, where its files are, and what to try next.
 
-    config: the whole run's, as JSON. timeline: the last step that was recorded. command: what started the run.
+    config: the whole run's, as JSON. timeline: the last step that was recorded. overrides: those of the command line.
     """
     bubbles = "" if timeline is None else _write_timeline(folder, config["pipeline"], plan, timeline, place)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0
     record = make_record(
         kind="measured",
-        command=command,
+        command=_command(overrides),
         experiment=config["name"],
         config=config,
         seed=config["seed"],
@@ -42,7 +43,7 @@ def finish(
         gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
     )
     write_record(folder / RECORD_FILE, record)
-    print(f"\n{_outcome(config['name'], summary)}{bubbles}\n{_hints(folder, config, command)}", flush=True)
+    print(f"\n{_outcome(config['name'], summary)}{bubbles}\n{_hints(folder, config, overrides)}", flush=True)
 
 
 def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measured: Timeline, place: Place) -> str:
@@ -72,12 +73,22 @@ def _outcome(name: str, summary: Summary) -> str:
     return f"{name}: {accuracy} on the test images after {summary.num_steps} steps in {took}."
 
 
-def _hints(folder: Path, config: Mapping[str, Any], command: str) -> str:
-    num_epochs = 2 * config["trainer"]["num_epochs"]
+def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    length = "max_steps" if config["trainer"]["max_steps"] else "num_epochs"
+    more = f"trainer.{length}={2 * config['trainer'][length]}"
+    train_on = _command(overrides, more, f"trainer.resume_from={folder}")
+    plain = _command(overrides, "pipeline.num_stages=1", "launch.num_processes=1")
     return (
         f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n"
         "Try next:\n"
-        f"  train on                    {command} trainer.num_epochs={num_epochs} trainer.resume_from={folder}\n"
-        f"  the same without a pipeline {command} pipeline=none launch=one_process\n"
-        "  the plan of the paper's     python train.py +experiment=amoebanet_imagenet trainer.dry_run=true"
+        f"  train on          {train_on}\n"
+        f"  without pipeline  {plain}\n"
+        "  the paper's plan  python train.py +experiment=amoebanet_imagenet trainer.dry_run=true"
     )
+
+
+def _command(overrides: Sequence[str], *changes: str) -> str:
+    """Return the command line of a run with these overrides and changes, which replace overrides of the same keys."""
+    changed = {change.partition("=")[0] for change in changes}
+    kept = [item for item in overrides if item.lstrip("+").partition("=")[0] not in changed]
+    return shlex.join(["python", "train.py", *kept, *changes])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,22 @@ _phase = _OUTSIDE
 
 
 @contextmanager
-def microbatch_phase(*, recompute: bool) -> Iterator[None]:
-    """Make converted batch norms keep their statistics for the step's end; while recomputing, forget them."""
+def microbatch_phase(norms: Iterable[MicroBatchNorm], *, recompute: bool) -> Iterator[None]:
+    """Make converted batch norms keep their statistics for the step's end; while recomputing, forget them.
+
+    Args:
+        norms: those that may run inside.
+        recompute: whether the micro-batch was seen before.
+    """
     global _phase
     before, _phase = _phase, _RECOMPUTE if recompute else _FORWARD
     try:
         yield
     finally:
         _phase = before
+    for norm in norms:
+        if norm.fresh:
+            norm.__dict__.update(seen=norm.seen + norm.fresh, fresh=())
 
 
 class MicroBatchNorm(_BatchNorm):
@@ -35,25 +43,36 @@ class MicroBatchNorm(_BatchNorm):
     layer on the concatenation of all its inputs would have made of them.
     """
 
-    # Class attributes, so that converting an instance adds nothing to it before its first step.
-    seen: tuple[tuple[Tensor, Tensor, int], ...] = ()
+    # Class attributes, so that converting an instance adds nothing to it before its first step. Between two
+    # micro-batches `fresh` is empty: what a compiled forward finds is always the same, and it is compiled once.
+    fresh: tuple[tuple[Tensor, Tensor, int], ...] = ()  # mean, variance, count, by the micro-batch under way
+    seen: tuple[tuple[Tensor, Tensor, int], ...] = ()  # by the step's micro-batches before it
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
         """Normalise; the shapes are those of the layer that was converted."""
         if _phase is _OUTSIDE or not self.training or self.running_mean is None or self.running_var is None:
-            return cast(Tensor, super().forward(input, *args))
+            unchanged: Tensor = super().forward(input, *args)
+            return unchanged
         # With a momentum of 1 and buffers of zeros, the plain layer's own update writes the micro-batch's mean and
-        # unbiased variance: no second pass over the input, and any subclass's forward will do.
-        keep = self.running_mean, self.running_var, self.num_batches_tracked, self.momentum
-        self.running_mean, self.running_var = torch.zeros_like(keep[0]), torch.zeros_like(keep[1])
-        self.num_batches_tracked, self.momentum = None, 1.0
+        # unbiased variance: no second pass over the input, and any subclass's forward will do. The dictionaries are
+        # written directly because nn.Module's attribute assignment would cost as much as a small layer.
+        buffers, attributes = self._buffers, self.__dict__
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        kept_buffers, momentum = dict(buffers), attributes["momentum"]
+        buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
+        attributes["momentum"] = 1.0
         try:
-            output = cast(Tensor, super().forward(input, *args))
-            if _phase is _FORWARD:
-                self.seen += ((self.running_mean, self.running_var, input.numel() // input.shape[1]),)
+            output: Tensor = super().forward(input, *args)
         finally:
-            self.running_mean, self.running_var, self.num_batches_tracked, self.momentum = keep
+            buffers.update(kept_buffers)
+            attributes["momentum"] = momentum
+        if _phase is _FORWARD:
+            attributes["fresh"] = (*self.fresh, (mean, variance, input.numel() // input.shape[1]))
         return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the plain class, which can be found by its name, and convert that again."""
+        return _unpickled, (type(self).__bases__[1],), self.__dict__
 
 
 def convert_batch_norm(module: nn.Module) -> nn.Module:
@@ -75,6 +94,11 @@ def _converted(plain: type[_BatchNorm]) -> type[_BatchNorm]:
     return type(f"Micro{plain.__name__}", (MicroBatchNorm, plain), {"__doc__": plain.__doc__})
 
 
+def _unpickled(plain: type[_BatchNorm]) -> _BatchNorm:
+    converted = _converted(plain)
+    return converted.__new__(converted)
+
+
 def converted_batch_norms(modules: Iterable[nn.Module]) -> list[MicroBatchNorm]:
     """Return the converted batch norms below the modules, each once, in their order."""
     found = {id(child): child for module in modules for child in module.modules() if isinstance(child, MicroBatchNorm)}
@@ -84,66 +108,112 @@ def converted_batch_norms(modules: Iterable[nn.Module]) -> list[MicroBatchNorm]:
 def discard(norms: Iterable[MicroBatchNorm]) -> None:
     """Forget the statistics of an unfinished step."""
     for norm in norms:
-        norm.seen = ()
+        norm.__dict__.update(seen=(), fresh=())  # nn.Module's attribute assignment is slow
 
 
 @torch.no_grad()
-def commit(norms: Iterable[MicroBatchNorm], replicas: dist.ProcessGroup | None = None) -> None:
+def commit(norms: Sequence[MicroBatchNorm], replicas: dist.ProcessGroup | None = None) -> None:
     """Move the moving averages by the statistics of the whole mini-batch, once, and forget those.
 
     With `replicas`, the mini-batch is that of all replicas: each gets the same moving averages. The statistics are
-    combined in float64 around their common mean (Chan et al., 1979), so nothing cancels.
+    combined in float64 around their common mean (Chan et al., 1979), so nothing cancels. Many layers are worked on at
+    once: one by one, their small vectors would cost more than the sums.
+
+    Args:
+        norms: of one or several devices; with replicas, of one.
+        replicas: the processes that hold the same layers.
     """
-    # A batch norm that saw nothing in one replica may have seen something in another: without replicas it is left out.
-    norms = [norm for norm in norms if norm.running_mean is not None and (norm.seen or replicas is not None)]
-    moments = [_moments(norm) for norm in norms]
-    if replicas is not None and moments:
-        moments = _over_replicas(moments, replicas)
-    for norm, moment in zip(norms, moments, strict=True):
-        _update(norm, moment)
-        norm.seen = ()
+    by_device: dict[torch.device, list[MicroBatchNorm]] = {}
+    for norm in norms:
+        # A batch norm that saw nothing in one replica may have seen something in another.
+        if norm.running_mean is not None and (norm.seen or replicas is not None):
+            by_device.setdefault(norm.running_mean.device, []).append(norm)
+    for group in by_device.values():
+        moments = _moments(group)
+        if replicas is not None:
+            moments = _over_replicas(moments, replicas)
+        _update(group, moments)
+    discard(norms)
 
 
-def _moments(norm: MicroBatchNorm) -> Tensor:
-    """Return count, mean and sum of squared deviations, [3, channels] in float64, of what the layer saw."""
-    assert norm.running_mean is not None
-    if not norm.seen:
-        return torch.zeros(3, norm.running_mean.numel(), dtype=torch.float64, device=norm.running_mean.device)
-    means = torch.stack([mean for mean, _, _ in norm.seen]).double()
-    variances = torch.stack([variance for _, variance, _ in norm.seen]).double()
-    counts = torch.tensor([count for _, _, count in norm.seen], dtype=torch.float64, device=means.device)[:, None]
-    within = ((counts - 1) * variances).sum(0)
-    return _combined(counts.expand_as(means), means, within)
+def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
+    """Return count, mean and sum of squared deviations of what each layer saw: [3, channels of all] in float64."""
+    by_length: dict[int, list[int]] = {}
+    for position, norm in enumerate(norms):
+        by_length.setdefault(len(norm.seen), []).append(position)
+    found: dict[int, Tensor] = {}
+    for length, positions in by_length.items():
+        group = [norms[position] for position in positions]
+        sizes = _sizes(group)
+        device = _running(group[0])[0].device
+        if length == 0:
+            together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
+        else:
+            means, variances = (
+                torch.stack([torch.cat([norm.seen[m][k] for norm in group]) for m in range(length)]).double()
+                for k in (0, 1)
+            )
+            per_layer = [[norm.seen[m][2] for norm in group] for m in range(length)]
+            counts = _spread(torch.tensor(per_layer, dtype=torch.float64), sizes, device)
+            together = _combined(counts, means, ((counts - 1) * variances).sum(0))
+        found.update(zip(positions, together.split(sizes, dim=1), strict=True))
+    return torch.cat([found[position] for position in range(len(norms))], dim=1)
 
 
 def _combined(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
-    """Combine parts: counts and means are [parts, channels], within the parts' summed squared deviations."""
+    """Combine parts: counts and means are [parts, channels], `within` the parts' summed squared deviations."""
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)
     return torch.stack([total, mean, within + (counts * (means - mean).square()).sum(0)])
 
 
-def _over_replicas(moments: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _over_replicas(moments: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Combine the replicas' moments: one exchange for all layers."""
-    mine = torch.cat(moments, dim=1)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
+    parts = [torch.empty_like(moments) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, moments.contiguous(), group=group)
     counts, means, within = torch.stack(parts).unbind(1)
-    combined = _combined(counts, means, within.sum(0))
-    return list(combined.split([moment.shape[1] for moment in moments], dim=1))
+    return _combined(counts, means, within.sum(0))
 
 
-def _update(norm: MicroBatchNorm, moments: Tensor) -> None:
+def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
+    sizes = _sizes(norms)
+    starts = [sum(sizes[:k]) for k in range(len(sizes))] if not all(norm.seen for norm in norms) else []
     count, mean, deviations = moments
-    assert norm.running_mean is not None and norm.running_var is not None
-    if not norm.seen and not bool(count[0] > 0):
+    if starts:  # only with replicas can a layer be here that nobody used
+        used = (count[starts] > 0).tolist()
+        if not all(used):
+            kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()
+            _update([norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept])
+            return
+    if not norms:
         return
-    factor = norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if factor is None:  # a cumulative average, as nn.BatchNorm has it
-            factor = 1.0 / float(norm.num_batches_tracked)
-    if factor is None:
-        factor = 0.0
-    for running, value in ((norm.running_mean, mean), (norm.running_var, deviations / (count - 1))):
-        running.copy_(running.double().mul_(1 - factor).add_(value, alpha=factor))
+    factors = _spread(torch.tensor([_count_step(norms)], dtype=torch.float64), sizes, count.device)[0]
+    for k, value in enumerate((mean, deviations / (count - 1))):
+        running = [_running(norm)[k] for norm in norms]
+        moved = torch.lerp(torch.cat(running).double(), value, factors)
+        torch._foreach_copy_(running, list(moved.split(sizes)))
+
+
+def _count_step(norms: Sequence[MicroBatchNorm]) -> list[float]:
+    """Count the step and return the weights of its statistics in the moving averages, as nn.BatchNorm has them."""
+    counters = [norm.num_batches_tracked for norm in norms]
+    torch._foreach_add_([counter for counter in counters if counter is not None], 1)
+    # Without a momentum nn.BatchNorm keeps the average of all steps.
+    return [
+        norm.momentum if norm.momentum is not None else 0.0 if counter is None else 1.0 / float(counter)
+        for norm, counter in zip(norms, counters, strict=True)
+    ]
+
+
+def _running(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
+    assert norm.running_mean is not None and norm.running_var is not None
+    return norm.running_mean, norm.running_var
+
+
+def _sizes(norms: Sequence[MicroBatchNorm]) -> list[int]:
+    return [norm.num_features for norm in norms]
+
+
+def _spread(values: Tensor, sizes: list[int], device: torch.device) -> Tensor:
+    """Repeat each layer's number for its channels: [rows, layers] -> [rows, channels of all]."""
+    return values.repeat_interleave(torch.tensor(sizes), dim=1).to(device)

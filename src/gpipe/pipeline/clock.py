@@ -54,9 +54,7 @@ class Clock:
             after.synchronize()
             origin, mark = self._origins[device]
             origin += self._offset
-            found.append(
-                Event(task, origin + mark.elapsed_time(before) / 1e3, origin + mark.elapsed_time(after) / 1e3)
-            )
+            found.append(Event(task, origin + mark.elapsed_time(before) / 1e3, origin + mark.elapsed_time(after) / 1e3))
         return found
 
     @staticmethod

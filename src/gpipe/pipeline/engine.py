@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -18,14 +19,14 @@ from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor
 from gpipe.pipeline.failure import NonFiniteError, PipelineError
 from gpipe.pipeline.materialize import materialize
-from gpipe.pipeline.messages import LostPeer
+from gpipe.pipeline.messages import LostPeer, Messenger
 from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
 from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.modes import evaluation_mode
+from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.placement import (
     Devices,
     local_devices,
-    partition_ranges,
     process_device,
     refuse_shared_parameters,
 )
@@ -36,6 +37,7 @@ from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
+
 
 class Pipeline:
     """Trains a sequence of layers, cut into partitions, by pipelined micro-batches (GPipe, section 2).
@@ -82,7 +84,12 @@ class Pipeline:
         loss_weight: LossWeight | None = None,
         timeout_seconds: float = 300.0,
     ) -> None:
-        ranges = partition_ranges(partitions, len(layers))
+        if not isinstance(layers, nn.Sequential):
+            raise TypeError(
+                f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers"
+            )
+        check_partitions(partitions, len(layers))
+        ranges = partition_ranges(partitions)
         refuse_shared_parameters(layers, ranges)
         self.num_microbatches = _positive(num_microbatches)
         self.rematerialize = _one_of(rematerialize, Rematerialize, "rematerialize")
@@ -113,6 +120,9 @@ class Pipeline:
             stage.replicas = self._replicas
         self._executor = Executor(self._stages, self.num_stages, self._transfer)
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
+        # Gloo forgets what it has not delivered yet when its sender lets go of it, or exits.
+        messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
+        self._close = weakref.finalize(self, _deliver, self._transfer, messengers)
 
     @property
     def is_first(self) -> bool:
@@ -155,7 +165,7 @@ class Pipeline:
                 processes the pipeline cannot be used any more.
         """
         begin = time.perf_counter()
-        inputs, targets = batch
+        inputs, targets = _pair(batch)
         clock = Clock(cuda=record_timeline)
         with self._guarded():
             mini_batch = self._start(inputs, training=True)
@@ -191,6 +201,11 @@ class Pipeline:
             The outputs of all examples in the last stage's process, None in the others.
         """
         used = self.layers if layers is None else layers
+        if used.keys() != self.layers.keys():
+            raise ValueError(
+                f"the layers to evaluate are {list(used)}; give one for each of this process's layers, "
+                f"{list(self.layers)}"
+            )
         with self._guarded(), evaluation_mode(used):
             mini_batch = self._start(inputs, training=False)
             return self._executor.evaluate(mini_batch.num_microbatches, used)
@@ -245,8 +260,8 @@ class Pipeline:
         self._stop(error)
 
     def close(self) -> None:
-        """End the threads of the connections."""
-        self._transfer.close()
+        """Wait until everything sent has arrived, and end the connections' threads; happens by itself at the end."""
+        self._close()
 
     def _start(self, inputs: Any, *, training: bool) -> MiniBatch:
         size = batch_size_of(inputs, "inputs") if self.is_first else None
@@ -266,8 +281,8 @@ class Pipeline:
         if not math.isfinite(loss):
             batch_norm.discard(self._batch_norms)
             raise NonFiniteError(
-                f"the loss of step {self.step} is {loss} in stage {self.num_stages - 1}; nothing was updated: lower the "
-                "learning rate, clip the gradients, or look at this mini-batch",
+                f"the loss of step {self.step} is {loss} in stage {self.num_stages - 1}; nothing was updated: lower "
+                "the learning rate, clip the gradients, or look at this mini-batch",
                 stage=self.num_stages - 1,
             )
         batch_norm.commit(self._batch_norms, self._replicas.group if self._replicas else None)
@@ -284,7 +299,9 @@ class Pipeline:
     def _guarded(self) -> Iterator[None]:
         """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
         if self._broken is not None:
-            raise PipelineError(f"this pipeline stopped before and cannot go on, build a new one; it stopped: {self._broken}")
+            raise PipelineError(
+                f"this pipeline stopped before and cannot go on, build a new one; it stopped: {self._broken}"
+            )
         devices = [stage.device for stage in self._stages.values()]
         with self._guarded_exchange(), preserved_generators(devices), uncached_autocast():
             yield
@@ -313,11 +330,29 @@ class Pipeline:
             stage = self._processes.stage
             error = PipelineError(f"stage {stage}: {type(error).__name__}: {error}", stage=stage)
         self._broken = str(error)
-        self._processes.messenger.fail(self._processes.peers.report(error))
+        self._close.detach()  # what was sent will not be asked for any more
+        failure = self._processes.peers.report(error)
+        self._transfer.fail(failure)
+        self._processes.messenger.fail(failure)
+
+
+def _deliver(transfer: Transfer, messengers: Sequence[Messenger]) -> None:
+    with suppress(LostPeer):
+        for messenger in messengers:
+            messenger.flush()
+    transfer.close()
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        found = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"the type {type(batch).__name__}"
+        raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")
+    inputs, targets = batch
+    return inputs, targets
 
 
 def _positive(num_microbatches: int) -> int:
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if type(num_microbatches) is not int or num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
     return num_microbatches
 

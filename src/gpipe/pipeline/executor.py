@@ -56,18 +56,20 @@ class Executor:
         for task in self._own(schedule):
             self._execute(task, clock, keep_graph=(task.stage, task.micro_batch) not in recomputed)
         self._parts = []
+        for stage in self._stages.values():
+            stage.loss = None  # it holds the targets
 
     def evaluate(self, num_microbatches: int, layers: nn.ModuleDict) -> Any:
         """Run `layers` forward; return the outputs of the mini-batch where this process holds the last stage."""
-        outputs: list[Any] = []
+        outputs: list[Payload] = []
         for task in self._own(inference(self._num_stages, num_microbatches)):
             stage, micro_batch = self._stages[task.stage], task.micro_batch
             own = {index: layers[str(index)] for index in stage.layers}
-            value = stage.evaluate(micro_batch, self._inputs(stage, micro_batch), own)
+            payload = stage.evaluate(micro_batch, self._inputs(stage, micro_batch), own)
             if stage.index < self._num_stages - 1:
-                self._transfer.send_forward(stage.index, micro_batch, Payload.of(value))
+                self._transfer.send_forward(stage.index, micro_batch, payload)
             else:
-                outputs.append(value)
+                outputs.append(payload)
         self._parts = []
         return merge(outputs) if outputs else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import nn
@@ -22,25 +23,36 @@ def materialize(layer: nn.Module, index: int, seed: int, device: torch.device) -
     """Put a layer on `device`; if it was described on the meta device, draw its initial weights first.
 
     They are a function of (seed, index): drawn on the CPU, whatever the device, by each submodule's own
-    `reset_parameters`. The global generators are left as they were.
+    `reset_parameters`, children before their parent as when they were made. The global generators are left as they
+    were.
 
     Args:
         layer: changed in place.
         index: the layer's position in the whole model.
+        seed: of the run.
+        device: where the layer will compute.
 
     Raises:
-        ValueError: a submodule has parameters or buffers of its own, but no `reset_parameters` to fill them.
+        ValueError: a submodule has parameters or buffers of its own, but no `reset_parameters` to fill them all; or the
+            layer is on the meta device in part.
     """
     if is_meta(layer):
+        name = f"layers.{index}"
+        _refuse_partly_meta(layer, name)
         layer.to_empty(device=_CPU)
         with preserved_generators([_CPU]), torch.no_grad():
+            for tensor in itertools.chain(layer.parameters(), layer.buffers()):
+                if tensor.is_floating_point():
+                    tensor.fill_(math.nan)  # so that one that nothing fills can be told
             seed_generators(derive_seed(INITIALIZATION, seed, index), _CPU)
-            for name, module in layer.named_modules():
-                _reset(module, f"layers.{index}.{name}".rstrip("."))
+            _reset(layer, name)
+            _refuse_unfilled(layer, name)
     return layer.to(device)
 
 
 def _reset(module: nn.Module, name: str) -> None:
+    for child_name, child in module.named_children():
+        _reset(child, f"{name}.{child_name}")
     # torch.nn.MultiheadAttention spells it with an underscore.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None:
@@ -50,3 +62,21 @@ def _reset(module: nn.Module, name: str) -> None:
             f"{name} ({type(module).__name__}) was described on the meta device and has no reset_parameters() to fill "
             "its tensors; give it one, or build the model on the CPU"
         )
+
+
+def _refuse_partly_meta(layer: nn.Module, name: str) -> None:
+    for key, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
+        if not tensor.is_meta:
+            raise ValueError(
+                f"{name}.{key} has memory, but other tensors of {name} are on the meta device, and drawing their "
+                "initial weights would overwrite it; describe all of it on the meta device, or build it on the CPU"
+            )
+
+
+def _refuse_unfilled(layer: nn.Module, name: str) -> None:
+    for key, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
+        if bool(tensor.isnan().any()):
+            raise ValueError(
+                f"{name}.{key} was described on the meta device, and no reset_parameters() filled it; fill it in the "
+                "one of its module, or build the model on the CPU"
+            )

@@ -1,4 +1,4 @@
-"""Small JSON messages between the processes of a group: headers of payloads, reports, causes of failure."""
+"""Small JSON messages between the processes of a group: reports, gathered values, causes of failure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from torch import Tensor
 
 from gpipe.pipeline.failure import PeerFailure
 
-FRAME_BYTES = 512  # one message of fixed size, so that its receive can be posted before its length is known
+FRAME_BYTES = 512  # of a message's first part, which says how long the rest is
 _LENGTH_BYTES = 4
 
 
 class Tag(IntEnum):
     """Keeps the streams of messages between two processes apart; within a stream the order is kept."""
 
-    FORWARD_HEADER = 1
-    FORWARD_DATA = 2
-    BACKWARD_HEADER = 3
-    BACKWARD_DATA = 4
-    CONTROL = 5
+    CONTROL = 1
+    FORWARD = 2
+    BACKWARD = 3
 
 
 class LostPeer(RuntimeError):
@@ -61,50 +59,50 @@ class Messenger:
         self.size = group.size()
         self.timeout_seconds = timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
-    def send(self, value: Any, peer: int, tag: Tag) -> None:
+    def send(self, value: Any, peer: int) -> None:
         """Start sending a value to a rank of the group."""
-        self.send_frame(encode(value), peer, tag)
+        self.send_frame(encode(value), peer)
 
-    def send_frame(self, frame: Sequence[Tensor], peer: int, tag: Tag) -> None:
+    def send_frame(self, frame: Sequence[Tensor], peer: int) -> None:
         """Start sending what `encode` made."""
         for part in frame:
-            self._sent.append((self.post_send(part, peer, tag), part))
+            self._sent.append((peer, self.post_send(part, peer, Tag.CONTROL), part))
         # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
         # with this many after it the oldest is not waited for in practice.
-        while len(self._sent) > 256 * self.size:
-            self.wait(self._sent.popleft()[0], peer)
+        self._let_go(256 * self.size)
 
-    def receive(self, peer: int, tag: Tag) -> Any:
+    def flush(self) -> None:
+        """Wait until everything that was sent has arrived: Gloo keeps it until the receiver asks for it."""
+        self._let_go(0)
+
+    def _let_go(self, num_kept: int) -> None:
+        while len(self._sent) > num_kept:
+            peer, work, _ = self._sent.popleft()
+            self.wait(work, peer)
+
+    def receive(self, peer: int) -> Any:
         """Wait for the next message of a rank of the group.
 
         Raises:
             PeerFailure: the peer sent the cause of its failure instead.
             LostPeer: the connection broke or the time is up.
         """
-        return self.finish_receive(self.post_receive(peer, tag), peer, tag)
-
-    def post_receive(self, peer: int, tag: Tag) -> tuple[dist.Work, Tensor]:
-        """Start receiving a message, to be finished by `finish_receive`."""
-        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        return self.post_receive_tensor(frame, peer, tag), frame
-
-    def finish_receive(self, posted: tuple[dist.Work, Tensor], peer: int, tag: Tag) -> Any:
-        """Wait for a message whose receive was posted."""
-        work, frame = posted
-        self.wait(work, peer)
-        data = frame.numpy().tobytes()
+        data = self._receive_bytes(FRAME_BYTES, peer)
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         body = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
         if length > len(body):
-            rest = torch.empty(length - len(body), dtype=torch.uint8)
-            self.wait(self.post_receive_tensor(rest, peer, tag), peer)
-            body += rest.numpy().tobytes()
+            body += self._receive_bytes(length - len(body), peer)
         value = json.loads(body)
         if isinstance(value, dict) and "failure" in value:
             raise PeerFailure(**value["failure"])
         return value
+
+    def _receive_bytes(self, size: int, peer: int) -> bytes:
+        part = torch.empty(size, dtype=torch.uint8)
+        self.wait(self.post_receive_tensor(part, peer, Tag.CONTROL), peer)
+        return part.numpy().tobytes()
 
     def post_send(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
         """Start sending a contiguous CPU tensor."""
@@ -131,31 +129,30 @@ class Messenger:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on every rank."""
         if self.rank > 0:
-            self.send(value, 0, Tag.CONTROL)
-            received: list[Any] = self.receive(0, Tag.CONTROL)
+            self.send(value, 0)
+            received: list[Any] = self.receive(0)
             return received
         mine = json.loads(json.dumps(value))  # what the others get: tuples become lists
-        values = [mine] + [self.receive(peer, Tag.CONTROL) for peer in range(1, self.size)]
+        values = [mine] + [self.receive(peer) for peer in range(1, self.size)]
         return list(self.broadcast(values, 0))
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Return the value of rank `source` on every rank."""
         if self.rank != source:
-            return self.receive(source, Tag.CONTROL)
+            return self.receive(source)
         frame = encode(value)
         for peer in range(self.size):
             if peer != source:
-                self.send_frame(frame, peer, Tag.CONTROL)
+                self.send_frame(frame, peer)
         return value
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell every other rank why this one stops, on every stream that it might be waiting on."""
+        """Tell every other rank why this one stops."""
         frame = encode({"failure": failure})
         for peer in range(self.size):
             if peer != self.rank:
                 with suppress(RuntimeError):  # a peer that is gone needs no telling
-                    for tag in (Tag.CONTROL, Tag.FORWARD_HEADER, Tag.BACKWARD_HEADER):
-                        self.send_frame(frame, peer, tag)
+                    self.send_frame(frame, peer)
 
 
 def encode(value: Any) -> list[Tensor]:

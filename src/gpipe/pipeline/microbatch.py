@@ -51,17 +51,18 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     return [unflatten(payload.structure, [part[i] for part in parts]) for i in range(len(sizes))]
 
 
-def merge(values: Sequence[Any]) -> Any:
+def merge(payloads: Sequence[Payload]) -> Any:
     """Put the outputs of the micro-batches of one mini-batch together, along the first dimension.
 
     Raises:
         ValueError: the outputs are not nested alike, or one is a scalar.
     """
-    payloads = [Payload.of(value) for value in values]
     first = payloads[0]
     if any(payload.structure != first.structure for payload in payloads):
         raise ValueError("the outputs of the micro-batches are nested differently; return the same nest for each")
     if any(tensor.ndim == 0 for tensor in first.tensors):
-        raise ValueError("an output is a scalar, which cannot be put together over micro-batches: return one an example")
+        raise ValueError(
+            "an output is a scalar, which cannot be put together over micro-batches: return one an example"
+        )
     columns = zip(*(payload.tensors for payload in payloads), strict=True)
     return unflatten(first.structure, [torch.cat(column) for column in columns])

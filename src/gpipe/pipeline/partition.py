@@ -74,10 +74,13 @@ def check_partitions(partitions: Sequence[int], num_layers: int) -> None:
     """Refuse numbers of layers that do not cut `num_layers` layers into non-empty partitions.
 
     Raises:
+        TypeError: no sequence, such as the number of partitions alone.
         ValueError: no partition, one that is not a positive whole number, or a sum other than `num_layers`.
     """
-    numbers = list(partitions)
     remedy = f"give positive whole numbers that sum to the {num_layers} layers, as partition_layers returns them"
+    if not isinstance(partitions, Sequence):
+        raise TypeError(f"partitions is {partitions!r}; {remedy}.")
+    numbers = list(partitions)
     if not numbers or not all(isinstance(number, int) and number >= 1 for number in numbers):
         raise ValueError(f"partitions is {numbers}; {remedy}.")
     if sum(numbers) != num_layers:

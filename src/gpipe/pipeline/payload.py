@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Structure: TypeAlias = None | int | tuple[str, tuple[Any, ...]]
+Structure: TypeAlias = int | tuple[str, tuple[Any, ...]] | None
 """The shape of a nest, without its tensors: None, the position of a tensor, or a container of structures.
 
 A container is ("tuple" | "list", children) or ("dict", ((key, child), ...)): hashable, and JSON can carry it.

@@ -1,4 +1,4 @@
-"""Which layers go to which stage, and which stage to which device."""
+"""Which stage goes to which device, and what two stages cannot share."""
 
 from __future__ import annotations
 
@@ -13,31 +13,6 @@ Devices: TypeAlias = "Sequence[torch.device | str] | torch.device | str | None"
 """One a stage, or one for all; None for the default."""
 
 
-def partition_ranges(partitions: Sequence[int], num_layers: int) -> list[range]:
-    """Return the layer indices of each partition.
-
-    Args:
-        partitions: the number of layers of each.
-        num_layers: of the model.
-
-    Raises:
-        ValueError: a partition is empty, or the numbers do not sum to the number of layers.
-        TypeError: `partitions` is not a sequence of whole numbers.
-    """
-    if isinstance(partitions, int) or not all(isinstance(count, int) for count in partitions):
-        raise TypeError(
-            f"partitions is {partitions!r}; it must be the number of layers of each stage, such as [3, 2]: call "
-            "gpipe.partition_layers(costs, num_partitions) to find it"
-        )
-    if not partitions or min(partitions) < 1 or sum(partitions) != num_layers:
-        raise ValueError(
-            f"partitions is {list(partitions)}; it must be whole numbers of at least 1 that sum to the model's "
-            f"{num_layers} layers: call gpipe.partition_layers(costs, num_partitions) to find them"
-        )
-    ends = [sum(partitions[: k + 1]) for k in range(len(partitions))]
-    return [range(end - count, end) for count, end in zip(partitions, ends, strict=True)]
-
-
 def refuse_shared_parameters(layers: nn.Sequential, ranges: Sequence[range]) -> None:
     """Refuse a parameter that two partitions would hold, or that would lose its tie on the meta device.
 
@@ -49,11 +24,16 @@ def refuse_shared_parameters(layers: nn.Sequential, ranges: Sequence[range]) -> 
         for index in indices:
             for name, parameter in layers[index].named_parameters():
                 first_stage, first_index, first_name = owners.setdefault(id(parameter), (stage, index, name))
-                if first_stage != stage or (parameter.is_meta and first_index != index):
+                both = f"layers.{first_index}.{first_name} and layers.{index}.{name} are one parameter"
+                if first_stage != stage:
                     raise ValueError(
-                        f"layers.{first_index}.{first_name} and layers.{index}.{name} are one parameter, which stages "
-                        f"{first_stage} and {stage} would both train; put both layers into one partition, with memory "
-                        "of its own, or untie them"
+                        f"{both}, which stages {first_stage} and {stage} would both train; put both layers into one "
+                        "partition, or untie them"
+                    )
+                if parameter.is_meta and first_index != index:
+                    raise ValueError(
+                        f"{both} on the meta device, and would lose the tie on the way to a real one; build these "
+                        "layers on the CPU, or untie them"
                     )
 
 

@@ -1,32 +1,46 @@
 """Boundary activations forward, gradients back, between processes of one stage each.
 
-A payload is a header (its nesting, types, shapes, strides) and the tensors' memory. The header goes over Gloo, where it
-is read on the host; the tensors go over Gloo from a CPU and over NCCL from a GPU. So shapes may change at any time, and
-nobody declares them.
+Both ends of a stream predict the format of its next message: that of the same micro-batch in the step before. While the
+prediction holds, a payload is one message of known size, whose receive is posted ahead and arrives while the stage
+computes. A sender whose payload has another format says so in a short message, which fits any receive, and sends the
+payload in the next. So shapes may change at any time, and nobody declares them.
 
-A thread for each direction of receiving reads the next header and posts the receive of its tensors while the stage
-computes; another waits until what was sent has arrived, to let go of it.
+    sender     F0 [notice][data]  F1 [data]  F2 [data] ...     the first step: formats are new
+    sender     F0 [data]          F1 [data]  F2 [data] ...     every step after it
+
+The messages go over Gloo from host to host. Between GPUs they carry no data: the tensors follow over NCCL.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+import json
 import queue
 import threading
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.pipeline.messages import Messenger, Tag, encode
-from gpipe.pipeline.payload import Payload, Structure, structure_from_json
+from gpipe.pipeline.failure import PeerFailure
+from gpipe.pipeline.message_format import NOTHING, PREFIX_BYTES, MessageFormat, flat
+from gpipe.pipeline.messages import Messenger, Tag
+from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.transfer import MiniBatch
 
-_RECEIVED_AHEAD = 2  # payloads waiting for the stage; more would hold memory without saving time
+_SMALLEST_BYTES = 512  # of a message, so that a notice usually fits into one
+_LETTING_GO = 4  # sent messages are let go of in groups: waking a thread for each would cost more than their memory
+
+
+class _Says(IntEnum):
+    """The first byte of a message."""
+
+    DATA = 0  # the payload follows, in the predicted format
+    NOTICE = 1  # the payload's format follows, and then the payload in a message of its own
+    FAILURE = 2  # the cause follows; there will be no further message
 
 
 @dataclass(frozen=True)
@@ -34,10 +48,9 @@ class Link:
     """One direction of one boundary, seen from one end.
 
     Attributes:
-        messenger: carries the headers.
+        messenger: carries the messages.
         peer: the rank of the other end in the messenger's group.
-        header_tag: the stream of headers.
-        data_tag: the stream of tensors, on Gloo.
+        tag: the stream of this direction.
         nccl: a group of the two ends alone, for this direction alone; None on a CPU. With a communicator to itself a
             direction's transfers are ordered by micro-batch on both ends, so they cannot block each other.
         device: where this end computes.
@@ -45,10 +58,33 @@ class Link:
 
     messenger: Messenger
     peer: int
-    header_tag: Tag
-    data_tag: Tag
+    tag: Tag
     nccl: dist.ProcessGroup | None
     device: torch.device
+
+    def message_bytes(self, format_: MessageFormat) -> int:
+        """Return the size of a message of a format."""
+        return max(_SMALLEST_BYTES, format_.offsets[-1] if self.nccl is None else PREFIX_BYTES)
+
+
+class _Formats:
+    """What one end of a stream predicts; the other end, having seen the same messages, predicts the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bool, int], MessageFormat] = {}
+        self._training = True
+        self.position = 0  # of the next message in its step
+
+    def start(self, *, training: bool) -> None:
+        self._training, self.position = training, 0
+
+    def predicted(self) -> MessageFormat:
+        before = self._known.get((self._training, self.position - 1), NOTHING)
+        return self._known.get((self._training, self.position), before)
+
+    def advance(self, found: MessageFormat) -> None:
+        self._known[self._training, self.position] = found
+        self.position += 1
 
 
 class _Sender:
@@ -56,128 +92,160 @@ class _Sender:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
+        self.formats = _Formats()
+        self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
+        self._works: list[tuple[dist.Work, Tensor]] = []
         self._sent: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._let_go, name=f"gpipe-sent-to-{link.peer}", daemon=True).start()
+        self._thread = threading.Thread(target=self._let_go, name=f"gpipe-sent-to-{link.peer}", daemon=True)
+        self._thread.start()
+
+    def start(self, *, training: bool) -> None:
+        self.formats.start(training=training)
+        self._hand_over()
 
     def send(self, payload: Payload, batch: MiniBatch) -> None:
-        tensors = [tensor.detach() for tensor in payload.tensors]
-        layouts = tuple(
-            (str(t.dtype).removeprefix("torch."), tuple(t.shape), _strides(t), wanted)
-            for t, wanted in zip(tensors, payload.differentiable, strict=True)
-        )
-        self.link.messenger.send_frame(_header(payload.structure, layouts, batch), self.link.peer, self.link.header_tag)
-        self._sent.put([(self._send(part), part) for part in (_flat(tensor) for tensor in tensors) if part.numel()])
+        found, predicted = MessageFormat.of(payload, batch), self.formats.predicted()
+        if found != predicted:
+            self._post_text(_Says.NOTICE, found.to_json())
+        message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
+        message[0] = _Says.DATA
+        if self.link.nccl is None:
+            found.pack(payload, message)
+        self._post(message)
+        if self.link.nccl is not None:
+            self._send_on_device(payload, found)
+        self.formats.advance(found)
+        if len(self._works) >= _LETTING_GO:
+            self._hand_over()
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Tell the receiver why no payload will come."""
+        with suppress(RuntimeError):  # a peer that is gone needs no telling
+            self._post_text(_Says.FAILURE, json.dumps(failure).encode())
 
     def close(self) -> None:
+        self._hand_over()
         self._sent.put(None)
+        self._thread.join()
 
-    def _send(self, part: Tensor) -> dist.Work:
-        if self.link.nccl is None:
-            return self.link.messenger.post_send(part, self.link.peer, self.link.data_tag)
-        assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream(self.link.device))
-        part.record_stream(self.stream)
-        with torch.cuda.stream(self.stream):
-            return self.link.nccl.send([part], _other(self.link.nccl), 0)
+    def _post(self, message: Tensor) -> None:
+        self._works.append((self.link.messenger.post_send(message, self.link.peer, self.link.tag), message))
+
+    def _post_text(self, says: _Says, text: bytes) -> None:
+        data = bytes([says]) + len(text).to_bytes(8, "little") + text
+        # Gloo receives a message that is shorter than expected, so this size fits whatever was predicted.
+        for part in (data[:_SMALLEST_BYTES].ljust(_SMALLEST_BYTES, b"\0"), data[_SMALLEST_BYTES:]):
+            if part:
+                self._post(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
+    def _send_on_device(self, payload: Payload, format_: MessageFormat) -> None:
+        assert self.link.nccl is not None and self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self.link.device))
+        with torch.cuda.stream(self._stream):
+            for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
+                part = flat(tensor, layout)
+                if part.numel():
+                    part.record_stream(self._stream)
+                    self._works.append((self.link.nccl.send([part], 1 - self.link.nccl.rank(), 0), part))
+
+    def _hand_over(self) -> None:
+        if self._works:
+            self._sent.put(self._works)
+            self._works = []
 
     def _let_go(self) -> None:
         while (works := self._sent.get()) is not None:
-            try:
+            with suppress(RuntimeError):  # the peer is gone: the next receive from it says so
                 while works:
-                    work, _ = works.pop()
+                    work, _ = works.pop(0)
                     work.wait()
-            except RuntimeError:
-                return  # the peer is gone: the next receive from it says so
+                    del work, _
 
 
 class _Receiver:
-    """Receives the payloads of a step ahead of their use."""
+    """Receives payloads, each posted while the one before is computed on."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._ready: queue.Queue[_Arrival | BaseException] = queue.Queue(_RECEIVED_AHEAD)
-        self._peeked: _Arrival | None = None
-        threading.Thread(target=self._serve, name=f"gpipe-from-{link.peer}", daemon=True).start()
+        self.formats = _Formats()
+        self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
+        self._posted: tuple[dist.Work, Tensor] | None = None
+        self._remaining = 0
+        self._first: tuple[Payload, MiniBatch] | None = None
 
-    def start(self, num_payloads: int) -> None:
-        """Receive that many payloads; 0: as many as the first one says."""
-        self._steps.put(num_payloads)
+    def start(self, *, training: bool, num_payloads: int) -> None:
+        """Expect the payloads of a step; the number may be 1 until `expect` says it."""
+        self.formats.start(training=training)
+        self._remaining = num_payloads
+        self._post_next()
 
-    def peek(self) -> MiniBatch:
-        """Wait for the first payload of a step and return the mini-batch that it belongs to."""
-        self._peeked = self._next()
-        return self._peeked.batch
+    def first(self) -> MiniBatch:
+        """Wait for the first payload of a step, and expect as many as the mini-batch that it tells of makes."""
+        payload, batch = self._next(peek=True)
+        self._first = payload, batch
+        self._remaining = batch.num_microbatches - 1
+        self._post_next()
+        return batch
 
     def receive(self) -> Payload:
-        arrival, self._peeked = self._peeked or self._next(), None
-        for work in arrival.works:
-            self.link.messenger.wait(work, self.link.peer)
-        if arrival.event is not None:
-            stream = torch.cuda.current_stream(self.link.device)
-            stream.wait_event(arrival.event)
-            for tensor in arrival.payload.tensors:
-                tensor.record_stream(stream)
-        return arrival.payload
+        if self._first is not None:
+            (payload, _), self._first = self._first, None
+            return payload
+        return self._next()[0]
 
-    def close(self) -> None:
-        self._steps.put(-1)
+    def _post_next(self) -> None:
+        if self._remaining > 0 and self._posted is None:
+            self._posted = self._post(self.link.message_bytes(self.formats.predicted()))
 
-    def _next(self) -> _Arrival:
-        arrival = self._ready.get()
-        if isinstance(arrival, BaseException):
-            raise arrival
-        return arrival
+    def _post(self, size: int) -> tuple[dist.Work, Tensor]:
+        message = torch.empty(size, dtype=torch.uint8)
+        return self.link.messenger.post_receive_tensor(message, self.link.peer, self.link.tag), message
 
-    def _serve(self) -> None:
-        stream = torch.cuda.Stream(self.link.device) if self.link.nccl is not None else None
-        try:
-            while (count := self._steps.get()) is not None and count >= 0:
-                self._receive_step(count, stream)
-        except BaseException as error:  # noqa: BLE001 - handed to the stage, which raises it
-            self._ready.put(error)
+    def _wait(self, posted: tuple[dist.Work, Tensor]) -> Tensor:
+        work, message = posted
+        self.link.messenger.wait(work, self.link.peer)
+        return message
 
-    def _receive_step(self, count: int, stream: torch.cuda.Stream | None) -> None:
-        link = self.link
-        received = 0
-        posted = link.messenger.post_receive(link.peer, link.header_tag)
-        while True:
-            header = link.messenger.finish_receive(posted, link.peer, link.header_tag)
-            batch = MiniBatch(*header[2])
-            received += 1
-            more = received < (count or batch.num_microbatches)
-            if more:
-                posted = link.messenger.post_receive(link.peer, link.header_tag)
-            self._ready.put(self._post(header, batch, stream))
-            if not more:
-                return
+    def _next(self, *, peek: bool = False) -> tuple[Payload, MiniBatch]:
+        assert self._posted is not None, "more payloads were asked for than the step has"
+        found = self.formats.predicted()
+        message = self._wait(self._posted)
+        self._posted = None
+        says = int(message[0])
+        if says != _Says.DATA:
+            text = self._text(message)
+            if says == _Says.FAILURE:
+                raise PeerFailure(**json.loads(text))
+            found = MessageFormat.from_json(text)
+            message = self._wait(self._post(self.link.message_bytes(found)))
+        self.formats.advance(found)
+        self._remaining -= 1
+        payload = found.unpack(message) if self.link.nccl is None else self._receive_on_device(found)
+        if not peek:
+            self._post_next()
+        return payload, found.batch
 
-    def _post(self, header: Any, batch: MiniBatch, stream: torch.cuda.Stream | None) -> _Arrival:
-        structure, layouts, _ = header
-        link = self.link
-        with torch.cuda.stream(stream):  # does nothing for None
-            tensors = [_empty(dtype, shape, strides, link.device) for dtype, shape, strides, _ in layouts]
-            parts = [part for part in (_flat(tensor) for tensor in tensors) if part.numel()]
-            works: list[dist.Work] = []
-            event = None
-            if link.nccl is None:
-                works = [link.messenger.post_receive_tensor(part, link.peer, link.data_tag) for part in parts]
-            else:
-                for work in [link.nccl.recv([part], _other(link.nccl), 0) for part in parts]:
-                    work.wait()  # makes the stream wait, not the host
-                event = torch.cuda.Event()
-                event.record(stream)
-        payload = Payload(tensors, structure_from_json(structure), [wanted for *_, wanted in layouts])
-        return _Arrival(payload, batch, works, event)
+    def _text(self, message: Tensor) -> bytes:
+        data = message[:_SMALLEST_BYTES].numpy().tobytes()
+        length = int.from_bytes(data[1:9], "little")
+        text = data[9 : 9 + length]
+        if len(text) < length:
+            text += self._wait(self._post(length - len(text))).numpy().tobytes()
+        return text
 
-
-@dataclass(slots=True)
-class _Arrival:
-    payload: Payload
-    batch: MiniBatch
-    works: list[dist.Work]
-    event: torch.cuda.Event | None
+    def _receive_on_device(self, format_: MessageFormat) -> Payload:
+        assert self.link.nccl is not None and self._stream is not None
+        with torch.cuda.stream(self._stream):
+            payload = format_.empty(self.link.device)
+            for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
+                part = flat(tensor, layout)
+                if part.numel():
+                    self.link.nccl.recv([part], 1 - self.link.nccl.rank(), 0).wait()  # the stream waits, not the host
+        stream = torch.cuda.current_stream(self.link.device)
+        stream.wait_stream(self._stream)
+        for tensor in payload.tensors:
+            tensor.record_stream(stream)
+        return payload
 
 
 class ProcessTransfer:
@@ -193,17 +261,20 @@ class ProcessTransfer:
         self._input_gradients = _Sender(previous[1]) if previous else None
         self._outputs = _Sender(following[0]) if following else None
         self._output_gradients = _Receiver(following[1]) if following else None
+        self._senders = [sender for sender in (self._outputs, self._input_gradients) if sender is not None]
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
         """Begin a step; behind the first stage, wait for the first boundary input, which tells the mini-batch."""
+        for sender in self._senders:
+            sender.start(training=training)
         if self._inputs is not None:
-            self._inputs.start(0)
-            batch = self._inputs.peek()
+            self._inputs.start(training=training, num_payloads=1)
+            batch = self._inputs.first()
         assert batch is not None
         self._batch = batch
         if training and self._output_gradients is not None:
-            self._output_gradients.start(batch.num_microbatches)
+            self._output_gradients.start(training=training, num_payloads=batch.num_microbatches)
         return batch
 
     def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
@@ -226,54 +297,15 @@ class ProcessTransfer:
         assert self._output_gradients is not None
         return list(self._output_gradients.receive().value())
 
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Tell the neighbours why this stage sends nothing any more."""
+        for sender in self._senders:
+            sender.fail(failure)
+
     def reset(self) -> None:
         """Do nothing: after a failure the streams are out of step for good, and the engine refuses to go on."""
 
     def close(self) -> None:
-        """End the threads, once they have finished what is under way."""
-        for end in (self._inputs, self._input_gradients, self._outputs, self._output_gradients):
-            if end is not None:
-                end.close()
-
-
-@functools.lru_cache(maxsize=256)
-def _header(structure: Structure, layouts: tuple[Any, ...], batch: MiniBatch) -> Sequence[Tensor]:
-    return encode([structure, layouts, batch])
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the strides to rebuild a tensor with, None for those of a contiguous one.
-
-    The next layer's kernels, and so the last bits of its result, can depend on them: a channels-last tensor must arrive
-    as one, an expanded one too.
-    """
-    strides = tuple(tensor.stride())
-    expected = 1
-    for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
-        if size > 1 and stride > 0:
-            if stride != expected:
-                return None  # holes or overlaps: a contiguous copy travels
-            expected *= size
-    contiguous = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(tensor.ndim))
-    return None if strides == contiguous else strides
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory as bytes, in the order in which it lies there; a view where that is possible."""
-    if _strides(tensor) is None:
-        flat = tensor.contiguous().view(-1)
-    else:
-        distinct = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride > 0)
-        flat = tensor.as_strided((distinct if tensor.numel() else 0,), (1,))
-    return flat.view(torch.uint8)
-
-
-def _empty(dtype: str, shape: list[int], strides: list[int] | None, device: torch.device) -> Tensor:
-    kind = getattr(torch, dtype)
-    if strides is None:
-        return torch.empty(shape, dtype=kind, device=device)
-    return torch.empty_strided(shape, strides, dtype=kind, device=device)
-
-
-def _other(pair: dist.ProcessGroup) -> int:
-    return 1 - pair.rank()
+        """Wait until everything sent has arrived, and end the threads."""
+        for sender in self._senders:
+            sender.close()

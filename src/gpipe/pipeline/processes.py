@@ -80,10 +80,9 @@ class Processes:
         if self.stage not in (before, before + 1):
             return None
         peer = before if self.stage > before else before + 1
-        tags = ((Tag.FORWARD_HEADER, Tag.FORWARD_DATA), (Tag.BACKWARD_HEADER, Tag.BACKWARD_DATA))
         forward, backward = (
-            Link(self.messenger, peer, header, data, group, self._device)
-            for (header, data), group in zip(tags, groups, strict=True)
+            Link(self.messenger, peer, tag, group, self._device)
+            for tag, group in zip((Tag.FORWARD, Tag.BACKWARD), groups, strict=True)
         )
         return forward, backward
 

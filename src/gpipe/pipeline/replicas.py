@@ -25,7 +25,7 @@ class Replicas:
         self.group = group
         self.index = messenger.rank
         self.count = messenger.size
-        self._messenger = messenger
+        self.messenger = messenger
         self._layers = layers
         self._parallel: DistributedDataParallel | None = None
         self._trainable: list[bool] = []
@@ -67,4 +67,4 @@ class Replicas:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the replicas' values, in their order, on each; values are what JSON can carry."""
-        return self._messenger.gather(value)
+        return self.messenger.gather(value)

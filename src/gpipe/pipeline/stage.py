@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gpipe.pipeline.autocast import without_autocast
-from gpipe.pipeline.batch_norm import microbatch_phase
+from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.failure import PipelineError
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.randomness import derive_seed, seed_generators
@@ -70,6 +70,8 @@ class Stage:
         self.replicas: Replicas | None = None
         self.final_micro_batch = 0  # the one whose backward ends the step
         self.trainable = False
+        self._batch_norms = converted_batch_norms(self.layers.values())
+        discard(self._batch_norms)
         self._kept: dict[int, _Kept] = {}
         self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
         self._loss_index = max(self.layers) + 1
@@ -94,11 +96,11 @@ class Stage:
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         """Run the layers on a micro-batch, with a graph or for a later `recompute`; return the boundary output."""
         kept = self._kept[micro_batch] = _Kept(inputs, [None] * sum(inputs.differentiable))
-        with microbatch_phase(recompute=False):
+        with microbatch_phase(self._batch_norms, recompute=False):
             if keep_graph:
                 return self._run_with_graph(micro_batch, kept, "forward")
             with torch.no_grad():
-                outputs = Payload.of(self._run(micro_batch, inputs, "forward", guard_inputs=True))
+                outputs = self._run(micro_batch, inputs, "forward", guard_inputs=True)
         # Without a graph nobody knows which outputs depend on a parameter: ask for all gradients that could exist. The
         # backward of the producer ignores those that turn out to be of no use.
         held = {id(tensor): wanted for tensor, wanted in zip(inputs.tensors, inputs.differentiable, strict=True)}
@@ -111,7 +113,7 @@ class Stage:
 
     def recompute(self, micro_batch: int) -> None:
         """Run the forward again from the boundary input, with the same masks, and keep its graph."""
-        with microbatch_phase(recompute=True):
+        with microbatch_phase(self._batch_norms, recompute=True):
             self._run_with_graph(micro_batch, self._kept[micro_batch], "recompute")
 
     def backward(self, micro_batch: int, gradients: list[Tensor | None] | None) -> Payload:
@@ -140,19 +142,17 @@ class Stage:
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
 
-    def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Any:
-        """Run substitute or own layers without a graph and return the value of the last one."""
+    def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Payload:
+        """Run substitute or own layers without a graph and return the boundary output."""
         return self._run(micro_batch, inputs, "evaluation", layers=layers)
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept, doing: str) -> Payload:
         with torch.enable_grad():
-            value = self._run(micro_batch, _entered(kept), doing)
-            if self.loss is None:
-                outputs = Payload.of(value)
-            else:
+            outputs = self._run(micro_batch, _entered(kept), doing)
+            if self.loss is not None:
                 self._enter(micro_batch, self._loss_index, None)
                 with self._errors_named(micro_batch, "loss"):
-                    outputs = Payload.of(self.loss(value, micro_batch))
+                    outputs = Payload.of(self.loss(outputs.value(), micro_batch))
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
         if self.replicas is not None and micro_batch == self.final_micro_batch:
             kept.outputs = outputs.tensors
@@ -166,29 +166,39 @@ class Stage:
         *,
         layers: Mapping[int, nn.Module] | None = None,
         guard_inputs: bool = False,
-    ) -> Any:
-        value = inputs.value()
+    ) -> Payload:
+        payload, value = inputs, inputs.value()
         versions = [tensor._version for tensor in inputs.tensors] if guard_inputs else []
         with self._errors_named(micro_batch, doing):
             for index, layer in (self.layers if layers is None else layers).items():
                 self._enter(micro_batch, index, layer)
+                passed_by = [tensor.grad_fn for tensor in payload.tensors]
+                del payload  # or it would keep the layer's inputs alive
                 value = layer(value)
+                # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
+                payload = Payload.of(value)
                 if guard_inputs:
                     self._refuse_changed_inputs(inputs, versions)
                 elif torch.is_grad_enabled():
-                    self._announce_backward(value, index, layer)
-        return value
+                    self._announce_backward(payload, passed_by, index, layer)
+        return payload
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
         self._position = (index, layer)
         seed_generators(derive_seed(MASKS, self.seed, self.step, micro_batch, index), self.device)
 
-    def _announce_backward(self, value: Any, index: int, layer: nn.Module) -> None:
-        """Note the layer when its backward begins, so that an error in there can name it."""
-        for tensor in Payload.of(value).tensors:
-            if tensor.grad_fn is not None:
+    def _announce_backward(self, outputs: Payload, passed_by: list[Node | None], index: int, layer: nn.Module) -> None:
+        """Note the layer when its backward begins, so that an error in there can name it.
+
+        Args:
+            outputs: of the layer.
+            passed_by: the backwards of layers before it, which its outputs may have as well.
+            index: the layer's.
+            layer: the layer.
+        """
+        for tensor in outputs.tensors:
+            if tensor.grad_fn is not None and tensor.grad_fn not in passed_by:
                 tensor.register_hook(lambda _: setattr(self, "_position", (index, layer)))
-                return
 
     def _refuse_changed_inputs(self, inputs: Payload, versions: list[int]) -> None:
         if any(tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)):
@@ -218,5 +228,7 @@ def _entered(kept: _Kept) -> Payload:
         return inputs
     anchor = torch.empty(0, requires_grad=True)  # makes autograd call the function's backward; gets no gradient itself
     entered = iter(_Entry.apply(kept.gradients, anchor, *wanted))
-    tensors = [next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable)]
+    tensors = [
+        next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
+    ]
     return Payload(tensors, inputs.structure, inputs.differentiable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class Transfer(Protocol):
 
     def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
         """Return the gradients of the boundary outputs of `stage`, None where there is none."""
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Tell the neighbours why this process sends nothing any more."""
 
     def reset(self) -> None:
         """Drop what was under way, after a step that failed."""
@@ -77,6 +80,9 @@ class LocalTransfer:
     def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
         """Take the gradients of the boundary outputs of a stage."""
         return list(self._taken("backward", stage, micro_batch).value())
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Do nothing: there are no other processes."""
 
     def reset(self) -> None:
         """Drop what was under way."""

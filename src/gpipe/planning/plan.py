@@ -76,7 +76,9 @@ def plan_pipeline(
     Raises:
         ValueError: the layers cannot be cut so.
     """
-    costs = [float(getattr(cost, partition_by) or 0) for cost in layer_costs]
+    if partitions is not None:
+        partition_by = "flops"  # nothing is balanced, and nobody has measured seconds
+    costs = [float(getattr(cost, partition_by)) for cost in layer_costs]
     if partitions is None:
         memory_bytes = None if memory_limit_bytes is None else [cost.parameter_bytes for cost in layer_costs]
         partitions = partition_layers(
@@ -92,7 +94,8 @@ def plan_pipeline(
             "correct it, or leave the choice to partition_by."
         )
     bounds = pairwise(accumulate(partitions, initial=0))
-    stages = tuple(_add_up(layer_costs[start:end], start, sum(costs[start:end]) / sum(costs)) for start, end in bounds)
+    total = sum(costs) or 1.0
+    stages = tuple(_add_up(layer_costs[start:end], start, sum(costs[start:end]) / total) for start, end in bounds)
     return Plan(stages, len(microbatch_sizes), max(microbatch_sizes), partition_by)
 
 
@@ -130,8 +133,8 @@ def print_plan(plan: Plan, name: str, processes: Sequence[str], console: Console
             str(index),
             f"{stage.first_layer}-{stage.last_layer}",
             f"{stage.parameters:,}",
-            f"{stage.parameter_bytes / 2**20:,.1f}",
-            f"{stage.flops / 1e9:,.2f}",
+            _readable(stage.parameter_bytes / 2**20),
+            _readable(stage.flops / 1e9),
             f"{stage.share:.1%}",
             process,
         )
@@ -141,3 +144,7 @@ def print_plan(plan: Plan, name: str, processes: Sequence[str], console: Console
         f"{plan.bubble:.1%}; the largest stage is {plan.imbalance:.1%} above the mean.",
         soft_wrap=True,
     )
+
+
+def _readable(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

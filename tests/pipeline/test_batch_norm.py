@@ -1,0 +1,311 @@
+"""A converted batch norm ends each step where one update of the plain layer on all that it saw would have ended."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+import gpipe._torchvision
+from gpipe.pipeline.batch_norm import MicroBatchNorm
+
+from timm.layers import BatchNormAct2d  # isort: skip
+
+MODES = ("always", "except_last", "never")
+NORMS = {
+    "1d": (nn.BatchNorm1d, (3,)),
+    "1d of sequences": (nn.BatchNorm1d, (3, 5)),
+    "2d": (nn.BatchNorm2d, (3, 4, 4)),
+    "3d": (nn.BatchNorm3d, (3, 2, 2, 2)),
+    "timm": (BatchNormAct2d, (3, 4, 4)),
+}
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Twice(nn.Module):
+    """Uses one batch norm for two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.norm(x * 3 + 1)
+
+
+class Unreached(nn.Module):
+    """Has a batch norm that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Fragile(nn.Module):
+    """Fails when told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails and len(x) == 1:
+            raise OSError("told to")
+        return x
+
+
+class Bend(nn.Module):
+    """Makes micro-batches differ from each other in more than their examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean()).square()
+
+
+def images(batch_size: int, shape: Sequence[int] = (3, 4, 4), seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch_size, *shape, generator=generator, dtype=torch.float64) * 2 + 5
+
+
+def square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.flatten(1).mean(1) - targets).square().mean()
+
+
+def pipeline_of(layers: Sequence[nn.Module], partitions: Sequence[int] | None = None, **options: Any) -> gpipe.Pipeline:
+    converted = gpipe.convert_batch_norm(nn.Sequential(*layers).double())
+    assert isinstance(converted, nn.Sequential)
+    return gpipe.Pipeline(converted, square, partitions or [len(layers)], **options)
+
+
+def statistics(norm: nn.Module) -> dict[str, Tensor]:
+    return {name: getattr(norm, name).clone() for name in STATISTICS}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-13) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=rtol, atol=1e-15, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def updated(norm: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
+    """Return what one update a batch makes of the plain layer's moving averages: the oracle."""
+    plain = copy.deepcopy(norm).train()
+    for batch in batches:
+        plain(batch)
+    return statistics(plain)
+
+
+@pytest.mark.parametrize(("batch_size", "num_microbatches"), [(8, 1), (8, 4), (7, 3), (5, 4), (2, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_moving_averages_are_those_of_one_update_on_all_inputs(
+    batch_size: int, num_microbatches: int, mode: str
+) -> None:
+    for partitions in ([5], [1, 4], [2, 1, 2], [1, 1, 1, 2]):
+        norms = [nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3, momentum=0.7).double(), nn.BatchNorm2d(3).double()]
+        plain = copy.deepcopy(norms)
+        seen: list[list[Tensor]] = [[], [], []]
+        pipeline = pipeline_of(
+            [norms[0], nn.Conv2d(3, 3, 1), norms[1], Bend(), norms[2]],
+            partitions,
+            num_microbatches=num_microbatches,
+            rematerialize=mode,
+        )
+        for norm, inputs in zip(norms, seen, strict=True):
+            norm.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0].detach().clone()))
+        for step in range(2):
+            for inputs in seen:
+                inputs.clear()
+            pipeline.train_step((images(batch_size, seed=step), torch.zeros(batch_size)))
+            for k, (norm, inputs) in enumerate(zip(norms, seen, strict=True)):
+                once = torch.cat(inputs[: min(batch_size, num_microbatches)])  # a recomputation comes after them
+                assert len(once) == batch_size
+                plain[k](once)
+                assert_close(statistics(norm), statistics(plain[k]))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_each_kind_of_batch_norm_and_the_cumulative_average(kind: str, momentum: float | None) -> None:
+    make, shape = NORMS[kind]
+    norm = make(3, momentum=momentum).double()
+    plain = copy.deepcopy(norm)
+    pipeline = pipeline_of([norm], num_microbatches=3)
+    batches = [images(n, shape, seed=n) for n in (9, 7, 8)]
+    for batch in batches:
+        pipeline.train_step((batch, torch.zeros(len(batch))))
+    assert_close(statistics(norm), updated(plain, *batches))
+
+
+def test_a_layer_used_twice_in_a_forward_counts_all_its_inputs_once() -> None:
+    layer = Twice().double()
+    plain = copy.deepcopy(layer.norm)
+    x = images(7)
+    pipeline_of([layer], num_microbatches=3).train_step((x, torch.zeros(7)))
+    assert_close(statistics(layer.norm), updated(plain, torch.cat([x, x * 3 + 1])))
+
+
+def test_small_deviations_from_a_large_mean_do_not_cancel() -> None:
+    x = 300 + 0.01 * torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    norm = gpipe.convert_batch_norm(nn.BatchNorm2d(3, momentum=1.0))
+    gpipe.Pipeline(nn.Sequential(norm), square, [1], 16).train_step((x, torch.zeros(64)))
+    expected = x.double().var((0, 2, 3))
+    torch.testing.assert_close(norm.running_var.double(), expected, rtol=2e-3, atol=0)  # float32 at 300: 3e-5 a number
+    torch.testing.assert_close(norm.running_mean.double(), x.double().mean((0, 2, 3)), rtol=1e-7, atol=0)
+
+
+def test_outputs_are_normalised_by_the_micro_batch() -> None:
+    outputs: list[Tensor] = []
+    layers = [nn.BatchNorm2d(3), nn.Identity()]
+    layers[1].register_forward_hook(lambda _, args, output: outputs.append(output))
+    x = images(7)
+    pipeline_of(layers, num_microbatches=2, rematerialize="never").train_step((x, torch.zeros(7)))
+    for found, part in zip(outputs, x.split([4, 3]), strict=True):
+        assert torch.equal(found, F.batch_norm(part, None, None, layers[0].weight, layers[0].bias, training=True))
+
+
+def test_evaluation_and_analysis_leave_the_moving_averages() -> None:
+    norm = nn.BatchNorm2d(3)
+    pipeline = pipeline_of([norm], num_microbatches=2)
+    pipeline.train_step((images(4), torch.zeros(4)))
+    before = statistics(norm)
+    pipeline.evaluate(images(3, seed=1))
+    gpipe.analyze_layers(nn.Sequential(norm), images(3, seed=1))
+    gpipe.measure_layers(nn.Sequential(norm), images(3, seed=1), repeats=1)
+    assert_close(statistics(norm), before, rtol=0)
+    assert not norm.seen
+
+
+def test_evaluation_normalises_by_the_moving_averages() -> None:
+    norm = nn.BatchNorm2d(3)
+    pipeline = pipeline_of([norm], num_microbatches=2)
+    pipeline.train_step((images(4), torch.zeros(4)))
+    x = images(3, seed=1)
+    expected = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    assert torch.equal(pipeline.evaluate(x), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_step_leaves_nothing_behind(mode: str) -> None:
+    norm, fragile = nn.BatchNorm2d(3).double(), Fragile()
+    plain = copy.deepcopy(norm)
+    pipeline = pipeline_of([norm, fragile], [1, 1], num_microbatches=2, rematerialize=mode)
+    fragile.fails = True
+    with pytest.raises(gpipe.PipelineError, match="told to"):
+        pipeline.train_step((images(3), torch.zeros(3)))
+    assert_close(statistics(norm), statistics(plain), rtol=0)
+    fragile.fails = False
+    pipeline.train_step((images(5, seed=1), torch.zeros(5)))
+    assert_close(statistics(norm), updated(plain, images(5, seed=1)))
+
+
+def test_a_step_whose_loss_is_not_finite_leaves_nothing_behind() -> None:
+    norm = nn.BatchNorm2d(3).double()
+    plain = copy.deepcopy(norm)
+    pipeline = pipeline_of([norm], num_microbatches=2)
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step((images(4), torch.full((4,), torch.inf)))
+    assert_close(statistics(norm), statistics(plain), rtol=0)
+    pipeline.train_step((images(4, seed=1), torch.zeros(4)))
+    assert_close(statistics(norm), updated(plain, images(4, seed=1)))
+
+
+def test_a_layer_kept_in_evaluation_mode_stays_as_it_is() -> None:
+    norm = nn.BatchNorm2d(3).double()
+    before = statistics(norm)
+    pipeline = pipeline_of([norm], num_microbatches=2)
+    norm.eval()
+    pipeline.train_step((images(4), torch.zeros(4)))
+    assert_close(statistics(norm), before, rtol=0)
+
+
+def test_a_layer_that_the_step_did_not_reach_stays_as_it_is() -> None:
+    norm, unreached = nn.BatchNorm2d(3).double(), Unreached()
+    before = statistics(unreached.norm)
+    pipeline_of([norm, unreached], num_microbatches=4).train_step((images(4), torch.zeros(4)))
+    assert norm.num_batches_tracked.item() == 1
+    assert_close(statistics(unreached.norm), before, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"track_running_stats": False}, {"affine": False}])
+def test_a_layer_without_statistics_or_without_weights_trains(options: dict[str, bool]) -> None:
+    norm = nn.BatchNorm2d(3, **options).double()
+    plain = copy.deepcopy(norm)
+    x = images(7)
+    pipeline_of([norm], num_microbatches=3).train_step((x, torch.zeros(7)))
+    if norm.track_running_stats:
+        assert_close(statistics(norm), updated(plain, x))
+    else:
+        assert norm.running_mean is None
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_outside_of_a_pipeline_it_is_the_plain_layer(kind: str) -> None:
+    make, shape = NORMS[kind]
+    plain = make(3).double()
+    norm = gpipe.convert_batch_norm(copy.deepcopy(plain))
+    x = images(6, shape)
+    assert torch.equal(norm(x), plain(x))
+    assert_close(statistics(norm), statistics(plain), rtol=0)
+    assert torch.equal(norm.eval()(x), plain.eval()(x))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_conversion_keeps_the_class_the_weights_and_the_names(kind: str) -> None:
+    make, _ = NORMS[kind]
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"norm": make(3)}))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    norm = model[1]["norm"]
+    assert gpipe.convert_batch_norm(model) is model
+    assert model[1]["norm"] is norm
+    assert isinstance(norm, make) and isinstance(norm, MicroBatchNorm)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_converting_twice_changes_nothing_more() -> None:
+    norm = nn.BatchNorm2d(3)
+    once = type(gpipe.convert_batch_norm(norm))
+    assert type(gpipe.convert_batch_norm(norm)) is once
+    assert type(gpipe.convert_batch_norm(nn.BatchNorm2d(5))) is once
+
+
+def test_a_synchronised_batch_norm_is_left_alone() -> None:
+    norm = nn.SyncBatchNorm(3)
+    assert type(gpipe.convert_batch_norm(norm)) is nn.SyncBatchNorm
+
+
+def test_copies_train_on_their_own() -> None:
+    norm = gpipe.convert_batch_norm(nn.BatchNorm2d(3).double())
+    stream = io.BytesIO()
+    torch.save(norm, stream)
+    stream.seek(0)
+    before = statistics(norm)
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)), torch.load(stream, weights_only=False)):
+        assert type(other) is type(norm)
+        pipeline_of([other], num_microbatches=3).train_step((images(7), torch.zeros(7)))
+        assert_close(statistics(other), updated(nn.BatchNorm2d(3).double(), images(7)))
+    assert_close(statistics(norm), before, rtol=0)
+
+
+def test_steps_and_modes_and_partitions_end_at_the_same_bits() -> None:
+    found = []
+    for partitions, mode in itertools.product(([3], [1, 2], [2, 1], [1, 1, 1]), MODES):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = [nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)]
+        pipeline = pipeline_of(layers, partitions, num_microbatches=3, rematerialize=mode)
+        for step in range(2):
+            pipeline.train_step((images(7, seed=step), torch.zeros(7)))
+        found.append(pipeline.layers.state_dict())
+    for state in found[1:]:
+        assert all(torch.equal(state[name], value) for name, value in found[0].items())

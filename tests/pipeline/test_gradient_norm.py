@@ -1,0 +1,73 @@
+"""The norm of all gradients is exact enough not to know where the stages begin."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe.pipeline.gradient_norm import global_norm, gradient_norms, scale_gradients
+
+
+def parameters(*gradients: torch.Tensor | None) -> list[tuple[str, nn.Parameter]]:
+    """Return named parameters with these gradients."""
+    named = []
+    for i, gradient in enumerate(gradients):
+        parameter = nn.Parameter(torch.zeros(3) if gradient is None else torch.zeros_like(gradient))
+        parameter.grad = gradient
+        named.append((f"p{i}", parameter))
+    return named
+
+
+def test_each_parameter_with_a_gradient_has_its_norm_in_order() -> None:
+    named = parameters(torch.tensor([3.0, 4.0]), None, torch.tensor([[5.0], [12.0]]), torch.zeros(2))
+    assert gradient_norms(named) == [("p0", 5.0), ("p2", 13.0), ("p3", 0.0)]
+
+
+def test_gradients_of_several_types_have_norms() -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    named = parameters(gradient, gradient.double(), gradient.bfloat16())
+    assert [norm for _, norm in gradient_norms(named)] == [5.0, 5.0, 5.0]
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert gradient_norms(parameters(None, None)) == []
+    assert global_norm([]) == 0.0
+
+
+def test_the_norm_does_not_depend_on_the_order() -> None:
+    source = random.Random(0)
+    norms = [("p", 10.0 ** source.uniform(-8, 3)) for _ in range(200)]
+    found = set()
+    for _ in range(20):
+        source.shuffle(norms)
+        found.add(global_norm(norms))
+    assert len(found) == 1
+
+
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    gradients = [torch.randn(5, dtype=torch.float64) for _ in range(4)]
+    found = global_norm(gradient_norms(parameters(*gradients)))
+    assert math.isclose(found, float(torch.cat(gradients).norm()), rel_tol=1e-15)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_names_the_first_parameter(value: float) -> None:
+    with pytest.raises(ValueError, match=f"^the gradient of layers.1.weight has the norm {value};"):
+        global_norm([("layers.0.weight", 1.0), ("layers.1.weight", value), ("layers.2.weight", math.nan)])
+
+
+def test_gradients_above_the_norm_shrink_to_it() -> None:
+    named = parameters(torch.tensor([3.0, 4.0], dtype=torch.float64), None, torch.tensor([12.0], dtype=torch.float64))
+    scale_gradients([p for _, p in named], 6.5, 13.0)
+    torch.testing.assert_close(named[0][1].grad, torch.tensor([1.5, 2.0], dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(named[2][1].grad, torch.tensor([6.0], dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_gradients_below_the_norm_are_left_as_they_are() -> None:
+    gradient = torch.tensor([0.3, 0.4])
+    scale_gradients([p for _, p in parameters(gradient)], 0.6, 0.5)
+    assert torch.equal(gradient, torch.tensor([0.3, 0.4]))

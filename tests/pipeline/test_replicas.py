@@ -1,0 +1,278 @@
+"""Replicas of a pipeline train what one model trains on all their mini-batches together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gpipe
+from tests.process_pool import ProcessPool
+
+PADDING = -100
+MODES = ("always", "except_last", "never")
+SHAPES = {(2, 1): (5,), (2, 2): (2, 3)}  # (R, K): partitions
+
+
+class Gate(nn.Module):
+    """Adds its weight to the examples whose first feature exceeds 10, and does without it where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, :1] > 10
+        return torch.where(chosen, x * self.weight * 0.1, x) if bool(chosen.any()) else x
+
+
+def plain_layers(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(Gate(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 5)).double()
+
+
+def normalized_layers() -> nn.Sequential:
+    """Return layers of which each batch norm is preceded by none, so that it sees what it sees in the plain model."""
+    first, *rest = plain_layers()
+    return nn.Sequential(nn.BatchNorm1d(6, momentum=None).double(), *rest)
+
+
+def normalized_in_the_middle() -> nn.Sequential:
+    layers = plain_layers()
+    layers[2] = nn.BatchNorm1d(8, momentum=0.3).double()
+    return layers
+
+
+@dataclass(frozen=True)
+class Case:
+    """What replicas train on.
+
+    Attributes:
+        sizes: examples of each replica.
+        gated: the examples, counted over all replicas, that use the gate's weight.
+        weighted: whether targets are tokens with padding, each counting alike.
+        zero_grad: whether gradients are cleared between steps.
+    """
+
+    sizes: tuple[int, ...]
+    mode: str = "always"
+    num_microbatches: int = 4
+    gated: tuple[int, ...] = ()
+    weighted: bool = False
+    num_steps: int = 1
+    zero_grad: bool = True
+    frozen_at_first: tuple[int, ...] = ()
+    layers: Callable[[], nn.Sequential] = plain_layers
+
+
+@dataclass
+class Outcome:
+    """What one process has after its steps; by name."""
+
+    losses: list[float]
+    metrics: list[dict[str, float]]
+    gradients: list[dict[str, np.ndarray | None]]
+    state: dict[str, np.ndarray]
+
+
+def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    kept = targets != PADDING
+    right = (outputs.argmax(-1) == targets)[kept].double().mean()
+    return nn.functional.cross_entropy(outputs[kept], targets[kept]), {"right": right}
+
+
+def num_tokens(targets: Tensor) -> float:
+    return float((targets != PADDING).sum())
+
+
+def whole_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
+    """Return the examples of all replicas in order."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(sum(case.sizes), 6, generator=generator, dtype=torch.float64)
+    inputs[list(case.gated), 0] = 11.0
+    targets = torch.randint(5, (sum(case.sizes),), generator=generator)
+    if case.weighted:
+        targets[1::3] = PADDING
+    return inputs, targets
+
+
+def train(rank: int, shape: tuple[int, int], cases: list[Case]) -> list[Outcome]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "stage"))
+    return [_train(case, mesh, SHAPES[shape]) for case in cases]
+
+
+def _train(case: Case, mesh: Any, partitions: tuple[int, ...]) -> Outcome:
+    layers = gpipe.convert_batch_norm(case.layers())
+    pipeline = gpipe.Pipeline(
+        layers, loss, partitions, case.num_microbatches, rematerialize=case.mode, mesh=mesh,
+        loss_weight=num_tokens if case.weighted else None, timeout_seconds=10,
+    )  # fmt: skip
+    for index in case.frozen_at_first:
+        layers[index].requires_grad_(False)
+    optimizer = torch.optim.SGD([*pipeline.parameters(), torch.zeros(1, requires_grad=True)], lr=0.1)
+    outcome = Outcome([], [], [], {})
+    for step in range(case.num_steps):
+        inputs, targets = (part.split(case.sizes)[pipeline.replica_index] for part in whole_batch(case, step))
+        report = pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
+        outcome.losses.append(report.loss)
+        outcome.metrics.append(report.metrics)
+        outcome.gradients.append(
+            {name: None if p.grad is None else p.grad.numpy().copy() for name, p in pipeline.named_parameters()}
+        )
+        if case.zero_grad:
+            optimizer.step()
+            optimizer.zero_grad()
+        layers.requires_grad_()
+    outcome.state = {f"layers.{name}": value.numpy() for name, value in pipeline.layers.state_dict().items()}
+    pipeline.close()
+    return outcome
+
+
+def plain(case: Case) -> Outcome:
+    """Train the plain model on everything at once."""
+    layers = case.layers()
+    for index in case.frozen_at_first:
+        layers[index].requires_grad_(False)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    outcome = Outcome([], [], [], {})
+    for step in range(case.num_steps):
+        inputs, targets = whole_batch(case, step)
+        value, metrics = loss(layers(inputs), targets)
+        value.backward()
+        outcome.losses.append(float(value))
+        outcome.metrics.append({name: float(metric) for name, metric in metrics.items()})
+        outcome.gradients.append(
+            {
+                f"layers.{name}": None if p.grad is None else p.grad.numpy().copy()
+                for name, p in layers.named_parameters()
+            }
+        )
+        if case.zero_grad:
+            optimizer.step()
+            optimizer.zero_grad()
+        layers.requires_grad_()
+    outcome.state = {f"layers.{name}": value.numpy() for name, value in layers.state_dict().items()}
+    return outcome
+
+
+def assert_equal_to_plain(processes: ProcessPool, shape: tuple[int, int], cases: list[Case]) -> None:
+    answers = processes.run(shape[0] * shape[1], train, shape, cases)
+    for number, case in enumerate(cases):
+        expected = plain(case)
+        for rank, outcomes in enumerate(answers):
+            found, where = outcomes[number], f"rank {rank}, {case}"
+            assert found.losses == pytest.approx(expected.losses, rel=1e-12), where
+            assert found.metrics == [pytest.approx(metrics, rel=1e-12) for metrics in expected.metrics], where
+            for step, gradients in enumerate(found.gradients):
+                for name, gradient in gradients.items():
+                    _close(gradient, expected.gradients[step][name], f"{where}, step {step}, gradient of {name}")
+            for name, value in found.state.items():
+                _close(value, expected.state[name], f"{where}, {name}")
+
+
+def _close(found: np.ndarray | None, expected: np.ndarray | None, what: str) -> None:
+    if found is None or expected is None:
+        assert found is expected, f"{what} is {'missing' if found is None else 'there'}"
+    else:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12, err_msg=what)
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
+    shape: tuple[int, int] = request.param
+    return shape
+
+
+def test_gradients_are_those_of_all_mini_batches_together(shape: tuple[int, int], processes: ProcessPool) -> None:
+    sizes = ((8, 8), (7, 2), (1, 4))  # even; uneven in sum and in parts; fewer than micro-batches
+    cases = [Case(each, mode, weighted=weighted) for each in sizes for mode in MODES for weighted in (False, True)]
+    assert_equal_to_plain(processes, shape, cases)
+
+
+def test_a_parameter_may_be_unused_in_a_replica_or_a_micro_batch(
+    shape: tuple[int, int], processes: ProcessPool
+) -> None:
+    # Of 8 examples a replica, in micro-batches of 2: used in one replica's last, first, and middle micro-batch; in the
+    # last of one and the first of the other; nowhere.
+    used = ((7,), (0,), (10,), (6, 8), (0, 15), ())
+    cases = [Case((8, 8), mode, gated=gated, num_steps=2) for gated in used for mode in MODES]
+    assert_equal_to_plain(processes, shape, cases)
+
+
+def test_two_steps_without_zeroing_add_up(shape: tuple[int, int], processes: ProcessPool) -> None:
+    cases = [Case((4, 3), mode, gated=(0,), num_steps=3, zero_grad=False) for mode in MODES]
+    assert_equal_to_plain(processes, shape, cases)
+
+
+def test_a_layer_may_be_unfrozen_between_steps(shape: tuple[int, int], processes: ProcessPool) -> None:
+    some = [Case((4, 3), mode, num_steps=3, frozen_at_first=(1, 4)) for mode in MODES]
+    whole_stage = Case((4, 3), num_steps=3, frozen_at_first=(0, 1, 2))
+    assert_equal_to_plain(processes, shape, [*some, whole_stage])
+
+
+def test_weights_stay_bitwise_equal_across_replicas(shape: tuple[int, int], processes: ProcessPool) -> None:
+    cases = [Case((5, 2), mode, gated=(1, 6), num_steps=4) for mode in MODES]
+    answers = processes.run(shape[0] * shape[1], train, shape, cases)
+    num_stages = shape[1]
+    for stage in range(num_stages):
+        for first, second in zip(answers[stage], answers[num_stages + stage], strict=True):
+            assert first.state.keys() == second.state.keys()
+            for name, value in first.state.items():
+                assert np.array_equal(value, second.state[name]), name
+
+
+@pytest.mark.parametrize("layers", [normalized_layers, normalized_in_the_middle])
+def test_moving_averages_are_those_of_one_update_on_everything(
+    layers: Callable[[], nn.Sequential], shape: tuple[int, int], processes: ProcessPool
+) -> None:
+    cases = [Case(sizes, mode, 2, layers=layers) for sizes in ((8, 8), (7, 4)) for mode in MODES]
+    answers = processes.run(shape[0] * shape[1], train, shape, cases)
+    for number, case in enumerate(cases):
+        expected = plain(case).state
+        for outcomes in answers:
+            for name, value in outcomes[number].state.items():
+                if "running" in name or "tracked" in name:
+                    _close(value, expected[name], f"{case}, {name}")
+
+
+def start_from_different_weights(rank: int) -> list[np.ndarray]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    pipeline = gpipe.Pipeline(plain_layers(seed=rank), loss, [5], 2, mesh=mesh, timeout_seconds=10)
+    inputs, targets = whole_batch(Case((4,)), 0)
+    pipeline.train_step((inputs, targets))
+    pipeline.close()
+    return [parameter.detach().numpy() for parameter in pipeline.parameters()]
+
+
+def test_replicas_begin_with_the_weights_of_the_first(processes: ProcessPool) -> None:
+    for weights in processes.run(2, start_from_different_weights):
+        for found, expected in zip(weights, plain_layers(seed=0).parameters(), strict=True):
+            assert np.array_equal(found, expected.detach().numpy())
+
+
+def lose_one_replica_s_example(rank: int) -> tuple[str, float]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    pipeline = gpipe.Pipeline(plain_layers(), loss, [5], 2, mesh=mesh, timeout_seconds=10)
+    inputs, targets = whole_batch(Case((4,)), 0)
+    spoiled = inputs / 0 if rank == 1 else inputs
+    with pytest.raises(gpipe.NonFiniteError) as error:
+        pipeline.train_step((spoiled, targets))
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    report = pipeline.train_step((inputs, targets))
+    pipeline.close()
+    return str(error.value), report.loss
+
+
+def test_a_loss_that_is_not_finite_in_one_replica_stops_the_step_in_all(processes: ProcessPool) -> None:
+    expected = float(loss(plain_layers()(whole_batch(Case((4,)), 0)[0]), whole_batch(Case((4,)), 0)[1])[0])
+    for message, next_loss in processes.run(2, lose_one_replica_s_example):
+        assert "the loss of step 0 is nan in stage 0" in message
+        assert next_loss == pytest.approx(expected, rel=1e-12)

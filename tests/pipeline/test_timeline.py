@@ -1,0 +1,172 @@
+"""A schedule takes as long as arithmetic says, and a measured step has every task once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import gpipe
+from gpipe.pipeline.schedule import Kind, Rematerialize, Task, dependencies
+from gpipe.pipeline.schedule import gpipe as gpipe_schedule
+from gpipe.pipeline.timeline import Event, Timeline, plot, simulate
+
+F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
+SECONDS = {F: 1.0, R: 1.0, B: 2.0}
+
+
+def spans(timeline: Timeline) -> dict[tuple[str, int, int], tuple[float, float]]:
+    return {(str(t.kind)[0], t.stage, t.micro_batch): (start, end) for t, start, end in timeline.events}
+
+
+def test_two_stages_and_two_micro_batches_run_as_computed_by_hand() -> None:
+    schedule = gpipe_schedule(2, 2, Rematerialize.NEVER)
+    timeline = simulate(schedule, lambda task: SECONDS[task.kind] * (1 + task.stage))
+    assert spans(timeline) == {
+        ("f", 0, 0): (0, 1),
+        ("f", 0, 1): (1, 2),
+        ("f", 1, 0): (1, 3),
+        ("f", 1, 1): (3, 5),
+        ("b", 1, 1): (5, 9),
+        ("b", 1, 0): (9, 13),
+        ("b", 0, 1): (9, 11),
+        ("b", 0, 0): (13, 15),
+    }
+    assert timeline.makespan_seconds == 15
+    assert timeline.busy_seconds() == [6, 12]
+    assert timeline.busy_seconds(B) == [4, 8]
+    assert timeline.bubble == pytest.approx(1 - 18 / 30)
+
+
+def test_a_recomputation_runs_while_the_gradient_is_awaited() -> None:
+    timeline = simulate(gpipe_schedule(2, 2, Rematerialize.ALWAYS), lambda task: SECONDS[task.kind])
+    assert spans(timeline) == {
+        ("f", 0, 0): (0, 1),
+        ("f", 0, 1): (1, 2),
+        ("f", 1, 0): (1, 2),
+        ("f", 1, 1): (2, 3),
+        ("r", 1, 1): (3, 4),
+        ("b", 1, 1): (4, 6),
+        ("r", 0, 1): (2, 3),  # done long before its gradient comes
+        ("b", 0, 1): (6, 8),
+        ("r", 1, 0): (6, 7),
+        ("b", 1, 0): (7, 9),
+        ("r", 0, 0): (8, 9),
+        ("b", 0, 0): (9, 11),
+    }
+
+
+def test_a_transfer_delays_the_stage_that_waits_for_it() -> None:
+    timeline = simulate(
+        gpipe_schedule(2, 1, Rematerialize.ALWAYS),
+        lambda task: SECONDS[task.kind],
+        lambda task: 0.5 if task.kind is F else 3.0,
+    )
+    assert spans(timeline) == {
+        ("f", 0, 0): (0, 1),
+        ("f", 1, 0): (1.5, 2.5),
+        ("r", 1, 0): (2.5, 3.5),
+        ("b", 1, 0): (3.5, 5.5),
+        ("r", 0, 0): (1, 2),
+        ("b", 0, 0): (8.5, 10.5),
+    }
+
+
+@given(st.integers(1, 8), st.integers(1, 12))
+def test_the_bubble_of_equal_stages_is_that_of_the_paper(num_stages: int, num_microbatches: int) -> None:
+    schedule = gpipe_schedule(num_stages, num_microbatches, Rematerialize.NEVER)
+    bubble = simulate(schedule, lambda task: SECONDS[task.kind]).bubble
+    assert bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(Rematerialize), st.randoms(use_true_random=False))
+def test_no_simulated_task_starts_before_what_it_needs(
+    num_stages: int, num_microbatches: int, mode: Rematerialize, source: object
+) -> None:
+    durations: dict[Task, float] = {}
+    schedule = gpipe_schedule(num_stages, num_microbatches, mode)
+    for task in itertools.chain(*schedule):
+        durations[task] = source.uniform(0.1, 3)  # type: ignore[attr-defined]
+    timeline = simulate(schedule, durations.__getitem__, lambda _: 0.25)
+    when = {event.task: event for event in timeline.events}
+    assert len(when) == len(timeline.events) == len(durations)
+    for tasks in schedule:
+        for before, after in itertools.pairwise(tasks):
+            assert when[after].start >= when[before].end
+    for task, event in when.items():
+        earliest = [when[other].end + 0.25 for other in dependencies(task, num_stages)]
+        earliest += [e.end for t, e in when.items() if t.stage == task.stage and e.end <= event.start]
+        assert event.start == max(earliest, default=0.0)
+
+
+def test_a_schedule_that_cannot_proceed_is_refused() -> None:
+    with pytest.raises(ValueError, match="the schedule cannot proceed"):
+        simulate([[Task(F, 0, 0)], [Task(F, 1, 1)]], lambda _: 1.0)
+
+
+def test_the_mean_of_a_kind_and_stage_is_that_of_its_micro_batches() -> None:
+    events = (Event(Task(F, 0, 0), 0, 1), Event(Task(F, 0, 1), 1, 4), Event(Task(F, 1, 0), 1, 6))
+    mean = Timeline(events, 2).mean_seconds()
+    assert [mean(Task(F, 0, 7)), mean(Task(F, 1, 7))] == [2.0, 5.0]
+
+
+def test_a_timeline_survives_json() -> None:
+    timeline = simulate(gpipe_schedule(3, 2), lambda task: SECONDS[task.kind])
+    read = Timeline.from_json(json.loads(json.dumps(timeline.to_json())), 3)
+    assert set(read.events) == set(timeline.events)
+    assert all(type(event.task.kind) is Kind for event in read.events)
+    assert read.to_json() == timeline.to_json()
+    assert read.bubble == pytest.approx(timeline.bubble, abs=1e-15)
+
+
+def test_the_trace_has_one_complete_event_a_task(tmp_path: Path) -> None:
+    timeline = simulate(gpipe_schedule(2, 3), lambda task: SECONDS[task.kind])
+    timeline.write_trace(tmp_path / "trace.json")
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    complete = [row for row in rows if row["ph"] == "X"]
+    found = {(row["cat"], row["tid"], row["args"]["micro_batch"]): (row["ts"], row["dur"]) for row in complete}
+    assert len(complete) == len(found) == len(timeline.events)
+    for task, start, end in timeline.events:  # microseconds
+        assert found[str(task.kind), task.stage, task.micro_batch] == (start * 1e6, (end - start) * 1e6)
+    names = {row["tid"]: row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
+    assert names == {0: "stage 0", 1: "stage 1"}
+
+
+@pytest.mark.parametrize("num_timelines", [1, 2])
+def test_the_picture_is_a_png_that_fits_a_page(num_timelines: int, tmp_path: Path) -> None:
+    timeline = simulate(gpipe_schedule(4, 8), lambda task: SECONDS[task.kind])
+    plot({f"timeline {i}": timeline for i in range(num_timelines)}, tmp_path / "steps.png")
+    data = (tmp_path / "steps.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert 1000 <= width <= 2000
+    assert 200 * num_timelines <= height <= 600 * num_timelines
+    assert 10_000 < len(data) < 500_000
+
+
+@pytest.mark.parametrize("mode", Rematerialize)
+def test_a_measured_step_has_every_task_once_in_the_order_of_the_schedule(mode: Rematerialize) -> None:
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [1, 1, 1], 4, rematerialize=str(mode))
+    batch = torch.randn(7, 4), torch.arange(7) % 3
+    assert pipeline.train_step(batch).timeline is None
+    timeline = pipeline.train_step(batch, record_timeline=True).timeline
+    assert timeline is not None
+    schedule = gpipe_schedule(3, 4, mode)
+    for stage, tasks in enumerate(schedule):
+        events = sorted(
+            (event for event in timeline.events if event.task.stage == stage), key=lambda event: event.start
+        )
+        assert [event.task for event in events] == tasks
+    ordered = sorted(timeline.events, key=lambda event: event.start)
+    assert ordered[0].start == 0.0
+    assert all(before.end <= after.start for before, after in itertools.pairwise(ordered))  # one process, one at a time
+    assert all(event.end >= event.start for event in ordered)
+    assert 0 <= timeline.bubble < 1

@@ -1,0 +1,259 @@
+"""What composes, what is refused, and that the values of an experiment are those of its paper."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from gpipe.config import (
+    ConfigError,
+    ModelConfig,
+    RunConfig,
+    refuse_overruled_data,
+    register_schemas,
+    to_plain,
+    to_run,
+    to_yaml,
+)
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
+GROUPS = ("model", "data", "pipeline", "optimizer", "launch", "tracking")
+CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.fixture(autouse=True)
+def _hydra() -> Iterator[None]:
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> DictConfig:
+    return compose("train", overrides=list(overrides))
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return to_run(composed(*overrides))
+
+
+def refusal_of(*overrides: str) -> str:
+    """Return the message with which a setting is refused, at composition or when the dataclasses are made."""
+    with pytest.raises((HydraException, ConfigError)) as caught:
+        run_of(*overrides)
+    return f"{caught.value} {caught.value.__cause__ or ''}"
+
+
+def test_the_defaults_compose() -> None:
+    run = run_of()
+    assert run.data.name == "fashion_mnist_embedded"
+    assert run.launch.num_processes == 1
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_at_every_scale(experiment: str, scale: str) -> None:
+    run = run_of(f"+experiment={experiment}", f"scale={scale}")
+    assert run.name == (experiment if scale == "paper" else f"{experiment}_{scale}")
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_choice_of_every_group_composes(group: str, name: str) -> None:
+    run_of(f"{group}={name}")
+
+
+def test_the_paper_is_the_default_scale() -> None:
+    assert run_of("+experiment=amoebanet_imagenet") == run_of("+experiment=amoebanet_imagenet", "scale=paper")
+
+
+def test_amoebanet_imagenet_is_the_recipe_of_the_paper() -> None:
+    run = to_plain(run_of("+experiment=amoebanet_imagenet"))
+    expected = {
+        "model": {
+            "variant": "b", "num_layers": 18, "num_filters": 512, "dropout": 0.5, "drop_path": 0.3,
+            "auxiliary_head": True, "auxiliary_weight": 0.4, "batch_norm_momentum": 0.0003, "batch_norm_epsilon": 0.001,
+        },
+        "data": {
+            "name": "imagenet", "image_size": 480, "num_classes": 1000, "crop_scale": [0.1, 1.0], "center_crop": 0.875,
+        },
+        "pipeline": {"num_stages": 4, "num_microbatches": 32, "rematerialize": "always"},
+        "optimizer": {
+            "name": "rmsprop", "decay": 0.9, "momentum": 0.9, "epsilon": 1.0, "weight_decay": 4e-5,
+            "learning_rate": 0.00125, "times_batch_size": True,
+        },
+        "schedule": {"name": "exponential", "warm_up_epochs": 3.0, "decay_rate": 0.97, "decay_epochs": 3.0},
+        "ema": {"decay": 0.9999},
+        "trainer": {"label_smoothing": 0.1},
+    }  # fmt: skip
+    assert {part: {key: run[part][key] for key in values} for part, values in expected.items()} == expected
+
+
+def test_laptop_scale_keeps_the_architecture_and_shrinks_it() -> None:
+    paper, laptop = (run_of("+experiment=amoebanet_imagenet", f"scale={scale}") for scale in ("paper", "laptop"))
+    assert to_plain(laptop)["model"]["variant"] == to_plain(paper)["model"]["variant"]
+    assert to_plain(laptop)["model"]["num_filters"] < to_plain(paper)["model"]["num_filters"]
+    assert laptop.data.name == "fashion_mnist_embedded"
+    assert (laptop.pipeline.num_stages, laptop.launch.num_processes) == (2, 2)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_command_line_wins_over_the_scale(scale: str) -> None:
+    run = run_of("+experiment=amoebanet_imagenet", f"scale={scale}", "model.num_filters=40", "trainer.num_epochs=7")
+    assert to_plain(run)["model"]["num_filters"] == 40
+    assert run.trainer.num_epochs == 7
+
+
+def test_a_choice_on_the_command_line_wins_over_the_experiment() -> None:
+    run = run_of("+experiment=amoebanet_imagenet", "scale=laptop", "model=amoebanet_a", "optimizer=sgd")
+    assert to_plain(run)["model"]["variant"] == "a"
+    assert run.optimizer.name == "sgd"
+
+
+def test_a_data_set_that_the_scale_would_overrule_is_refused() -> None:
+    overrides = ["+experiment=amoebanet_imagenet", "scale=laptop", "data=fashion_mnist"]
+    with pytest.raises(ConfigError, match="data=fashion_mnist has no effect"):
+        refuse_overruled_data(composed(*overrides), overrides)
+    refuse_overruled_data(composed("data=fashion_mnist"), ["data=fashion_mnist"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.num_filter=3", "num_filter"),
+        ("trainer.batchsize=3", "batchsize"),
+        ("seeds=1", "seeds"),
+        ("+trainer.batchsize=3", "trainer.batchsize is unknown"),
+        ("+pipelines.num_stages=3", "pipelines is unknown"),
+        ("+experiment=amoebanet_imagnet", "amoebanet_imagnet"),
+        ("model=amoebanet_e", "amoebanet_e"),
+        ("optimizer.momentum=0.5", "momentum"),  # the default is adamw
+        ("optimizer.epsilon=small", "small"),
+        ("seed=1.5", "1.5"),
+        ("pipeline.num_stages=two", "two"),
+        ("pipeline.rematerialize=sometimes", "sometimes"),
+        ("data.crop_scale=[a,b]", "a"),
+        ("trainer.dry_run=perhaps", "perhaps"),
+    ],
+)
+def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str) -> None:
+    assert said in refusal_of(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("pipeline.num_stages=0", "pipeline.num_stages is 0, expected 1 or more"),
+        ("pipeline.num_microbatches=0", "pipeline.num_microbatches is 0, expected 1 or more"),
+        ("pipeline.partitions=[3,4,2]", "pipeline.partitions is [3, 4, 2], expected 2 (pipeline.num_stages)"),
+        ("pipeline.partitions=[9,0]", "pipeline.partitions is [9, 0], expected"),
+        ("pipeline.timeout_seconds=0", "pipeline.timeout_seconds is 0.0, expected a number above 0"),
+        ("launch.num_processes=3", "launch.num_processes is 3, expected 1, or 2 for one process a stage"),
+        ("launch.num_threads=0", "launch.num_threads is 0, expected 1 or more, or null"),
+        ("model.num_layers=4", "model.num_layers is 4, expected a multiple of 3"),
+        ("model.dropout=1", "model.dropout is 1.0, expected a number from 0 to less than 1"),
+        ("model.family=transformer", "model.family is transformer"),
+        ("data.channels=2", "data.channels is 2, expected 1 (grey) or 3 (colour)"),
+        ("data.crop_scale=[0.5]", "data.crop_scale is [0.5], expected [smallest, largest]"),
+        ("data.crop_scale=[0.5,2]", "data.crop_scale is [0.5, 2.0], expected shares of the area"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate is 0.0, expected a number above 0"),
+        ("optimizer.name=sgd", "optimizer.name is sgd"),
+        ("schedule.decay_rate=0", "schedule.decay_rate is 0.0, expected a factor in (0, 1]"),
+        ("ema.decay=1", "ema.decay is 1.0, expected"),
+        ("trainer.batch_size=0", "trainer.batch_size is 0, expected 1 or more"),
+        ("trainer.max_steps=0", "trainer.max_steps is 0, expected 1 or more, or null"),
+        ("seed=-1", "seed is -1, expected 0 or more"),
+        ("name=../elsewhere", "name is '../elsewhere', expected letters"),
+    ],
+)
+def test_a_wrong_value_gets_one_sentence(override: str, sentence: str) -> None:
+    message = refusal_of(override)
+    assert sentence in message
+    assert "\n" not in message.strip()
+
+
+def test_a_mini_batch_must_divide_over_the_replicas() -> None:
+    assert "a multiple of launch.num_replicas=3" in refusal_of("launch.num_replicas=3", "trainer.batch_size=64")
+
+
+def test_another_models_key_is_refused() -> None:
+    @dataclass
+    class OtherConfig(ModelConfig):
+        family: str = "other"
+        feedforward_size: int = MISSING
+
+    ConfigStore.instance().store(group="model", name="other", node=OtherConfig)
+    assert "num_filters" in refusal_of("model=other", "model.num_filters=3")
+    assert "feedforward_size" in refusal_of("model.feedforward_size=3")
+
+
+@pytest.mark.parametrize("place", ["model", "data", "optimizer", "trainer"])
+def test_a_config_that_names_code_is_refused(place: str) -> None:
+    assert "_target_" in refusal_of(f"{place}._target_=os.system")
+    assert f"{place}._target_ is unknown" in refusal_of(f"+{place}._target_=os.system")
+
+
+def test_nothing_instantiates_what_a_config_names() -> None:
+    sources = [*(ROOT / "src" / "gpipe").rglob("*.py"), ROOT / "train.py"]
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    assert names.isdisjoint({"instantiate", "get_class", "get_method", "get_object"})
+    assert not any("_target_" in path.read_text() for path in CONF.rglob("*.yaml"))
+
+
+def test_values_that_change_a_result_are_in_yaml_only() -> None:
+    free = {"family", "name", "debug", "resume_from", "dry_run"}  # names of the class itself, and what is not a value
+    for schema in _schemas(RunConfig):
+        set_here = {field.name for field in fields(schema) if field.default is not MISSING}
+        assert set_here <= free, schema.__name__
+
+
+def test_settings_survive_yaml() -> None:
+    run = run_of("+experiment=amoebanet_imagenet")
+    assert OmegaConf.to_container(OmegaConf.create(to_yaml(run))) == to_plain(run)
+
+
+def test_the_help_names_every_experiment_and_choice() -> None:
+    text = OmegaConf.load(CONF / "train.yaml").hydra.help.template
+    choices = {name for group, name in CHOICES if sum(group == other for other, _ in CHOICES) > 1}
+    assert {*EXPERIMENTS, *SCALES, *choices} <= set(re.findall(r"\w+", text))
+    assert len(text.splitlines()) <= 40
+    for command in re.findall(r"python train.py (.*)", text):
+        overrides = [word for word in command.partition("  ")[0].split() if word != "-m" and "," not in word]
+        run_of(*overrides)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_begins_with_its_command_cost_and_result(name: str) -> None:
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    comment = text[: text.index("defaults:")]
+    assert f"python train.py +experiment={name}" in comment
+    assert "Cost" in comment
+    assert "Result" in comment
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "data").glob("*.yaml")))
+def test_a_data_file_is_called_like_its_data_set(name: str) -> None:
+    assert run_of(f"data={name}").data.name == name
+
+
+def _schemas(schema: type) -> Iterator[type]:
+    """Yield a dataclass, those of its fields, and their subclasses."""
+    yield schema
+    for field in fields(schema):
+        if isinstance(field.type, type) and hasattr(field.type, "__dataclass_fields__"):
+            for known in (field.type, *field.type.__subclasses__()):
+                if known.__module__.startswith("gpipe."):
+                    yield from _schemas(known)

@@ -1,0 +1,196 @@
+"""Processes start together, end together, and speak once when something fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpipe.launch.errors import one_message
+from gpipe.launch.processes import Place, Processes, run
+
+ROOT = Path(__file__).parents[1]
+PYTHONPATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+MANY_SECONDS = 60  # a process that outlives this was not ended
+
+
+def two(folder: Path, **changes: object) -> Processes:
+    settings = {
+        "num_stages": 2, "num_replicas": 1, "num_processes": 2, "num_threads": 1, "device": "cpu",
+        "timeout_seconds": 30.0, "folder": folder,
+    }  # fmt: skip
+    return Processes(**(settings | changes))
+
+
+def note_place(place: Place, folder: Path, word: str) -> None:
+    coordinate = None if place.mesh is None else list(place.mesh.get_coordinate())
+    rank = 0 if place.mesh is None else dist.get_rank()
+    shared = place.share(f"from {rank}")
+    text = f"{word} {coordinate} {place.is_main} {torch.get_num_threads()} {shared}"
+    (folder / f"{rank}.txt").write_text(text)
+
+
+def fail(place: Place, folder: Path, how: str) -> None:
+    (folder / f"process-{os.getpid()}").touch()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise {"sentence": ValueError("batch_size is 3, expected 4."), "bug": KeyError("width")}[how]
+    if how == "bug":
+        raise RuntimeError("the other one is gone")
+    time.sleep(MANY_SECONDS)
+
+
+def hang(place: Place, folder: Path) -> None:
+    (folder / f"process-{os.getpid()}").touch()
+    time.sleep(MANY_SECONDS)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
+
+
+def test_one_process_stays_in_this_one(tmp_path: Path) -> None:
+    run(note_place, two(tmp_path, num_processes=1), "here")
+    assert [path.name for path in tmp_path.iterdir()] == ["0.txt"]
+    assert (tmp_path / "0.txt").read_text() == "here None True 1 from 0"
+
+
+def test_processes_are_started_as_neighbouring_stages(tmp_path: Path) -> None:
+    run(note_place, two(tmp_path), "there")
+    assert (tmp_path / "0.txt").read_text() == "there [0, 0] True 1 from 0"
+    assert (tmp_path / "1.txt").read_text() == "there [0, 1] False 1 from 0"
+
+
+def test_replicas_are_rows_of_the_mesh(tmp_path: Path) -> None:
+    run(note_place, two(tmp_path, num_stages=1, num_replicas=2), "there")
+    assert (tmp_path / "1.txt").read_text().startswith("there [1, 0] False")
+
+
+def test_torchruns_processes_are_adopted_and_share_the_first_ones_folder(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom pathlib import Path\nfrom gpipe.launch.processes import run\n"
+        "from tests.test_launch import note_place, two\n"
+        f"folder = Path({str(tmp_path)!r}) / os.environ['RANK'].replace('0', '')\n"
+        "run(note_place, two(folder, num_processes=1), 'there')\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run(
+        torchrun, check=True, timeout=MANY_SECONDS, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    )
+    assert (tmp_path / "0.txt").read_text() == "there [0, 0] True 1 from 0"
+    assert (tmp_path / "1.txt").read_text() == "there [0, 1] False 1 from 0"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("sentence", "error: batch_size is 3, expected 4."),
+        ("bug", "error: "),
+        ("killed", "error: process "),
+    ],
+)
+def test_one_failing_process_ends_all_with_one_message(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, message: str
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        run(fail, two(tmp_path), how)
+    assert time.monotonic() - begin < MANY_SECONDS / 2
+    said = capfd.readouterr().err
+    assert end.value.code == 1
+    assert said.startswith(message)
+    assert said.count("error") == 1 + said.count("error.txt")
+    assert "Traceback" not in said
+    assert len(pids(tmp_path)) == 2
+    assert not any(map(is_running, pids(tmp_path)))
+    if how != "killed":
+        assert "Traceback" in (tmp_path / "error.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopping_the_parent_leaves_no_orphan(tmp_path: Path, number: signal.Signals) -> None:
+    program = (
+        "from pathlib import Path\nfrom gpipe.launch.processes import run\nfrom tests.test_launch import hang, two\n"
+        f"if __name__ == '__main__': run(hang, two(Path({str(tmp_path)!r})))\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    environment = os.environ | PYTHONPATH
+    with subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True) as parent:
+        wait_until(lambda: len(pids(tmp_path)) == 2)
+        parent.send_signal(number)
+        said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
+    wait_until(lambda: not any(map(is_running, pids(tmp_path))))
+    if number != signal.SIGKILL:
+        assert parent.returncode == 128 + number
+        assert said == f"error: stopped by {number.name}\n"
+
+
+def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    program = "from pathlib import Path\nfrom gpipe.launch.processes import run\nfrom tests.test_launch import *\n"
+    program += f"run(note_place, two(Path({str(tmp_path)!r})), 'never')"
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    environment = os.environ | variables | PYTHONPATH
+    done = subprocess.run([sys.executable, "-c", program], check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: 3 processes were started, expected 2, one a stage")
+
+
+def test_replicas_in_one_process_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(note_place, two(tmp_path, num_processes=1, num_replicas=2), "never")
+    assert "error: launch.num_replicas is 2 in one process, expected 1" in capfd.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        run(note_place, two(tmp_path, num_processes=1, device="cuda"), "never")
+    assert "error: launch.device is cuda, but torch finds no GPU here" in capfd.readouterr().err
+
+
+def test_the_second_process_that_fails_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for cause in ("the first cause", "a consequence"):
+        with pytest.raises(SystemExit), one_message(tmp_path):
+            raise ValueError(cause)
+    said = capsys.readouterr().err
+    assert "the first cause" in said
+    assert "a consequence" not in said
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), one_message(debug=True):
+        raise ValueError("cause")
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), one_message():
+        raise KeyError("width")
+    assert capsys.readouterr().err == "error: KeyError: 'width'\n"
+
+
+def wait_until(holds: object) -> None:
+    deadline = time.monotonic() + MANY_SECONDS / 2
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

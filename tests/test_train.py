@@ -1,0 +1,168 @@
+"""The program as a user starts it: small trainings from end to end, the plan, and the messages."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpipe.results.records import read_records
+
+ROOT = Path(__file__).parents[1]
+TRAIN = str(ROOT / "train.py")
+TINY = (
+    "trainer.max_steps=3",
+    "trainer.batch_size=16",
+    "trainer.evaluation_batch_size=500",
+    "trainer.timeline_every_steps=2",
+    "model.num_filters=8",
+    "data.image_size=32",
+    "schedule.warm_up_epochs=0",
+    "launch.num_threads=1",
+    "launch.device=cpu",
+    "tracking=disabled",
+)
+
+
+def start(folder: Path, *arguments: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run train.py in a folder, with warnings as errors, and return what came of it."""
+    program = [sys.executable, "-W", "error", TRAIN]
+    if torchrun:
+        program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(
+        [*program, *arguments], check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def run_folder(folder: Path) -> Path:
+    """Return the one run's folder."""
+    (found,) = (folder / "runs").glob("*/*")
+    return found
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """Return the lines of a run's log, without what depends on the machine."""
+    lines = [json.loads(line) for line in (run_folder(folder) / "metrics.jsonl").read_text().splitlines()]
+    timed = {"images_per_second", "step_seconds", "peak_memory_bytes", "wait_seconds", "bubble"}
+    return [{key: value for key, value in line.items() if key not in timed} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("two")
+    return folder, start(folder, *TINY, "launch=process_per_stage")
+
+
+def test_a_run_in_two_processes_leaves_its_files(
+    two_processes: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = two_processes
+    assert (done.returncode, done.stderr) == (0, "")
+    files = {"checkpoints", "config.yaml", "metrics.jsonl", "record.json", "timeline.json", "timeline.png"}
+    assert {path.name for path in run_folder(folder).iterdir()} == files
+    (record,) = read_records(run_folder(folder))
+    assert (record.kind, record.experiment, record.config["pipeline"]["num_stages"]) == ("measured", "train", 2)
+    assert record.results["top1"] == metrics(folder)[-1]["test/top1"]
+    assert json.loads((run_folder(folder) / "timeline.json").read_text())["traceEvents"]
+
+
+def test_a_run_says_the_plan_first_and_then_what_it_did_and_what_to_try(
+    two_processes: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, done = two_processes
+    assert done.stdout.startswith("train: K=2 stages, M=8 micro-batches of 2")
+    plan, _, words = done.stdout.rpartition("\n\n")
+    assert "Predicted bubble (K-1)/(M+K-1) = 11.1%" in plan
+    assert re.match(r"train: top-1 [\d.]+%, top-5 [\d.]+% on the test images after 3 steps in \d+ s\.\n", words)
+    assert "Bubble of a step: 11.1% predicted, " in words
+    assert str(run_folder(folder).relative_to(folder)) in words
+    assert words.count("python train.py") == 3
+
+
+def test_one_process_and_torchrun_train_the_same(
+    two_processes: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    expected = metrics(two_processes[0])
+    one, adopted = tmp_path / "one", tmp_path / "adopted"
+    one.mkdir()
+    adopted.mkdir()
+    assert start(one, *TINY).returncode == 0
+    assert metrics(one) == expected
+    assert start(adopted, *TINY, torchrun=True).returncode == 0
+    assert metrics(adopted) == expected
+
+
+def test_the_first_hint_goes_on_from_the_runs_checkpoint(
+    two_processes: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    folder, done = two_processes
+    hint = next(line for line in done.stdout.splitlines() if "resume_from" in line)
+    arguments = hint.partition("python train.py ")[2].split()
+    assert "trainer.max_steps=6" in arguments
+    arguments = [argument.replace("resume_from=", f"resume_from={folder}/") for argument in arguments]
+    assert start(tmp_path, *arguments, "pipeline.num_stages=1").returncode == 0
+    assert [line["step"] for line in metrics(tmp_path)] == [4, 5, 6, 6]
+
+
+def test_an_error_in_a_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    done = start(tmp_path, *TINY, "launch=process_per_stage", "data.num_classes=9")
+    assert time.monotonic() - begin < 60
+    assert done.returncode == 1
+    sentence = "error: data.num_classes is 9, but fashion_mnist_embedded has 10: set data.num_classes=10.\n"
+    assert done.stderr.startswith(sentence)
+    assert len(done.stderr.splitlines()) == 2
+    assert "Traceback" in (run_folder(tmp_path) / "error.txt").read_text()
+
+
+def test_missing_data_is_said_before_anything_is_built(tmp_path: Path) -> None:
+    done = start(tmp_path, "+experiment=amoebanet_imagenet")
+    assert (done.returncode, done.stdout) == (1, "")
+    for said in ("imagenet is missing", "Looked for", "Expected tree", "How to get it", "fashion_mnist_embedded"):
+        assert said in done.stderr
+    assert done.stderr.count("error") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: Path) -> None:
+    done = start(tmp_path, "+experiment=amoebanet_imagenet", "trainer.dry_run=true")
+    assert (done.returncode, done.stderr) == (0, "")
+    # 557,277,864 parameters (paper.md, section 2) and the auxiliary head.
+    assert "559,063,693 parameters" in done.stdout
+    assert "K=4 stages, M=32 micro-batches of 32" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("model.num_filter=3", "Could not override 'model.num_filter'"),
+        ("+model.num_filter=3", "error: model.num_filter is unknown, expected one of auxiliary_head"),
+        ("pipeline.num_stages=10", "error: num_partitions is 10, but 9 layers can make from 1 to 9"),
+    ],
+)
+def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, said: str) -> None:
+    done = start(tmp_path, *TINY, argument)
+    assert done.returncode == 1
+    assert done.stderr.startswith(said)
+    assert "Traceback" not in done.stderr
+
+
+def test_help_is_for_newcomers(tmp_path: Path) -> None:
+    done = start(tmp_path, "--help")
+    assert done.returncode == 0
+    assert "+experiment=amoebanet_imagenet scale=laptop" in done.stdout
+    assert len(done.stdout.splitlines()) <= 40
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_runs_every_value(tmp_path: Path) -> None:
+    done = start(tmp_path, "-m", *TINY, "pipeline.num_microbatches=1,2")
+    assert done.returncode == 0
+    records = read_records(tmp_path / "runs")
+    assert sorted(record.config["pipeline"]["num_microbatches"] for record in records) == [1, 2]
