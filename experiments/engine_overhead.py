@@ -2,8 +2,8 @@
 
     python experiments/engine_overhead.py
 
-Layers that sleep a set time take the processor out of the measurement: K = 8 processes overlap on two cores. Each engine
-runs the same stages, K processes over Gloo (torchgpipe: one process, its only way), in turns; medians are quoted.
+Layers that sleep a set time take the processor out of the measurement: K = 8 processes overlap on two cores. Every
+engine runs the same stages, K processes over Gloo (torchgpipe: one process, its only way), in turns; medians count.
 Appends a record to reproductions/bubble/runs.jsonl and renders its README. About four minutes.
 """
 
@@ -30,7 +30,7 @@ from gpipe.results.records import append_record, make_record
 from gpipe.results.reproduction import render
 
 FORWARD, BACKWARD = 0.004, 0.008
-FOLDER = Path(__file__).parent.parent / "reproductions" / "bubble"
+ROOT = Path(__file__).parent.parent
 
 
 class _Sleep(torch.autograd.Function):
@@ -62,7 +62,9 @@ def square(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
-def median_seconds(steps: dict[str, Callable[[], object]], rounds: int, fence: Callable[[], object]) -> dict[str, float]:
+def median_seconds(
+    steps: dict[str, Callable[[], object]], rounds: int, fence: Callable[[], object]
+) -> dict[str, float]:
     """Run the steps in turns; return each one's median."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
@@ -129,7 +131,8 @@ def measure_grid(rounds: int) -> list[dict[str, Any]]:
             formula = (num_microbatches + num_stages - 1) * (FORWARD + recompute + BACKWARD)
             row = {"engine": engine, "num_stages": num_stages, "num_microbatches": num_microbatches}
             rows.append(row | {"rematerialize": mode, "step_seconds": value, "formula_seconds": formula})
-            print(f"K={num_stages} M={num_microbatches:2} {name:36} {value * 1e3:7.1f} ms, {formula / value:.3f}", flush=True)
+            setting = f"K={num_stages} M={num_microbatches:2} {name:36}"
+            print(f"{setting} {value * 1e3:7.1f} ms, {formula / value:.3f}", flush=True)
     return rows
 
 
@@ -160,8 +163,8 @@ if __name__ == "__main__":
     found = {"grid": measure_grid(options.rounds), "one_stage": measure_one_stage(options.rounds)}
     settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "rounds": options.rounds}
     append_record(
-        FOLDER / "runs.jsonl",
+        ROOT / "reproductions" / "bubble" / "runs.jsonl",
         make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="engine_overhead",
                     config=settings, seed=0, results=found),
     )  # fmt: skip
-    render(FOLDER)
+    render(ROOT)

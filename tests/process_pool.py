@@ -73,7 +73,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
                 timeout=timedelta(seconds=60),
             )
             answer = False, function(rank, *args)
-        except Exception:  # a test's assertion, or the error that it is about
+        except Exception:  # noqa: BLE001 - a test's assertion, or the error that it is about
             answer = True, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-import gpipe._torchvision  # noqa: F401 - lets timm be imported beside a CPU build of torch
-from timm.layers import DropPath  # isort: skip
+import gpipe._torchvision  # before timm
+
+# isort: split
+from timm.layers import DropPath
 
 
 class OnMain(nn.Module):

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "results": set(),
     "launch": {"pipeline"},
     "build": {"config", "pipeline", "models", "data", "training", "planning", "results", "launch", GUARD},
+    "outcome": {"launch", "pipeline", "planning", "results", "training"},
     "__init__": {"pipeline"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))

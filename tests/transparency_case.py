@@ -28,9 +28,7 @@ class Case:
 
     def one_stage(self) -> Case:
         """Return the same training without a pipeline: the oracle."""
-        return Case(
-            self.kinds, (len(self.kinds) + 1,), self.num_microbatches, self.batch_size, "never", self.dtype
-        )
+        return Case(self.kinds, (len(self.kinds) + 1,), self.num_microbatches, self.batch_size, "never", self.dtype)
 
 
 @dataclass

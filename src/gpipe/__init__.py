@@ -1,12 +1,31 @@
 """GPipe: pipeline-parallel training by micro-batches and re-materialisation (Huang et al., NeurIPS 2019)."""
 
-from gpipe.pipeline.batch_norm import convert_batch_norm
-from gpipe.pipeline.cost import LayerCost, analyze_layers, measure_layers
-from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.failure import NonFiniteError, PeerFailure, PipelineError
-from gpipe.pipeline.partition import partition_layers
-from gpipe.pipeline.report import StepReport
-from gpipe.pipeline.timeline import Timeline
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipe.pipeline.batch_norm import convert_batch_norm
+    from gpipe.pipeline.cost import LayerCost, analyze_layers, measure_layers
+    from gpipe.pipeline.engine import Pipeline
+    from gpipe.pipeline.failure import NonFiniteError, PeerFailure, PipelineError
+    from gpipe.pipeline.partition import partition_layers
+    from gpipe.pipeline.report import StepReport
+    from gpipe.pipeline.timeline import Timeline
+
+# Imported when first asked for: reading a configuration, or finding that a data set is missing, needs no torch.
+_PLACES = {
+    "LayerCost": "cost",
+    "NonFiniteError": "failure",
+    "PeerFailure": "failure",
+    "Pipeline": "engine",
+    "PipelineError": "failure",
+    "StepReport": "report",
+    "Timeline": "timeline",
+    "analyze_layers": "cost",
+    "convert_batch_norm": "batch_norm",
+    "measure_layers": "cost",
+    "partition_layers": "partition",
+}
 
 __all__ = [
     "LayerCost",
@@ -21,3 +40,13 @@ __all__ = [
     "measure_layers",
     "partition_layers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"gpipe.pipeline.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

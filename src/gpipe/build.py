@@ -131,7 +131,8 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Pla
     if run.trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
     if run.trainer.compile:
-        pipeline.compile()
+        # Cells of one code and many shapes would be compiled for symbolic sizes, on which inductor fails.
+        pipeline.compile(dynamic=False)
     return pipeline
 
 

@@ -40,7 +40,7 @@ def plain_layers(seed: int = 0) -> nn.Sequential:
 
 def normalized_layers() -> nn.Sequential:
     """Return layers of which each batch norm is preceded by none, so that it sees what it sees in the plain model."""
-    first, *rest = plain_layers()
+    _, *rest = plain_layers()
     return nn.Sequential(nn.BatchNorm1d(6, momentum=None).double(), *rest)
 
 
@@ -80,6 +80,33 @@ class Outcome:
     metrics: list[dict[str, float]]
     gradients: list[dict[str, np.ndarray | None]]
     state: dict[str, np.ndarray]
+
+
+def gates_alone() -> nn.Sequential:
+    """Return layers whose first stages own a gate and nothing else."""
+    gate, first, _, second, third = plain_layers()
+    return nn.Sequential(nn.Identity(), gate, first, second, third)
+
+
+class Pair(nn.Module):
+    """Returns, beside the tensor, one that its own weight makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6,), 0.3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x * self.weight
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0]
+
+
+def output_that_nobody_uses() -> nn.Sequential:
+    gate, first, _, second, third = plain_layers()
+    return nn.Sequential(gate, Pair().double(), First(), nn.Sequential(first, second), third)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -146,8 +173,8 @@ def plain(case: Case) -> Outcome:
         inputs, targets = whole_batch(case, step)
         value, metrics = loss(layers(inputs), targets)
         value.backward()
-        outcome.losses.append(float(value))
-        outcome.metrics.append({name: float(metric) for name, metric in metrics.items()})
+        outcome.losses.append(value.item())
+        outcome.metrics.append({name: metric.item() for name, metric in metrics.items()})
         outcome.gradients.append(
             {
                 f"layers.{name}": None if p.grad is None else p.grad.numpy().copy()
@@ -203,6 +230,17 @@ def test_a_parameter_may_be_unused_in_a_replica_or_a_micro_batch(
     # last of one and the first of the other; nowhere.
     used = ((7,), (0,), (10,), (6, 8), (0, 15), ())
     cases = [Case((8, 8), mode, gated=gated, num_steps=2) for gated in used for mode in MODES]
+    assert_equal_to_plain(processes, shape, cases)
+
+
+def test_a_stage_may_have_no_parameter_that_is_used(shape: tuple[int, int], processes: ProcessPool) -> None:
+    used = ((7,), (0,), (8,), ())
+    cases = [Case((8, 8), mode, gated=gated, num_steps=2, layers=gates_alone) for gated in used for mode in MODES]
+    assert_equal_to_plain(processes, shape, cases)
+
+
+def test_a_boundary_output_may_have_no_use(shape: tuple[int, int], processes: ProcessPool) -> None:
+    cases = [Case((4, 3), mode, gated=(0, 5), num_steps=2, layers=output_that_nobody_uses) for mode in MODES]
     assert_equal_to_plain(processes, shape, cases)
 
 
@@ -272,7 +310,8 @@ def lose_one_replica_s_example(rank: int) -> tuple[str, float]:
 
 
 def test_a_loss_that_is_not_finite_in_one_replica_stops_the_step_in_all(processes: ProcessPool) -> None:
-    expected = float(loss(plain_layers()(whole_batch(Case((4,)), 0)[0]), whole_batch(Case((4,)), 0)[1])[0])
+    inputs, targets = whole_batch(Case((4,)), 0)
+    expected = loss(plain_layers()(inputs), targets)[0].item()
     for message, next_loss in processes.run(2, lose_one_replica_s_example):
         assert "the loss of step 0 is nan in stage 0" in message
         assert next_loss == pytest.approx(expected, rel=1e-12)

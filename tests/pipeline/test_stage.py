@@ -208,14 +208,23 @@ def test_gradients_are_let_go_when_they_have_been_used(partitions: tuple[int, ..
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_mini_batch_is_let_go_after_training_and_evaluation(mode: str) -> None:
+def test_the_mini_batch_is_let_go_after_training(mode: str) -> None:
     pipeline = gpipe.Pipeline(nn.Sequential(Scale(), Scale()), dot, [1, 1], 2, rematerialize=mode)
     inputs, targets = batch()
     memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in (inputs, targets)]
     with without_garbage_collection():
         pipeline.train_step((inputs, targets))
-        pipeline.evaluate(inputs)
         del inputs, targets
+        assert [reference.expired() for reference in memory] == [True, True]
+
+
+def test_the_mini_batch_and_the_outputs_are_let_go_after_evaluation() -> None:
+    pipeline = gpipe.Pipeline(nn.Sequential(Scale(), Scale()), dot, [1, 1], 2)
+    inputs, _ = batch()
+    with without_garbage_collection():
+        outputs = pipeline.evaluate(inputs)
+        memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in (inputs, outputs)]
+        del inputs, outputs
         assert [reference.expired() for reference in memory] == [True, True]
 
 

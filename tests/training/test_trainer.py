@@ -207,13 +207,11 @@ def test_the_summary_tells_what_it_cost(tmp_path: Path) -> None:
     json.dumps(summary.as_dict(), allow_nan=False)
 
 
-def test_the_timeline_of_one_step_in_so_many_gives_the_bubble(tmp_path: Path) -> None:
+def test_the_timeline_of_one_step_in_so_many_is_recorded(tmp_path: Path) -> None:
     timelines: list[Any] = []
     summary = small_trainer(tmp_path, timeline_every_steps=5, on_timeline=timelines.append).train()
     assert len(timelines) == 3
-    assert summary.bubble == timelines[-1].bubble and 0.0 <= summary.bubble < 1.0
-    lines = (tmp_path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines if "bubble" in json.loads(line)] == [1, 6, 11]
+    assert summary.bubble is None, "in one process the stages take turns: their idle time says nothing"
 
 
 def test_progress_tells_of_steps_and_evaluations(tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from PIL import Image, ImageEnhance
+
+import gpipe._torchvision  # noqa: F401  (before torchvision)
+
+# isort: split
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-
 from gpipe.data.image_set import ImageFiles
 from gpipe.data.source import Source
 
@@ -16,6 +14,10 @@ def open_image_folder(root: Path, split: str) -> ImageFiles:
     The classes are the folders of root/train, sorted. Raises ValueError where root/val has other ones, and
     FileNotFoundError where a class has no image.
     """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+    import gpipe._torchvision  # noqa: F401  (before torchvision)
+
     class_names, labels_by_class = find_classes(root / "train")
     val_classes = set(find_classes(root / "val")[0])
     if different := sorted(val_classes.symmetric_difference(class_names)):

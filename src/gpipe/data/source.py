@@ -51,5 +51,6 @@ class Source:
             f"Looked for: {looked_for}.\n"
             f"Expected tree:\n{self.tree}\n"
             f"How to get it: {self.how_to_get}\n"
-            f"Without it: data={EMBEDDED_ALTERNATIVE} needs no download; its photographs come with this package."
+            f"Without it: data={EMBEDDED_ALTERNATIVE}, or an experiment with scale=laptop, uses photographs that come "
+            "with this package."
         )

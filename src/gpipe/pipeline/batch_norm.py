@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,9 +88,14 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
     return module
 
 
-@functools.cache
+_converted_classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}
+
+
 def _converted(plain: type[_BatchNorm]) -> type[_BatchNorm]:
-    return type(f"Micro{plain.__name__}", (MicroBatchNorm, plain), {"__doc__": plain.__doc__})
+    if plain not in _converted_classes:
+        members = {"__doc__": plain.__doc__}
+        _converted_classes[plain] = type(f"Micro{plain.__name__}", (MicroBatchNorm, plain), members)
+    return _converted_classes[plain]
 
 
 def _unpickled(plain: type[_BatchNorm]) -> _BatchNorm:
@@ -149,10 +153,8 @@ def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
         if length == 0:
             together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
         else:
-            means, variances = (
-                torch.stack([torch.cat([norm.seen[m][k] for norm in group]) for m in range(length)]).double()
-                for k in (0, 1)
-            )
+            means = torch.stack([torch.cat([norm.seen[m][0] for norm in group]) for m in range(length)]).double()
+            variances = torch.stack([torch.cat([norm.seen[m][1] for norm in group]) for m in range(length)]).double()
             per_layer = [[norm.seen[m][2] for norm in group] for m in range(length)]
             counts = _spread(torch.tensor(per_layer, dtype=torch.float64), sizes, device)
             together = _combined(counts, means, ((counts - 1) * variances).sum(0))

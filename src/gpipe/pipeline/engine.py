@@ -17,9 +17,9 @@ from gpipe.pipeline import batch_norm, gradient_norm
 from gpipe.pipeline.autocast import uncached_autocast
 from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor
-from gpipe.pipeline.failure import NonFiniteError, PipelineError
+from gpipe.pipeline.failure import LostPeer, NonFiniteError, PipelineError
 from gpipe.pipeline.materialize import materialize
-from gpipe.pipeline.messages import LostPeer, Messenger
+from gpipe.pipeline.messages import Messenger
 from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
 from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.modes import evaluation_mode
@@ -37,6 +37,7 @@ from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
+from gpipe.pipeline.watch import Watch
 
 
 class Pipeline:
@@ -107,6 +108,15 @@ class Pipeline:
         else:
             device = process_device(devices, mesh)
             self._processes = Processes(mesh, self.num_stages, device, timeout_seconds)
+            self._processes.require_agreement(
+                {
+                    "partitions": list(partitions),
+                    "num_microbatches": num_microbatches,
+                    "rematerialize": rematerialize,
+                    "schedule": schedule,
+                    "seed": seed,
+                }
+            )
             places = {self._processes.stage: device}
             self._transfer = self._processes.transfer()
         self.layers = nn.ModuleDict(
@@ -118,11 +128,13 @@ class Pipeline:
         self._replicas = self._processes.replicas(self.layers) if self._processes else None
         for stage in self._stages.values():
             stage.replicas = self._replicas
-        self._executor = Executor(self._stages, self.num_stages, self._transfer)
+        check = self._processes.watch.check if self._processes else None
+        self._executor = Executor(self._stages, self.num_stages, self._transfer, check)
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         # Gloo forgets what it has not delivered yet when its sender lets go of it, or exits.
         messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
-        self._close = weakref.finalize(self, _deliver, self._transfer, messengers)
+        watch = self._processes.watch if self._processes else None
+        self._close = weakref.finalize(self, _deliver, self._transfer, messengers, watch)
 
     @property
     def is_first(self) -> bool:
@@ -148,6 +160,11 @@ class Pipeline:
     def num_replicas(self) -> int:
         """R, the number of pipelines that train the same weights."""
         return self._replicas.count if self._replicas else 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether stages can run at the same time: as processes, or on several devices; otherwise they take turns."""
+        return self._processes is not None or len({stage.device for stage in self._stages.values()}) > 1
 
     def train_step(self, batch: tuple[Any, Any], *, record_timeline: bool = False) -> StepReport:
         """Add the gradients of a mini-batch's loss to the parameters' `.grad`, and move the moving averages once.
@@ -237,9 +254,9 @@ class Pipeline:
         return norm
 
     def compile(self, **options: Any) -> None:
-        """Compile each of this process's layers with torch.compile(**options), in place; names stay the same."""
-        for layer in self.layers.values():
-            layer.compile(**options)
+        """Run each of this process's layers through torch.compile(**options); layers and names stay the same."""
+        for stage in self._stages.values():
+            stage.compile(**options)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values that the stages' processes passed, in stage order, to each; values are JSON's."""
@@ -285,7 +302,11 @@ class Pipeline:
                 "the learning rate, clip the gradients, or look at this mini-batch",
                 stage=self.num_stages - 1,
             )
-        batch_norm.commit(self._batch_norms, self._replicas.group if self._replicas else None)
+        if self._replicas is None:
+            batch_norm.commit(self._batch_norms)
+        else:
+            with self._replicas.exchange():
+                batch_norm.commit(self._batch_norms, self._replicas.group)
         self.step += 1
 
     def _gathered_timeline(self, clock: Clock) -> Timeline:
@@ -314,7 +335,7 @@ class Pipeline:
             raise  # every process raises it at the same place: they stay in step
         except LostPeer as lost:
             assert self._processes is not None
-            error = self._processes.peers.explain(lost)
+            error = self._processes.watch.explain(lost)
             self._stop(error)
             raise error from None
         except BaseException as error:
@@ -331,16 +352,19 @@ class Pipeline:
             error = PipelineError(f"stage {stage}: {type(error).__name__}: {error}", stage=stage)
         self._broken = str(error)
         self._close.detach()  # what was sent will not be asked for any more
-        failure = self._processes.peers.report(error)
+        failure = self._processes.watch.report(error)
         self._transfer.fail(failure)
         self._processes.messenger.fail(failure)
+        self._processes.watch.close()
 
 
-def _deliver(transfer: Transfer, messengers: Sequence[Messenger]) -> None:
+def _deliver(transfer: Transfer, messengers: Sequence[Messenger], watch: Watch | None) -> None:
     with suppress(LostPeer):
         for messenger in messengers:
             messenger.flush()
     transfer.close()
+    if watch is not None:
+        watch.close()
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,12 +23,20 @@ class Executor:
         stages: of this process, by index: one, or all.
         num_stages: K.
         transfer: to and from the other stages.
+        check: called before each task; may raise to end the step.
     """
 
-    def __init__(self, stages: dict[int, Stage], num_stages: int, transfer: Transfer) -> None:
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        num_stages: int,
+        transfer: Transfer,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self._stages = stages
         self._num_stages = num_stages
         self._transfer = transfer
+        self._check = check or _nothing
         self._parts: list[Any] = []  # the inputs of each micro-batch, in the first stage
 
     def start(self, inputs: Any, batch_size: int | None, num_microbatches: int, *, training: bool) -> MiniBatch:
@@ -63,6 +71,7 @@ class Executor:
         """Run `layers` forward; return the outputs of the mini-batch where this process holds the last stage."""
         outputs: list[Payload] = []
         for task in self._own(inference(self._num_stages, num_microbatches)):
+            self._check()
             stage, micro_batch = self._stages[task.stage], task.micro_batch
             own = {index: layers[str(index)] for index in stage.layers}
             payload = stage.evaluate(micro_batch, self._inputs(stage, micro_batch), own)
@@ -86,6 +95,7 @@ class Executor:
         return [task for index in self._stages for task in schedule[index]]
 
     def _execute(self, task: Task, clock: Clock, *, keep_graph: bool) -> None:
+        self._check()
         stage, micro_batch = self._stages[task.stage], task.micro_batch
         last = stage.index == self._num_stages - 1
         if task.kind is Kind.FORWARD:
@@ -110,3 +120,7 @@ class Executor:
         payload = Payload.of(self._parts[micro_batch])
         tensors = [tensor.to(stage.device, non_blocking=True) for tensor in payload.tensors]
         return Payload(tensors, payload.structure, payload.differentiable)
+
+
+def _nothing() -> None:
+    """Have no other process to look after."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from torch import nn
 
 
@@ -43,3 +46,24 @@ class NonFiniteError(PipelineError):
 
 class PeerFailure(PipelineError):
     """Another process of the pipeline failed; the message is the cause that it gave."""
+
+
+class LostPeer(RuntimeError):
+    """A connection to another process is gone; `Watch.explain` finds out why.
+
+    Attributes:
+        ranks: in the job, of those that were waited for.
+    """
+
+    def __init__(self, ranks: Sequence[int], cause: str) -> None:
+        super().__init__(cause)
+        self.ranks = tuple(ranks)
+
+    @classmethod
+    @contextmanager
+    def named(cls, ranks: Sequence[int]) -> Iterator[None]:
+        """Raise a LostPeer in place of what torch raises when a connection is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise cls(ranks, str(error)) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,11 +35,23 @@ class Layout(NamedTuple):
         return dtype
 
     @property
+    def distinct(self) -> tuple[int, ...]:
+        """The shape of the elements that travel: an expanded dimension travels once."""
+        if self.strides is None:
+            return self.shape
+        return tuple(size if stride > 0 else 1 for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
     def num_elements(self) -> int:
-        """How many elements travel: an expanded dimension travels once."""
-        if self.strides is None or 0 in self.shape:
-            return math.prod(self.shape)
-        return math.prod(size for size, stride in zip(self.shape, self.strides, strict=True) if stride > 0)
+        """How many elements travel."""
+        return math.prod(self.distinct)
+
+    @property
+    def span(self) -> int:
+        """How many elements the tensor covers in memory: more than travel, where it has holes."""
+        if self.strides is None:
+            return self.num_elements
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 @dataclass(frozen=True)
@@ -81,23 +94,19 @@ class MessageFormat:
 
     def unpack(self, message: Tensor) -> Payload:
         """Return the payload whose tensors are views into a message."""
-        tensors = []
+        parts = []
         for layout, offset in zip(self.layouts, self.offsets[:-1], strict=True):
             length = layout.num_elements * layout.torch_dtype.itemsize
-            part = message[offset : offset + length].view(layout.torch_dtype)
-            tensors.append(part.view(layout.shape) if layout.strides is None else shaped(part, layout))
-        return self.payload(tensors)
+            parts.append(message[offset : offset + length].view(layout.torch_dtype))
+        return self.payload(parts)
 
-    def empty(self, device: torch.device) -> Payload:
-        """Return a payload of tensors to receive into, each with memory of its own."""
-        tensors = []
-        for layout in self.layouts:
-            part = torch.empty(layout.num_elements, dtype=layout.torch_dtype, device=device)
-            tensors.append(part.view(layout.shape) if layout.strides is None else shaped(part, layout))
-        return self.payload(tensors)
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Return memory to receive each tensor's elements into, for `payload`."""
+        return [torch.empty(layout.num_elements, dtype=layout.torch_dtype, device=device) for layout in self.layouts]
 
-    def payload(self, tensors: list[Tensor]) -> Payload:
-        """Nest tensors as this format says."""
+    def payload(self, parts: Sequence[Tensor]) -> Payload:
+        """Make tensors of the elements that travelled, and nest them, as this format says."""
+        tensors = [shaped(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
         return Payload(tensors, self.structure, [layout.differentiable for layout in self.layouts])
 
     def to_json(self) -> bytes:
@@ -119,13 +128,22 @@ def flat(tensor: Tensor, layout: Layout) -> Tensor:
     """Return a tensor's memory as bytes, in the order in which it lies there; a view where that is possible."""
     tensor = tensor.detach()
     if layout.strides is None:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-    return tensor.as_strided((layout.num_elements,), (1,)).view(torch.uint8)
+        elements = tensor.contiguous().view(-1)
+    elif layout.span == layout.num_elements:
+        elements = tensor.as_strided((layout.num_elements,), (1,))
+    else:
+        elements = tensor.as_strided(layout.distinct, layout.strides).contiguous().view(-1)
+    return elements.resolve_conj().resolve_neg().view(torch.uint8)  # not what lies there, but what it stands for
 
 
 def shaped(elements: Tensor, layout: Layout) -> Tensor:
-    """Return a run of elements under the shape and strides of a layout."""
-    assert layout.strides is not None
+    """Return a run of elements under the shape and strides of a layout; a view where there are no holes."""
+    if layout.strides is None:
+        return elements.view(layout.shape)
+    if layout.span > layout.num_elements:
+        memory = elements.new_empty(layout.span)
+        memory.as_strided(layout.distinct, layout.strides).copy_(elements.view(layout.distinct))
+        elements = memory
     return elements.as_strided(layout.shape, layout.strides)
 
 
@@ -133,18 +151,18 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the strides to rebuild a tensor with, None for those of a contiguous one.
 
     The next layer's kernels, and so the last bits of its result, can depend on them: a channels-last tensor must arrive
-    as one, an expanded one too.
+    as one, an expanded one and a slice with holes too.
     """
     strides = tuple(tensor.stride())
     contiguous = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(tensor.ndim))
     if strides == contiguous or tensor.numel() == 0:
         return None
-    expected = 1
+    extent = 1
     for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
         if size > 1 and stride > 0:
-            if stride != expected:
-                return None  # holes or overlaps: a contiguous copy travels
-            expected *= size
+            if stride < extent:
+                return None  # elements may overlap: a contiguous copy travels
+            extent += (size - 1) * stride
     return strides
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, suppress
 from enum import IntEnum
 from typing import Any
 
@@ -15,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.pipeline.failure import PeerFailure
+from gpipe.pipeline.failure import LostPeer, PeerFailure
+from gpipe.pipeline.watch import FOREVER, Watch
 
 FRAME_BYTES = 512  # of a message's first part, which says how long the rest is
 _LENGTH_BYTES = 4
@@ -29,20 +28,6 @@ class Tag(IntEnum):
     BACKWARD = 3
 
 
-class LostPeer(RuntimeError):
-    """A peer's connection broke, or it did not answer in time.
-
-    Attributes:
-        peer: its rank in the group.
-        timed_out: whether it was silent rather than gone.
-    """
-
-    def __init__(self, peer: int, *, timed_out: bool, cause: str) -> None:
-        super().__init__(cause)
-        self.peer = peer
-        self.timed_out = timed_out
-
-
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
 
@@ -50,15 +35,15 @@ class Messenger:
 
     Args:
         group: a process group with the Gloo backend.
-        timeout_seconds: how long a receive waits.
+        watch: ends a wait that is in vain.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
         self.group = group
+        self._watch = watch
+        self._ranks = dist.get_process_group_ranks(group)  # of the members, in the job
         self.rank = dist.get_group_rank(group, dist.get_rank())
         self.size = group.size()
-        self.timeout_seconds = timeout_seconds
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def send(self, value: Any, peer: int) -> None:
@@ -87,7 +72,7 @@ class Messenger:
 
         Raises:
             PeerFailure: the peer sent the cause of its failure instead.
-            LostPeer: the connection broke or the time is up.
+            LostPeer: the connection is gone.
         """
         data = self._receive_bytes(FRAME_BYTES, peer)
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -105,26 +90,35 @@ class Messenger:
         return part.numpy().tobytes()
 
     def post_send(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
-        """Start sending a contiguous CPU tensor."""
-        return self.group.send([tensor], peer, tag)
+        """Start sending a contiguous CPU tensor.
+
+        Raises:
+            LostPeer: the connection is gone.
+        """
+        with LostPeer.named([self._ranks[peer]]):
+            return self.group.send([tensor], peer, tag)
 
     def post_receive_tensor(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
-        """Start receiving into a contiguous CPU tensor."""
-        return self.group.recv([tensor], peer, tag)
+        """Start receiving into a contiguous CPU tensor.
+
+        Raises:
+            LostPeer: the connection is gone.
+        """
+        with LostPeer.named([self._ranks[peer]]):
+            return self.group.recv([tensor], peer, tag)
 
     def wait(self, work: dist.Work, peer: int) -> None:
         """Wait for a send or receive.
 
         Raises:
-            LostPeer: the connection broke or the time is up.
+            LostPeer: the connection is gone.
         """
-        start = time.monotonic()
-        try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            # Ten milliseconds of slack: the two clocks are not the same.
-            timed_out = time.monotonic() - start > self.timeout_seconds - 0.01
-            raise LostPeer(peer, timed_out=timed_out, cause=str(error)) from None
+        with self.waiting_for(peer), LostPeer.named([self._ranks[peer]]):
+            work.wait(FOREVER)
+
+    def waiting_for(self, peer: int) -> AbstractContextManager[None]:
+        """Let the watch know, while a body runs, for which rank of the group it waits."""
+        return self._watch.waiting_for([self._ranks[peer]])
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on every rank."""

@@ -30,6 +30,7 @@ from gpipe.pipeline.message_format import NOTHING, PREFIX_BYTES, MessageFormat, 
 from gpipe.pipeline.messages import Messenger, Tag
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.transfer import MiniBatch
+from gpipe.pipeline.watch import FOREVER
 
 _SMALLEST_BYTES = 512  # of a message, so that a notice usually fits into one
 _LETTING_GO = 4  # sent messages are let go of in groups: waking a thread for each would cost more than their memory
@@ -115,7 +116,7 @@ class _Sender:
         if self.link.nccl is not None:
             self._send_on_device(payload, found)
         self.formats.advance(found)
-        if len(self._works) >= _LETTING_GO:
+        if len(self._works) >= _LETTING_GO or self.formats.position == batch.num_microbatches:
             self._hand_over()
 
     def fail(self, failure: dict[str, Any]) -> None:
@@ -126,7 +127,8 @@ class _Sender:
     def close(self) -> None:
         self._hand_over()
         self._sent.put(None)
-        self._thread.join()
+        with self.link.messenger.waiting_for(self.link.peer):
+            self._thread.join()
 
     def _post(self, message: Tensor) -> None:
         self._works.append((self.link.messenger.post_send(message, self.link.peer, self.link.tag), message))
@@ -158,7 +160,10 @@ class _Sender:
             with suppress(RuntimeError):  # the peer is gone: the next receive from it says so
                 while works:
                     work, _ = works.pop(0)
-                    work.wait()
+                    if self.link.nccl is None:
+                        work.wait(FOREVER)
+                    else:
+                        work.wait()
                     del work, _
 
 
@@ -236,11 +241,12 @@ class _Receiver:
     def _receive_on_device(self, format_: MessageFormat) -> Payload:
         assert self.link.nccl is not None and self._stream is not None
         with torch.cuda.stream(self._stream):
-            payload = format_.empty(self.link.device)
-            for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
-                part = flat(tensor, layout)
-                if part.numel():
-                    self.link.nccl.recv([part], 1 - self.link.nccl.rank(), 0).wait()  # the stream waits, not the host
+            parts = format_.empty(self.link.device)
+            for part in parts:
+                if part.numel():  # as bytes: NCCL knows fewer types than torch
+                    work = self.link.nccl.recv([part.view(torch.uint8)], 1 - self.link.nccl.rank(), 0)
+                    work.wait()  # the stream waits, not the host
+            payload = format_.payload(parts)
         stream = torch.cuda.current_stream(self.link.device)
         stream.wait_stream(self._stream)
         for tensor in payload.tensors:

@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gpipe.pipeline.failure import LostPeer
 from gpipe.pipeline.messages import Messenger, Tag
-from gpipe.pipeline.peers import Peers
 from gpipe.pipeline.process_transfer import Link, ProcessTransfer
 from gpipe.pipeline.replicas import Replicas
+from gpipe.pipeline.watch import Watch
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Processes:
@@ -25,7 +28,7 @@ class Processes:
         mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
         num_stages: K, which the mesh must have room for.
         device: where this process computes.
-        timeout_seconds: how long a receive waits for a peer before that is named as hanging.
+        timeout_seconds: how long a process may make no progress before it is named as hanging.
 
     Raises:
         ValueError: the mesh has other dimensions, or another number of stages.
@@ -46,17 +49,34 @@ class Processes:
             raise ValueError(
                 f"the mesh has {mesh.mesh.shape[-1]} stages and the partitions are {num_stages}; make them equal"
             )
-        self._mesh = mesh
         self._device = device
         self._timeout_seconds = timeout_seconds
         ranks = mesh.mesh.view(-1, mesh.mesh.shape[-1])  # [R, K]
         ((replica, stage),) = (ranks == dist.get_rank()).nonzero().tolist()
         self.stage, self.replica, self.num_stages = int(stage), int(replica), num_stages
         self._ranks: list[list[int]] = ranks.tolist()
-        self.messenger = Messenger(self._my_group(self._ranks, "gloo"), timeout_seconds)
         self._columns = [list(column) for column in zip(*self._ranks, strict=True)]
-        store = dist.PrefixStore(f"gpipe/{self.messenger.group.group_name}", dist.distributed_c10d._get_default_store())
-        self.peers = Peers(store, self.stage, timeout_seconds)
+        name = f"stage {stage}" + (f" of replica {replica}" if len(self._ranks) > 1 else "")
+        self.watch = Watch(_board(), dist.get_rank(), self.stage, name, timeout_seconds)
+        self.messenger = Messenger(self._my_group(self._ranks, "gloo"), self.watch)
+
+    def require_agreement(self, settings: dict[str, Any]) -> None:
+        """Compare settings, of JSON's types, with those that the other stages were given.
+
+        Raises:
+            ValueError: on all processes; it names the first difference.
+            PipelineError: another process is gone or does not come.
+        """
+        try:
+            first, *others = self.messenger.gather(settings)
+        except LostPeer as lost:
+            raise self.watch.explain(lost) from None
+        for stage, other in enumerate(others, 1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise ValueError(
+                        f"{name} is {value} in stage 0 and {other[name]} in stage {stage}; give every process the same"
+                    )
 
     def transfer(self) -> ProcessTransfer:
         """Return this stage's connections to its neighbours."""
@@ -69,8 +89,8 @@ class Processes:
         """Return the replicas of this stage, None where there is only one."""
         if len(self._ranks) == 1:
             return None
-        messenger = Messenger(self._my_group(self._columns, "gloo"), self._timeout_seconds)
-        return Replicas(layers, self._mesh.get_group("replica"), messenger)
+        messenger = Messenger(self._my_group(self._columns, "gloo"), self.watch)
+        return Replicas(layers, self._my_group(self._columns, _BACKENDS[self._device.type]), messenger, self.watch)
 
     def _boundary(self, before: int) -> tuple[Link, Link] | None:
         """Return this end of the links between stages `before` and `before + 1`: forward, backward."""
@@ -93,5 +113,15 @@ class Processes:
         """
         timeout = timedelta(seconds=self._timeout_seconds)
         groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in members]
-        mine = [group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks]
-        return mine[0] if mine else None
+        for ranks, group in zip(members, groups, strict=True):
+            if dist.get_rank() in ranks:
+                self.watch.guard(group)
+                return group
+        return None
+
+
+def _board() -> dist.Store:
+    """Return the store of the job, with keys of its own for each pipeline that the job makes."""
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"gpipe/pipelines of {dist.get_rank()}", 1)  # all processes make them in the same order
+    return dist.PrefixStore(f"gpipe/{number}", store)

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gpipe.pipeline.failure import LostPeer, PipelineError
 from gpipe.pipeline.messages import Messenger
+from gpipe.pipeline.watch import PROBE_TAG, Watch
+
+
+class _Reduced(nn.Module):
+    """The layers, and two numbers for the sake of the reduction.
+
+    Attributes:
+        trigger: is in every last backward, which may reach no parameter of the layers: some gradient must set it going.
+        idle: is in none; where nothing is idle, torch prints a warning that nobody can filter.
+    """
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        like = next(parameter for parameter in layers.parameters() if parameter.requires_grad)
+        self.layers = layers
+        self.trigger = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
+        self.idle = nn.Parameter(self.trigger.detach().clone())
 
 
 class Replicas:
@@ -19,14 +40,17 @@ class Replicas:
         layers: this process's layers; their weights and buffers become those of replica 0.
         group: the processes that hold the same stage, on the backend that carries tensors.
         messenger: the same processes, for small messages.
+        watch: ends a wait that is in vain.
     """
 
-    def __init__(self, layers: nn.ModuleDict, group: dist.ProcessGroup, messenger: Messenger) -> None:
+    def __init__(self, layers: nn.ModuleDict, group: dist.ProcessGroup, messenger: Messenger, watch: Watch) -> None:
         self.group = group
         self.index = messenger.rank
         self.count = messenger.size
         self.messenger = messenger
         self._layers = layers
+        self._watch = watch
+        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         self._parallel: DistributedDataParallel | None = None
         self._trainable: list[bool] = []
 
@@ -40,9 +64,15 @@ class Replicas:
         if any(trainable):
             # The engine runs the layers itself; this brings the machinery that reduces gradients, bucket by bucket,
             # while backward goes on. A parameter unused in one replica may be used in another.
-            self._parallel = DistributedDataParallel(
-                self._layers, process_group=self.group, broadcast_buffers=False, find_unused_parameters=True
-            )
+            with self.exchange(), warnings.catch_warnings():
+                # torch 2.13 has a new name for it, which torch 2.11 does not know.
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                self._parallel = DistributedDataParallel(
+                    _Reduced(self._layers),
+                    process_group=self.group,
+                    broadcast_buffers=False,
+                    find_unused_parameters=True,
+                )
 
     def average_in_backward(self, outputs: list[Tensor]) -> list[Tensor]:
         """Make the next backward, the last of the step, average all gradients over the replicas.
@@ -55,15 +85,36 @@ class Replicas:
         """
         if self._parallel is None:
             return []
-        extra: list[Tensor] = []
-        if not outputs:
-            # The reduction hangs on the hook of some parameter, and this micro-batch reaches none.
-            first = next(parameter for parameter in self._layers.parameters() if parameter.requires_grad)
-            extra = [first.flatten()[:1].sum() * 0.0]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-            self._parallel.reducer.prepare_for_backward(outputs + extra)
+        extra = [self._parallel.module.trigger * 0.0]
+        self._parallel.reducer.prepare_for_backward(outputs + extra)
         return extra
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Let the other replicas be waited for while the body runs.
+
+        Raises:
+            LostPeer: in place of an error of the connections; any other error is left as it is.
+        """
+        try:
+            with self._watch.waiting_for(self._others):
+                yield
+        except RuntimeError as error:
+            if isinstance(error, PipelineError | LostPeer) or not self._is_broken(error):
+                raise
+            raise LostPeer(self._others, str(error)) from None
+
+    def _is_broken(self, error: RuntimeError) -> bool:
+        """Return whether a connection to another replica is gone; torch has no class for such an error of Gloo's."""
+        if isinstance(error, dist.DistBackendError):
+            return True
+        try:
+            for peer in range(self.count):
+                if peer != self.index and dist.get_backend(self.group) == "gloo":
+                    self.group.send([torch.empty(1)], peer, PROBE_TAG)
+        except RuntimeError:
+            return True
+        return False
 
     def gather(self, value: Any) -> list[Any]:
         """Return the replicas' values, in their order, on each; values are what JSON can carry."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
-from gpipe.pipeline.failure import PipelineError
+from gpipe.pipeline.failure import LostPeer, PipelineError
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.randomness import derive_seed, seed_generators
 from gpipe.pipeline.replicas import Replicas
@@ -72,6 +72,7 @@ class Stage:
         self.trainable = False
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)
+        self._compiled: dict[nn.Module, Callable[[Any], Any]] = {}
         self._kept: dict[int, _Kept] = {}
         self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
         self._loss_index = max(self.layers) + 1
@@ -80,6 +81,10 @@ class Stage:
     def num_kept(self) -> int:
         """The number of micro-batches of which something is held."""
         return len(self._kept)
+
+    def compile(self, **options: Any) -> None:
+        """Run the layers through torch.compile from now on."""
+        self._compiled = {layer: _compiled(layer, index, options) for index, layer in self.layers.items()}
 
     def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
         """Prepare for the training step with number `step`, which seeds the masks."""
@@ -129,18 +134,24 @@ class Stage:
         kept = self._kept.pop(micro_batch)
         assert kept.roots is not None, "the schedule forgot to recompute"
         if gradients is None:  # the only root is the loss: a scalar needs no gradient to start from
-            pairs = [(root, None) for root in kept.roots if root is not None]
+            pairs: list[tuple[GradientEdge, Tensor | None]] = [(root, None) for root in kept.roots if root is not None]
         else:
             pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None and g is not None]
         with self._errors_named(micro_batch, "backward"), without_autocast(self.device):
             if kept.outputs is not None and self.replicas is not None:
-                reached = kept.outputs if pairs else []
+                reached = kept.outputs
+                if gradients is not None:  # one that no gradient comes back for takes no part in this backward
+                    reached = [t for t, gradient in zip(kept.outputs, gradients, strict=True) if gradient is not None]
                 extra = self.replicas.average_in_backward([t for t in reached if t.requires_grad])
                 pairs += [(get_gradient_edge(tensor), None) for tensor in extra]
             if pairs:
-                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+                with self._averaging(kept):
+                    torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
+
+    def _averaging(self, kept: _Kept) -> AbstractContextManager[None]:
+        return nullcontext() if kept.outputs is None or self.replicas is None else self.replicas.exchange()
 
     def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Payload:
         """Run substitute or own layers without a graph and return the boundary output."""
@@ -173,8 +184,7 @@ class Stage:
             for index, layer in (self.layers if layers is None else layers).items():
                 self._enter(micro_batch, index, layer)
                 passed_by = [tensor.grad_fn for tensor in payload.tensors]
-                del payload  # or it would keep the layer's inputs alive
-                value = layer(value)
+                value = self._compiled.get(layer, layer)(value)
                 # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
                 payload = Payload.of(value)
                 if guard_inputs:
@@ -211,13 +221,28 @@ class Stage:
     def _errors_named(self, micro_batch: int, doing: str) -> Iterator[None]:
         try:
             yield
-        except PipelineError:
+        except (PipelineError, LostPeer):
             raise
         except Exception as error:
             layer, module = self._position
             raise PipelineError.at(
                 error, doing, stage=self.index, micro_batch=micro_batch, layer=layer, module=module
             ) from error
+
+
+def _compiled(layer: nn.Module, index: int, options: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Return the layer through torch.compile; what the model holds stays as it is.
+
+    `nn.Module.compile` silently compiles nothing where the layer's class is one of torch's own. And torch.compile gives
+    up, as silently, after a few variants of one code object, which all layers of a class would share: each layer gets
+    its own.
+    """
+
+    def run(value: Any) -> Any:
+        return layer(value)
+
+    run.__code__ = run.__code__.replace(co_name=f"layer_{index}")
+    return cast(Callable[[Any], Any], torch.compile(run, **options))
 
 
 def _entered(kept: _Kept) -> Payload:
@@ -227,7 +252,7 @@ def _entered(kept: _Kept) -> Payload:
     if not wanted:
         return inputs
     anchor = torch.empty(0, requires_grad=True)  # makes autograd call the function's backward; gets no gradient itself
-    entered = iter(_Entry.apply(kept.gradients, anchor, *wanted))
+    entered = iter(_Entry.apply(kept.gradients, anchor, *wanted))  # type: ignore[no-untyped-call]
     tensors = [
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]

@@ -1,8 +1,7 @@
 """The tables that READMEs show, each made from records alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from gpipe.results.records import Record
 
@@ -43,10 +42,39 @@ def engine_overhead_run(records: list[Record]) -> str:
     return _provenance(_newest(records, "engine_overhead"))
 
 
+def image_runs(records: list[Record]) -> str:
+    """Return the runs that trained on images: what was trained on what, how far, and how fast."""
+    runs = [record for record in records if "top1" in record.results]
+    rows = [
+        [
+            _model(run),
+            f"{_of(run, 'data', 'name')}, {_of(run, 'data', 'image_size')} px",
+            str(_of(run, "pipeline", "num_stages")),
+            str(_of(run, "pipeline", "num_microbatches")),
+            str(run.seed),
+            f"{run.results['top1']:.1%}",
+            f"{run.results['seconds'] / 60:.1f}",
+            f"{run.results['images_per_second']:.0f}",
+            f"{run.results['bubble']:.1%}" if run.results.get("bubble") is not None else "",
+            f"{run.results['peak_memory_bytes'] / 2**20:.0f}" if run.results.get("peak_memory_bytes") else "",
+        ]
+        for run in sorted(runs, key=lambda run: run.date)
+    ]
+    header = ["model", "images", "K", "M", "seed", "top-1", "minutes", "images/s", "bubble", "MiB a process, peak"]
+    return markdown(header, rows)
+
+
+def image_runs_from(records: list[Record]) -> str:
+    """Return the command, date and hardware of the newest run on images."""
+    return _provenance(max((record for record in records if "top1" in record.results), key=lambda run: run.date))
+
+
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "engine_overhead": engine_overhead,
     "one_stage_overhead": one_stage_overhead,
     "engine_overhead_run": engine_overhead_run,
+    "image_runs": image_runs,
+    "image_runs_from": image_runs_from,
 }
 
 
@@ -62,6 +90,15 @@ def _provenance(record: Record) -> str:
         ["packages", packages],
     ]
     return markdown(["", ""], rows)
+
+
+def _model(run: Record) -> str:
+    model = run.config["model"]
+    return f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
+
+
+def _of(run: Record, section: str, key: str) -> Any:
+    return run.config[section][key]
 
 
 def _newest(records: list[Record], experiment: str) -> Record:

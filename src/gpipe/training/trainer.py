@@ -158,8 +158,8 @@ class Trainer:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
         totals = self._totals
         if report.timeline is not None:
-            totals.bubble = report.timeline.bubble
-            values["bubble"] = totals.bubble
+            if self.pipeline.overlaps:
+                totals.bubble = values["bubble"] = report.timeline.bubble
             if self.on_timeline is not None:
                 self.on_timeline(report.timeline)
         totals.seconds += seconds

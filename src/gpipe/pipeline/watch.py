@@ -1,0 +1,206 @@
+"""Keep an eye on the other processes while this one computes or waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
+
+_LOOK_SECONDS = 0.5
+_GRACE_SECONDS = 1.0  # for a process to hear of a failure by itself before its connections are cut
+_EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
+_LOOKS_PER_TIMEOUT = 8  # a chain of many stages is long to follow, and need not be followed often
+_FAILURE = "failure"
+PROBE_TAG = 1 << 16  # of messages that nobody sends or receives
+FOREVER = timedelta(days=365)  # a wait that the watch alone ends
+
+
+class _Wait(NamedTuple):
+    ranks: tuple[int, ...]
+    since: float
+
+
+class Watch:
+    """A notice board of all processes of a job, in the key-value store that torch.distributed started with.
+
+    On it stands where each process runs, for whom it waits, how far it came, and the first cause of failure. A thread
+    keeps this process's notes up to date and looks for that cause: so it reaches a process that computes for long, one
+    whose neighbours are busy, and the other replicas. A process that goes on waiting then has its connections cut.
+
+    The thread also decides that somebody hangs: who waits for nobody, made no progress in the time that this process
+    has been waiting for it, and that is longer than allowed. A stage that is only slow makes progress, task by task.
+
+    Args:
+        store: reachable by all processes.
+        rank: this process's rank in the job; all ranks here are such.
+        stage: this process's stage.
+        name: what messages call this process.
+        timeout_seconds: for how long a process may make no progress while this one waits for it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, stage: int, name: str, timeout_seconds: float) -> None:
+        self._store, self._rank, self._timeout_seconds = store, rank, timeout_seconds
+        self._progress = 0
+        self._wait: _Wait | None = None
+        self._noted: Any = None
+        self._seen: dict[int, tuple[int, float]] = {}  # how far others were, and since when
+        self._next_search = 0.0
+        self._failure: PeerFailure | None = None
+        self._failure_seen = 0.0
+        self._groups: list[dist.ProcessGroup] = []
+        self._closed = threading.Event()
+        self._write(
+            f"process/{rank}", (stage, f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})")
+        )
+        threading.Thread(target=_look_regularly, args=(weakref.ref(self), self._closed), daemon=True).start()
+
+    def guard(self, group: dist.ProcessGroup) -> None:
+        """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain."""
+        dist.distributed_c10d._set_pg_timeout(FOREVER, group)
+        self._groups.append(group)
+
+    @contextmanager
+    def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Note that this process waits for others while the body runs."""
+        before, self._wait = self._wait, _Wait(tuple(ranks), time.monotonic())
+        try:
+            yield
+        finally:
+            self._wait = before
+            self._progress += 1
+
+    def check(self) -> None:
+        """Note progress, and raise the cause of failure of another process, if there is one.
+
+        Raises:
+            PeerFailure: with that cause.
+        """
+        self._progress += 1
+        if self._failure is not None:
+            raise self._failure
+
+    def report(self, error: PipelineError) -> dict[str, Any]:
+        """Write down why this process stops, unless another cause stands there; return what to send to the others."""
+        failure = {"message": str(error), "stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
+        with suppress(RuntimeError):  # the store may be gone together with another process
+            self._store.compare_set(_FAILURE, "", json.dumps(failure))
+        return failure
+
+    def explain(self, lost: LostPeer) -> PipelineError:
+        """Return the error to raise for a connection that is gone."""
+        deadline = time.monotonic() + _EXPLANATION_SECONDS
+        while time.monotonic() < deadline:
+            if self._failure is not None:
+                return self._failure
+            if (failure := self._read(_FAILURE)) is not None:
+                return PeerFailure(**failure)
+            time.sleep(0.05)
+        stage, name = self._described(lost.ranks[0])
+        text = f"{name} is gone without a word: it was killed, ran out of memory, or its host is down"
+        return PeerFailure(text, stage=stage)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._groups.clear()
+
+    def look(self) -> bool:
+        """Bring the notes up to date and look at those of the others; return whether to look again."""
+        now, wait = time.monotonic(), self._wait
+        note = [self._progress, list(wait.ranks) if wait is not None else []]
+        if note != self._noted:
+            self._noted = note
+            self._write(f"state/{self._rank}", note)
+        if self._failure is None and (failure := self._read(_FAILURE)) is not None:
+            self._failure, self._failure_seen = PeerFailure(**failure), now
+        if self._failure is None and wait is not None and now >= self._next_search:
+            self._next_search = now + self._timeout_seconds / _LOOKS_PER_TIMEOUT
+            if (error := self._hanging(wait, now)) is not None:
+                self.report(error)
+                self._failure, self._failure_seen = error, now
+        if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
+            return True
+        if wait is self._wait:
+            self._cut()
+        return wait is not self._wait
+
+    def _hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
+        """Follow the notes of who waits for whom to those who wait for nobody, and name them if they hang."""
+        reached: dict[int, Any] = {self._rank: None}
+        pending = list(wait.ranks)
+        while pending:
+            if (rank := pending.pop()) not in reached:
+                reached[rank] = self._read(f"state/{rank}") or [-1, []]
+                pending += reached[rank][1]
+        del reached[self._rank]
+        for rank, (progress, _) in reached.items():
+            if self._seen.get(rank, (None, 0.0))[0] != progress:
+                self._seen[rank] = progress, now
+        culprits = sorted(rank for rank, (_, others) in reached.items() if not others)
+        suspects = culprits or sorted(reached)  # all wait for each other
+        since = max(wait.since, *(self._seen[rank][1] for rank in suspects))
+        if now - since < self._timeout_seconds * (1 - 1 / _LOOKS_PER_TIMEOUT):
+            return None
+        if now - since < self._timeout_seconds:
+            self._next_search = since + self._timeout_seconds
+            return None
+        return self._silent(suspects, deadlock=not culprits)
+
+    def _silent(self, ranks: Sequence[int], *, deadlock: bool) -> PeerFailure:
+        described = [self._described(rank) for rank in ranks]
+        stage, own_name = self._described(self._rank)
+        waited = f"{own_name} waited {self._timeout_seconds:g} s"
+        if deadlock:
+            names = " and ".join(name for _, name in described if name != own_name)
+            text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"
+            return PeerFailure(text, stage=stage)
+        names = " and ".join(name for _, name in described)
+        verb = "does" if len(ranks) == 1 else "do"
+        text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
+        return PeerFailure(text, stage=described[0][0])
+
+    def _cut(self) -> None:
+        """End all waits of this process."""
+        for group in self._groups:
+            with suppress(RuntimeError):
+                if group.size() == 1:
+                    continue
+                if dist.get_backend(group) == "gloo":
+                    # A wait that is given up makes Gloo close all connections of its group.
+                    part = torch.empty(1, dtype=torch.uint8)
+                    group.recv([part], (group.rank() + 1) % group.size(), PROBE_TAG).wait(timedelta(milliseconds=1))
+                else:
+                    group.abort()
+
+    def _described(self, rank: int) -> tuple[int | None, str]:
+        stage, name = self._read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
+        return stage, name
+
+    def _write(self, key: str, value: Any) -> None:
+        with suppress(RuntimeError):  # the store may be gone together with another process
+            self._store.set(key, json.dumps(value))
+
+    def _read(self, key: str) -> Any:
+        with suppress(RuntimeError):
+            if self._store.check([key]):
+                return json.loads(self._store.get(key))
+        return None
+
+
+def _look_regularly(reference: weakref.ref[Watch], closed: threading.Event) -> None:
+    while (watch := reference()) is not None and watch.look():
+        del watch  # a pipeline that nobody uses any more must not be kept alive
+        if closed.wait(_LOOK_SECONDS):
+            return

@@ -1,0 +1,284 @@
+"""An error says where it happened, wrong settings are refused in one sentence, and the pipeline can go on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+
+MODES = ("always", "except_last", "never")
+PARTITIONS = ([4], [1, 3], [2, 2], [1, 1, 1, 1])
+M = 3
+
+
+class Trap(nn.Module):
+    """Fails where it is told to: forward or backward, for the micro-batch whose first number is told."""
+
+    def __init__(self, where: str | None = None) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward" and float(x.detach()[0, 0]) == 1:
+            raise OSError("the disk is full")
+        return FailsBackward.apply(x) if self.where == "backward" else x
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.number = float(x[0, 0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if ctx.number == 1:
+            raise OSError("the disk is full")
+        return gradient
+
+
+class Keep(nn.Module):
+    """Keeps the first number of each example, which says its micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Beside(nn.Module):
+    """Returns a new tensor behind one that passes by."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, FailsBackward.apply(x)
+
+
+class Add(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Return two examples a micro-batch, which hold its number."""
+    numbers = torch.arange(M).repeat_interleave(2)
+    return numbers.float()[:, None].expand(-1, 3).clone(), numbers
+
+
+def pipeline_of(
+    *layers: nn.Module, partitions: Any = None, loss: Any = F.cross_entropy, **options: Any
+) -> gpipe.Pipeline:
+    return gpipe.Pipeline(nn.Sequential(*layers), loss, partitions or [len(layers)], M, **options)
+
+
+def stage_of_layer_1(partitions: list[int]) -> int:
+    return 1 if partitions[0] == 1 else 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("partitions", PARTITIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_names_stage_micro_batch_and_layer_and_the_pipeline_goes_on(
+    where: str, partitions: list[int], mode: str
+) -> None:
+    trap = Trap(where)
+    pipeline = pipeline_of(Keep(), trap, nn.Identity(), Keep(), partitions=partitions, rematerialize=mode)
+    stage = stage_of_layer_1(partitions)
+    message = f"stage {stage}, micro-batch 1, layer 1 (Trap), {where}: OSError: the disk is full"
+    with pytest.raises(gpipe.PipelineError, match=f"^{re.escape(message)}$") as error:
+        pipeline.train_step(batch())
+    assert (error.value.stage, error.value.micro_batch, error.value.layer) == (stage, 1, 1)
+    assert isinstance(error.value.__cause__, OSError)
+    assert pipeline.step == 0
+
+    trap.where = None
+    pipeline.layers.zero_grad()
+    pipeline.train_step(batch())
+    untroubled = pipeline_of(Keep(), Trap(), nn.Identity(), Keep(), partitions=partitions, rematerialize=mode)
+    untroubled.train_step(batch())
+    for (name, found), expected in zip(pipeline.named_parameters(), untroubled.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad), name
+    assert pipeline.step == 1
+
+
+def test_an_error_in_a_recomputation_says_so() -> None:
+    class Second(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                raise OSError("not again")
+            return x
+
+    message = r"^stage 0, micro-batch 2, layer 1 \(Second\), recompute: OSError: not again$"
+    with pytest.raises(gpipe.PipelineError, match=message):
+        pipeline_of(Keep(), Second(), Keep(), partitions=[2, 1]).train_step(batch())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_whose_first_output_only_passes_by_is_blamed_itself(mode: str) -> None:
+    pipeline = pipeline_of(Keep(), Beside(), Add(), Keep(), rematerialize=mode)
+    with pytest.raises(gpipe.PipelineError, match=r"^stage 0, micro-batch 1, layer 1 \(Beside\), backward: OSError"):
+        pipeline.train_step(batch())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_in_the_loss_says_so(mode: str) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if int(targets[0]) == 1:
+            raise OSError("the disk is full")
+        return F.cross_entropy(outputs, targets)
+
+    pipeline = pipeline_of(Keep(), Keep(), partitions=[1, 1], loss=loss, rematerialize=mode)
+    message = r"^stage 1, micro-batch 1, the loss, loss: OSError: the disk is full$"
+    with pytest.raises(gpipe.PipelineError, match=message) as error:
+        pipeline.train_step(batch())
+    assert (error.value.stage, error.value.micro_batch, error.value.layer) == (1, 1, None)
+
+
+@pytest.mark.parametrize("result", [torch.zeros(2), 2.5])
+def test_a_loss_that_is_no_scalar_is_refused(result: Any) -> None:
+    pipeline = pipeline_of(Keep(), loss=lambda outputs, targets: result)
+    with pytest.raises(gpipe.PipelineError, match=r"^stage 0, micro-batch \d, the loss, loss: TypeError: the loss"):
+        pipeline.train_step(batch())
+
+
+class Number(nn.Module):
+    """Returns a number beside the tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return x, 0.5
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[Tensor, float]) -> Tensor:
+        return pair[0]
+
+
+@pytest.mark.parametrize("partitions", [[3], [1, 2], [2, 1]])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_value_that_cannot_travel_is_refused_wherever_the_boundaries_are(partitions: list[int], mode: str) -> None:
+    pipeline = pipeline_of(Keep(), Number(), First(), partitions=partitions, rematerialize=mode)
+    stage = stage_of_layer_1(partitions)
+    message = (
+        r"layer 1 \(Number\), {}: PayloadError: the payload\[1\] is of type float \(0\.5\); .*keep it inside one layer$"
+    )
+    for doing, run in (
+        ("forward", lambda: pipeline.train_step(batch())),
+        ("evaluation", lambda: pipeline.evaluate(batch()[0])),
+    ):
+        with pytest.raises(gpipe.PipelineError, match=rf"^stage {stage}, micro-batch 0, {message.format(doing)}"):
+            run()
+
+
+def build(partitions: Any = (1, 1), **options: Any) -> gpipe.Pipeline:
+    arguments = {"layers": nn.Sequential(Keep(), Keep()), "num_microbatches": 2} | options
+    return gpipe.Pipeline(arguments.pop("layers"), F.cross_entropy, partitions, **arguments)
+
+
+NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as partition_layers returns them."
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: build(gpipe.partition_layers([1, 1], 3)),
+            "num_partitions is 3, but 2 layers can make from 1 to 2 non-empty partitions",
+        ),
+        (lambda: build([2, 0]), f"partitions is [2, 0]{NOT_PARTITIONS}"),
+        (lambda: build([]), f"partitions is []{NOT_PARTITIONS}"),
+        (lambda: build([1, 2]), f"partitions is [1, 2], which covers 3 layers{NOT_PARTITIONS}"),
+        (lambda: build(2), f"partitions is 2{NOT_PARTITIONS}"),
+        (lambda: build(None), f"partitions is None{NOT_PARTITIONS}"),
+        (lambda: build([1.0, 1.0]), f"partitions is [1.0, 1.0]{NOT_PARTITIONS}"),
+        (lambda: build(num_microbatches=0), "num_microbatches is 0; it must be a whole number of at least 1"),
+        (lambda: build(num_microbatches=-1), "num_microbatches is -1; it must be a whole number of at least 1"),
+        (lambda: build(num_microbatches=2.0), "num_microbatches is 2.0; it must be a whole number of at least 1"),
+        (lambda: build(num_microbatches=True), "num_microbatches is True; it must be a whole number of at least 1"),
+        (
+            lambda: build(rematerialize="sometimes"),
+            "rematerialize is 'sometimes'; it must be one of always, except_last, never",
+        ),
+        (lambda: build(schedule="1f1b"), "schedule is '1f1b'; it must be one of gpipe"),
+        (lambda: build(devices=["cpu"] * 3), "3 devices for 2 stages; give one a stage (the same one may stand there"),
+        (
+            lambda: build(layers=nn.ModuleList([Keep(), Keep()])),
+            "layers is of type ModuleList; it must be an nn.Sequential of the model's layers",
+        ),
+        (
+            lambda: build(layers=[Keep(), Keep()]),
+            "layers is of type list; it must be an nn.Sequential of the model's layers",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_sentence(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}") as error:
+        make()
+    assert str(error.value).count("\n") == 0
+
+
+ONE_ROW = torch.zeros(1, 3)
+NO_BATCH = "; every tensor needs the examples of the mini-batch, at least one, as its first dimension"
+
+
+@pytest.mark.parametrize(
+    ("mini_batch", "message"),
+    [
+        ((torch.zeros(4, 3), torch.zeros(3)), "the mini-batch has 4 inputs and 3 targets; every process must be given"),
+        ((torch.zeros(0, 3), torch.zeros(0)), f"the inputs have the shapes (0, 3){NO_BATCH}"),
+        ((torch.tensor(1.0), torch.zeros(1)), f"the inputs have the shapes (){NO_BATCH}"),
+        ((ONE_ROW, torch.tensor(1.0)), f"the targets have the shapes (){NO_BATCH}"),
+        ((None, torch.zeros(1)), f"the inputs have the shapes no tensor at all{NO_BATCH}"),
+        ((ONE_ROW, None), f"the targets have the shapes no tensor at all{NO_BATCH}"),
+        (((ONE_ROW, torch.zeros(2)), torch.zeros(1)), f"the inputs have the shapes (1, 3), (2,){NO_BATCH}"),
+        (({"x": ONE_ROW, "n": 1}, torch.zeros(1)), "the payload['n'] is of type int (1); between layers only tensors"),
+        (ONE_ROW, "the mini-batch has the type Tensor; it must be (inputs, targets)"),
+        ((ONE_ROW, ONE_ROW, ONE_ROW), "the mini-batch has 3 entries; it must be (inputs, targets)"),
+    ],
+)
+def test_a_wrong_mini_batch_is_refused_and_the_next_one_trains(mini_batch: Any, message: str) -> None:
+    pipeline = build()
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}"):
+        pipeline.train_step(mini_batch)
+    assert pipeline.train_step(batch()).step == 0
+
+
+def test_layers_to_evaluate_must_be_all_of_them() -> None:
+    pipeline = build()
+    message = r"^the layers to evaluate are \['0'\]; give one for each of this process's layers, \['0', '1'\]$"
+    with pytest.raises(ValueError, match=message):
+        pipeline.evaluate(batch()[0], layers=nn.ModuleDict({"0": Keep()}))
+
+
+def test_a_parameter_in_two_partitions_is_refused() -> None:
+    encoder, decoder = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    decoder.weight = encoder.weight
+    layers = nn.Sequential(encoder, nn.Sequential(nn.Tanh(), decoder))
+    message = (
+        "layers.0.weight and layers.1.1.weight are one parameter, which stages 0 and 1 would both train; put both "
+        "layers into one partition, or untie them"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        build([1, 1], layers=layers)
+    build([2], layers=layers)
+
+
+def test_a_parameter_tied_on_the_meta_device_is_refused() -> None:
+    layer = nn.Linear(3, 3, device="meta")
+    with pytest.raises(
+        ValueError, match=r"^layers\.0\.weight and layers\.1\.weight are one parameter on the meta device"
+    ):
+        build([2], layers=nn.Sequential(layer, layer))
+
+
+def test_the_same_device_may_stand_there_for_every_stage() -> None:
+    pipeline = build(devices=["cpu", torch.device("cpu")])
+    assert pipeline.train_step(batch()).num_microbatches == 2
+    assert build(devices="cpu").train_step(batch()).num_microbatches == 2
