@@ -309,3 +309,10 @@ def test_steps_and_modes_and_partitions_end_at_the_same_bits() -> None:
         found.append(pipeline.layers.state_dict())
     for state in found[1:]:
         assert all(torch.equal(state[name], value) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4)])
+def test_a_pipeline_refuses_a_batch_norm_that_was_not_converted(norm: nn.Module) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(norm))
+    with pytest.raises(ValueError, match=r"layers\.1\.0 \(\w+\) would count every micro-batch"):
+        gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 1])

@@ -119,7 +119,7 @@ def train(
     num_replicas: int = 1,
     slow: float = 0.0,
 ) -> Event | None:
-    """Train two steps, in the second of which the process with rank `culprit` meets its fate."""
+    """Train three steps, in the second of which the process with rank `culprit` meets its fate."""
     global raised_at
     raised_at = None
     mesh = init_device_mesh("cpu", (num_replicas, num_stages), mesh_dim_names=("replica", "stage"))
@@ -137,7 +137,9 @@ def train(
             except Broken as error:
                 pipeline.abort(error)
                 raise
-        pipeline.train_step((torch.ones(8, 4), torch.ones(8, 4)))
+        # Behind the culprit, a stage may have finished the second step when it fails in its backward.
+        for _ in range(2):
+            pipeline.train_step((torch.ones(8, 4), torch.ones(8, 4)))
     except Exception as error:  # noqa: BLE001 - it is what the tests look at
         return _event(pipeline, error)
     return None

@@ -52,6 +52,7 @@ def described() -> nn.Sequential:
             nn.Linear(3, 4), nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)), nn.Linear(4, 4)
         )
     assert isinstance(layers, nn.Sequential)
+    gpipe.convert_batch_norm(layers)
     return layers
 
 

@@ -103,6 +103,24 @@ def _unpickled(plain: type[_BatchNorm]) -> _BatchNorm:
     return converted.__new__(converted)
 
 
+def refuse_unconverted(layers: nn.Module) -> None:
+    """Refuse a batch norm whose moving averages would move once a micro-batch, and again in each recomputation.
+
+    Raises:
+        ValueError: naming the first such layer.
+    """
+    for name, module in layers.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, MicroBatchNorm):
+            remedy = (
+                "use nn.BatchNorm and gpipe.convert_batch_norm(layers) instead"
+                if isinstance(module, SyncBatchNorm)
+                else "call gpipe.convert_batch_norm(layers) first"
+            )
+            raise ValueError(
+                f"layers.{name} ({type(module).__name__}) would count every micro-batch as a mini-batch; {remedy}"
+            )
+
+
 def converted_batch_norms(modules: Iterable[nn.Module]) -> list[MicroBatchNorm]:
     """Return the converted batch norms below the modules, each once, in their order."""
     found = {id(child): child for module in modules for child in module.modules() if isinstance(child, MicroBatchNorm)}

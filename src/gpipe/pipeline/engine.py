@@ -49,7 +49,7 @@ class Pipeline:
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
             lists and dicts of tensors and None. Layers on the meta device get their memory and initial weights here,
-            those of other processes never. Batch norms should have gone through `convert_batch_norm`.
+            those of other processes never. Batch norms must have gone through `convert_batch_norm`.
         loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
             whose scalars appear in the report.
         partitions: the number of layers of each stage, such as `partition_layers` returns.
@@ -92,6 +92,7 @@ class Pipeline:
         check_partitions(partitions, len(layers))
         ranges = partition_ranges(partitions)
         refuse_shared_parameters(layers, ranges)
+        batch_norm.refuse_unconverted(layers)
         self.num_microbatches = _positive(num_microbatches)
         self.rematerialize = _one_of(rematerialize, Rematerialize, "rematerialize")
         self._schedule = SCHEDULES[_one_of(schedule, SCHEDULES, "schedule")]
@@ -355,7 +356,7 @@ class Pipeline:
         failure = self._processes.watch.report(error)
         self._transfer.fail(failure)
         self._processes.messenger.fail(failure)
-        self._processes.watch.close()
+        self._processes.watch.retire()
 
 
 def _deliver(transfer: Transfer, messengers: Sequence[Messenger], watch: Watch | None) -> None:

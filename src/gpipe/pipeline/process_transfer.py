@@ -123,6 +123,8 @@ class _Sender:
         """Tell the receiver why no payload will come."""
         with suppress(RuntimeError):  # a peer that is gone needs no telling
             self._post_text(_Says.FAILURE, json.dumps(failure).encode())
+        self._hand_over()
+        self._sent.put(None)
 
     def close(self) -> None:
         self._hand_over()
@@ -304,7 +306,7 @@ class ProcessTransfer:
         return list(self._output_gradients.receive().value())
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the neighbours why this stage sends nothing any more."""
+        """Tell the neighbours why this stage sends nothing any more, and end the threads without waiting for them."""
         for sender in self._senders:
             sender.fail(failure)
 

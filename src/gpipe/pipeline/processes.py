@@ -74,6 +74,7 @@ class Processes:
         for stage, other in enumerate(others, 1):
             for name, value in first.items():
                 if other[name] != value:
+                    self.watch.retire()
                     raise ValueError(
                         f"{name} is {value} in stage 0 and {other[name]} in stage {stage}; give every process the same"
                     )

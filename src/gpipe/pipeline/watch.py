@@ -59,7 +59,8 @@ class Watch:
         self._next_search = 0.0
         self._failure: PeerFailure | None = None
         self._failure_seen = 0.0
-        self._groups: list[dist.ProcessGroup] = []
+        self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
+        self._retired: float | None = None
         self._closed = threading.Event()
         self._write(
             f"process/{rank}", (stage, f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})")
@@ -69,7 +70,7 @@ class Watch:
     def guard(self, group: dist.ProcessGroup) -> None:
         """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain."""
         dist.distributed_c10d._set_pg_timeout(FOREVER, group)
-        self._groups.append(group)
+        self._groups.append((group, dist.get_backend(group)))
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -111,6 +112,10 @@ class Watch:
         text = f"{name} is gone without a word: it was killed, ran out of memory, or its host is down"
         return PeerFailure(text, stage=stage)
 
+    def retire(self) -> None:
+        """Cut this process's connections soon, after the others have heard why it stops, and end the thread."""
+        self._retired = time.monotonic()
+
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
@@ -119,6 +124,12 @@ class Watch:
     def look(self) -> bool:
         """Bring the notes up to date and look at those of the others; return whether to look again."""
         now, wait = time.monotonic(), self._wait
+        if self._retired is not None:
+            if now - self._retired < _EXPLANATION_SECONDS:
+                return True
+            self._cut()
+            self.close()
+            return False
         note = [self._progress, list(wait.ranks) if wait is not None else []]
         if note != self._noted:
             self._noted = note
@@ -173,16 +184,14 @@ class Watch:
 
     def _cut(self) -> None:
         """End all waits of this process."""
-        for group in self._groups:
+        for group, backend in self._groups:
             with suppress(RuntimeError):
-                if group.size() == 1:
-                    continue
-                if dist.get_backend(group) == "gloo":
+                if backend != "gloo":
+                    group.abort()
+                elif group.size() > 1:
                     # A wait that is given up makes Gloo close all connections of its group.
                     part = torch.empty(1, dtype=torch.uint8)
                     group.recv([part], (group.rank() + 1) % group.size(), PROBE_TAG).wait(timedelta(milliseconds=1))
-                else:
-                    group.abort()
 
     def _described(self, rank: int) -> tuple[int | None, str]:
         stage, name = self._read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
