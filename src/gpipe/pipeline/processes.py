@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpipe.pipeline.failure import LostPeer
 from gpipe.pipeline.messages import Messenger, Tag
@@ -121,8 +122,8 @@ class Processes:
         return None
 
 
-def _board() -> dist.Store:
+def _board() -> Store:
     """Return the store of the job, with keys of its own for each pipeline that the job makes."""
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"gpipe/pipelines of {dist.get_rank()}", 1)  # all processes make them in the same order
-    return dist.PrefixStore(f"gpipe/{number}", store)
+    return PrefixStore(f"gpipe/{number}", store)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 
@@ -50,7 +51,7 @@ class Watch:
         timeout_seconds: for how long a process may make no progress while this one waits for it.
     """
 
-    def __init__(self, store: dist.Store, rank: int, stage: int, name: str, timeout_seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, stage: int, name: str, timeout_seconds: float) -> None:
         self._store, self._rank, self._timeout_seconds = store, rank, timeout_seconds
         self._progress = 0
         self._wait: _Wait | None = None
