@@ -1,10 +1,10 @@
-"""How close the engine comes to the bubble formula, beside its peers; and what it costs at K = 1.
+"""How close the engine comes to the bubble formula, beside its peers and a hand-written loop.
 
     python experiments/engine_overhead.py
 
-Layers that sleep a set time take the processor out of the measurement: K = 8 processes overlap on two cores. Every
-engine runs the same stages, K processes over Gloo (torchgpipe: one process, its only way), in turns; medians count.
-Appends a record to reproductions/bubble/runs.jsonl and renders its README. About four minutes.
+Layers that take a set time without the processor: K = 8 processes overlap on two cores. Every engine runs the same
+stages in the same K processes over Gloo (torchgpipe: one process, its only way), in turns; medians count. Appends a
+record to reproductions/bubble/runs.jsonl and renders its README. About five minutes.
 """
 
 from __future__ import annotations
@@ -20,41 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from sleeping_layers import BACKWARD, FORWARD, Sleeper, calibrate, measured_seconds
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gpipe
-from gpipe.models import amoebanet_d
 from gpipe.results.records import append_record, make_record
 from gpipe.results.reproduction import render
 
-FORWARD, BACKWARD = 0.004, 0.008
+GRID = [(2, 8), (4, 16), (8, 32)]
+STEPS = 3  # in a row, as in training: one stage's end may overlap with another's next beginning
 ROOT = Path(__file__).parent.parent
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        time.sleep(FORWARD)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
-        time.sleep(BACKWARD)
-        return gradient
-
-
-class Sleeper(nn.Module):
-    """A layer of 4 ms forward and 8 ms backward, with one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x times the weight, later; any shape."""
-        return _Sleep.apply(x) * self.weight
 
 
 def square(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -63,44 +40,81 @@ def square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def median_seconds(
-    steps: dict[str, Callable[[], object]], rounds: int, fence: Callable[[], object]
+    steps: dict[str, Callable[[], object]], rounds: int, fence: Callable[[], object] = int, in_a_row: int = 1
 ) -> dict[str, float]:
-    """Run the steps in turns; return each one's median."""
+    """Run the steps in turns; return the median of each one's seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():
             fence()
             start = time.perf_counter()
-            step()
+            for _ in range(in_a_row):
+                step()
             fence()
             if turn > 0:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / in_a_row)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def hand_written(layer: nn.Module, rank: int, num_stages: int, batch: tuple[Tensor, Tensor], size: int) -> None:
+    """Run a GPipe step of one layer a process, written for one shape: what Gloo and autograd alone take."""
+    is_first, is_last = rank == 0, rank == num_stages - 1
+    inputs, targets = (list(part.split(1)) for part in batch)
+    num, sends = len(inputs), []
+    gradients = [torch.empty(1, size) for _ in inputs]
+    arriving = [] if is_first else [dist.irecv(inputs[m], rank - 1, tag=m) for m in range(num)]
+    returning = [] if is_last else [dist.irecv(gradients[m], rank + 1, tag=num + m) for m in range(num)]
+    outputs = []
+    for m in range(num):
+        if not is_first:
+            arriving[m].wait()
+            inputs[m].requires_grad_()
+        outputs.append(layer(inputs[m]))
+        if is_last:
+            outputs[m] = square(outputs[m], targets[m]) / num
+        else:
+            sends.append(dist.isend(outputs[m].detach(), rank + 1, tag=m))
+    for m in reversed(range(num)):
+        if is_last:
+            outputs[m].backward()
+        else:
+            returning[m].wait()
+            outputs[m].backward(gradients[m])
+        if not is_first:
+            sends.append(dist.isend(inputs[m].grad, rank - 1, tag=num + m))
+    for send in sends:
+        send.wait()
+
+
 def measure_processes(rank: int, num_stages: int, num_microbatches: int, rounds: int, port: int, results: Any) -> None:
-    """Measure ours and torch's in one process of K."""
+    """Measure ours, torch's and the hand-written loop in one process of K."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_stages)
     mesh = init_device_mesh("cpu", (1, num_stages), mesh_dim_names=("replica", "stage"))
-    batch = torch.randn(num_microbatches, 16), torch.randn(num_microbatches, 16)
-    inputs = batch[:1] if rank == 0 else ()
+    calibrate()
+    size = 16
+    batch = torch.randn(num_microbatches, size), torch.randn(num_microbatches, size)
     steps: dict[str, Callable[[], object]] = {}
     for mode in ("never", "always"):
         layers = nn.Sequential(*(Sleeper() for _ in range(num_stages)))
         pipeline = gpipe.Pipeline(layers, square, [1] * num_stages, num_microbatches, rematerialize=mode, mesh=mesh)
         steps[f"ours, {mode}"] = lambda pipeline=pipeline: pipeline.train_step(batch)
-    example = torch.randn(1, 16, requires_grad=True)
+    example = torch.randn(1, size, requires_grad=True)
     stage = PipelineStage(
         Sleeper(), rank, num_stages, torch.device("cpu"), input_args=(example,), output_args=(example.clone(),)
     )
     schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=square)
-    target = batch[1] if rank == num_stages - 1 else None
+    inputs, target = batch[:1] if rank == 0 else (), batch[1] if rank == num_stages - 1 else None
     steps["torch.distributed.pipelining, never"] = lambda: schedule.step(*inputs, target=target)
-    found = median_seconds(steps, rounds, dist.barrier)
+    layer = Sleeper()
+    steps["hand-written loop, never"] = lambda: hand_written(layer, rank, num_stages, batch, size)
+    found = median_seconds(steps, rounds, dist.barrier, STEPS)
+    layers_seconds: list[Any] = [None] * num_stages
+    dist.all_gather_object(layers_seconds, measured_seconds())
     if rank == 0:
-        results.put(found)
+        results.put((found, [statistics.mean(column) for column in zip(*layers_seconds, strict=True)]))
     dist.barrier()
+    del pipeline, steps
     dist.destroy_process_group()
 
 
@@ -113,58 +127,40 @@ def measure_torchgpipe(num_stages: int, num_microbatches: int, rounds: int) -> d
         layers, [1] * num_stages, devices=["cpu"] * num_stages, chunks=num_microbatches, checkpoint="never"
     )
     inputs, targets = torch.randn(num_microbatches, 16), torch.randn(num_microbatches, 16)
-    return median_seconds({"torchgpipe, never": lambda: square(model(inputs), targets).backward()}, rounds, int)
+    return median_seconds({"torchgpipe, never": lambda: square(model(inputs), targets).backward()}, rounds)
 
 
 def measure_grid(rounds: int) -> list[dict[str, Any]]:
     """Return a row an engine and a setting."""
     context = torch.multiprocessing.get_context("spawn")
     rows = []
-    for number, (num_stages, num_microbatches) in enumerate([(2, 8), (4, 16), (8, 32)]):
+    for number, (num_stages, num_microbatches) in enumerate(GRID):
         results = context.SimpleQueue()
         arguments = (num_stages, num_microbatches, rounds, 29650 + number, results)
         torch.multiprocessing.start_processes(measure_processes, arguments, num_stages, start_method="spawn")
-        seconds = results.get() | measure_torchgpipe(num_stages, num_microbatches, max(rounds // 5, 1))
+        seconds, (forward, backward) = results.get()
+        seconds |= measure_torchgpipe(num_stages, num_microbatches, max(rounds // 5, 1))
         for name, value in seconds.items():
             engine, mode = name.split(", ")
-            recompute = FORWARD if mode == "always" else 0.0
-            formula = (num_microbatches + num_stages - 1) * (FORWARD + recompute + BACKWARD)
+            slots = num_microbatches + num_stages - 1
+            formula = slots * (FORWARD * (2 if mode == "always" else 1) + BACKWARD)
             row = {"engine": engine, "num_stages": num_stages, "num_microbatches": num_microbatches}
-            rows.append(row | {"rematerialize": mode, "step_seconds": value, "formula_seconds": formula})
+            row |= {"rematerialize": mode, "step_seconds": value, "formula_seconds": formula}
+            rows.append(row | {"forward_seconds": forward, "backward_seconds": backward})
             setting = f"K={num_stages} M={num_microbatches:2} {name:36}"
             print(f"{setting} {value * 1e3:7.1f} ms, {formula / value:.3f}", flush=True)
+        print(f"the layers took {forward * 1e3:.3f} and {backward * 1e3:.3f} ms", flush=True)
     return rows
-
-
-def measure_one_stage(rounds: int) -> dict[str, float]:
-    """Compare a one-stage pipeline with a hand-written loop over micro-batches, on a small AmoebaNet-D."""
-    torch.set_num_threads(1)
-    plain = amoebanet_d(6, 32, 10, image_channels=1)
-    pipeline = gpipe.Pipeline(
-        gpipe.convert_batch_norm(amoebanet_d(6, 32, 10, image_channels=1)),
-        nn.functional.cross_entropy, [len(plain)], 4, rematerialize="never",
-    )  # fmt: skip
-    images, labels = torch.randn(32, 1, 64, 64), torch.randint(10, (32,))
-
-    def loop() -> None:
-        for inputs, targets in zip(images.split(8), labels.split(8), strict=True):
-            (nn.functional.cross_entropy(plain(inputs), targets) * (len(inputs) / 32)).backward()
-
-    steps = {"hand-written loop": loop, "ours": lambda: pipeline.train_step((images, labels))}
-    seconds = median_seconds(steps, rounds, int)
-    print(f"K=1: {seconds['ours'] / seconds['hand-written loop']:.3f} of the loop's time", flush=True)
-    return seconds
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each engine that count")
+    parser.add_argument("--rounds", type=int, default=11, help=f"turns of each engine, of {STEPS} steps, that count")
     options = parser.parse_args()
-    found = {"grid": measure_grid(options.rounds), "one_stage": measure_one_stage(options.rounds)}
-    settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "rounds": options.rounds}
+    settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "rounds": options.rounds, "steps": STEPS}
     append_record(
         ROOT / "reproductions" / "bubble" / "runs.jsonl",
         make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="engine_overhead",
-                    config=settings, seed=0, results=found),
+                    config=settings, seed=0, results={"grid": measure_grid(options.rounds)}),
     )  # fmt: skip
     render(ROOT)

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
 from gpipe.pipeline.clock import Clock
-from gpipe.pipeline.executor import Executor
+from gpipe.pipeline.executor import Executor, make_plan
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.schedule import Kind, Rematerialize, sequential
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
@@ -269,7 +269,7 @@ def test_a_stage_recomputes_before_it_asks_for_the_gradient() -> None:
     stage = Stage(0, {0: layer}, torch.device("cpu"), seed=0)
     executor = Executor({0: stage}, 2, LoggedTransfer(log))
     executor.start(batch(3)[0], 6, 3, training=True)
-    executor.train(gpipe_schedule(2, 3), 0, None, Clock(cuda=False))
+    executor.train(make_plan(gpipe_schedule, 2, 3, Rematerialize.ALWAYS, (0,)), 0, None, Clock(cuda=False))
     assert log == ["run 0", "run 1", "run 2", "run 2", "ask 2", "run 1", "ask 1", "run 0", "ask 0"]
     assert stage.num_kept == 0
 

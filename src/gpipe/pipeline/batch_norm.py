@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 _OUTSIDE, _FORWARD, _RECOMPUTE = "outside", "forward", "recompute"
 _phase = _OUTSIDE
 
 
-@contextmanager
-def microbatch_phase(norms: Iterable[MicroBatchNorm], *, recompute: bool) -> Iterator[None]:
+class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
     """Make converted batch norms keep their statistics for the step's end; while recomputing, forget them.
 
     Args:
         norms: those that may run inside.
         recompute: whether the micro-batch was seen before.
     """
-    global _phase
-    before, _phase = _phase, _RECOMPUTE if recompute else _FORWARD
-    try:
-        yield
-    finally:
-        _phase = before
-    for norm in norms:
-        if norm.fresh:
-            norm.__dict__.update(seen=norm.seen + norm.fresh, fresh=())
+
+    __slots__ = ("_before", "_norms", "_phase")
+
+    def __init__(self, norms: Iterable[MicroBatchNorm], *, recompute: bool) -> None:
+        self._norms = norms
+        self._phase = _RECOMPUTE if recompute else _FORWARD
+
+    def __enter__(self) -> None:
+        global _phase
+        self._before, _phase = _phase, self._phase
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        global _phase
+        _phase = self._before
+        if kind is None:
+            for norm in self._norms:
+                if norm.fresh:
+                    norm.__dict__.update(seen=norm.seen + norm.fresh, fresh=())
 
 
 class MicroBatchNorm(_BatchNorm):
@@ -46,27 +54,38 @@ class MicroBatchNorm(_BatchNorm):
     # micro-batches `fresh` is empty: what a compiled forward finds is always the same, and it is compiled once.
     fresh: tuple[tuple[Tensor, Tensor, int], ...] = ()  # mean, variance, count, by the micro-batch under way
     seen: tuple[tuple[Tensor, Tensor, int], ...] = ()  # by the step's micro-batches before it
+    is_torchs_own = False  # whether the class that was converted is one of torch's own
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
         """Normalise; the shapes are those of the layer that was converted."""
-        if _phase is _OUTSIDE or not self.training or self.running_mean is None or self.running_var is None:
+        # The dictionaries are used directly: nn.Module's ways to them would cost as much as a small layer.
+        buffers, parameters, attributes = self._buffers, self._parameters, self.__dict__
+        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        if _phase is _OUTSIDE or not self.training or running_mean is None or running_var is None:
             unchanged: Tensor = super().forward(input, *args)
             return unchanged
         # With a momentum of 1 and buffers of zeros, the plain layer's own update writes the micro-batch's mean and
-        # unbiased variance: no second pass over the input, and any subclass's forward will do. The dictionaries are
-        # written directly because nn.Module's attribute assignment would cost as much as a small layer.
-        buffers, attributes = self._buffers, self.__dict__
-        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        kept_buffers, momentum = dict(buffers), attributes["momentum"]
-        buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
-        attributes["momentum"] = 1.0
-        try:
-            output: Tensor = super().forward(input, *args)
-        finally:
-            buffers.update(kept_buffers)
-            attributes["momentum"] = momentum
+        # unbiased variance: no second pass over the input.
+        mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+        if self.is_torchs_own:
+            self._check_input_dim(input)  # type: ignore[no-untyped-call]
+            weight, bias = parameters["weight"], parameters["bias"]
+            output = functional.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
+        else:  # any subclass's forward will do
+            output = self._forward_with(mean, variance, input, *args)
         if _phase is _FORWARD:
             attributes["fresh"] = (*self.fresh, (mean, variance, input.numel() // input.shape[1]))
+        return output
+
+    def _forward_with(self, mean: Tensor, variance: Tensor, *args: Any) -> Tensor:
+        kept_buffers, momentum = dict(self._buffers), self.__dict__["momentum"]
+        self._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
+        self.__dict__["momentum"] = 1.0
+        try:
+            output: Tensor = super().forward(*args)
+        finally:
+            self._buffers.update(kept_buffers)
+            self.__dict__["momentum"] = momentum
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +112,7 @@ _converted_classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}
 
 def _converted(plain: type[_BatchNorm]) -> type[_BatchNorm]:
     if plain not in _converted_classes:
-        members = {"__doc__": plain.__doc__}
+        members = {"__doc__": plain.__doc__, "is_torchs_own": plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
         _converted_classes[plain] = type(f"Micro{plain.__name__}", (MicroBatchNorm, plain), members)
     return _converted_classes[plain]
 
@@ -130,7 +149,8 @@ def converted_batch_norms(modules: Iterable[nn.Module]) -> list[MicroBatchNorm]:
 def discard(norms: Iterable[MicroBatchNorm]) -> None:
     """Forget the statistics of an unfinished step."""
     for norm in norms:
-        norm.__dict__.update(seen=(), fresh=())  # nn.Module's attribute assignment is slow
+        attributes = norm.__dict__  # nn.Module's own way to set an attribute is slow
+        attributes["seen"] = attributes["fresh"] = ()
 
 
 @torch.no_grad()
@@ -171,9 +191,10 @@ def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
         if length == 0:
             together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
         else:
-            means = torch.stack([torch.cat([norm.seen[m][0] for norm in group]) for m in range(length)]).double()
-            variances = torch.stack([torch.cat([norm.seen[m][1] for norm in group]) for m in range(length)]).double()
-            per_layer = [[norm.seen[m][2] for norm in group] for m in range(length)]
+            parts = list(zip(*(norm.seen for norm in group), strict=True))  # [length][layers] of mean, variance, count
+            vectors = [part[which] for which in (0, 1) for layers in parts for part in layers]
+            means, variances = torch.cat(vectors).double().view(2, length, sum(sizes))
+            per_layer = [[count for *_, count in layers] for layers in parts]
             counts = _spread(torch.tensor(per_layer, dtype=torch.float64), sizes, device)
             together = _combined(counts, means, ((counts - 1) * variances).sum(0))
         found.update(zip(positions, together.split(sizes, dim=1), strict=True))
@@ -208,15 +229,15 @@ def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
     if not norms:
         return
     factors = _spread(torch.tensor([_count_step(norms)], dtype=torch.float64), sizes, count.device)[0]
-    for k, value in enumerate((mean, deviations / (count - 1))):
-        running = [_running(norm)[k] for norm in norms]
-        moved = torch.lerp(torch.cat(running).double(), value, factors)
-        torch._foreach_copy_(running, list(moved.split(sizes)))
+    means, variances = zip(*(_running(norm) for norm in norms), strict=True)
+    values = torch.stack([mean, deviations / (count - 1)])
+    moved = torch.lerp(torch.cat(means + variances).double().view_as(values), values, factors)
+    torch._foreach_copy_(means + variances, moved.view(-1).split(sizes * 2))
 
 
 def _count_step(norms: Sequence[MicroBatchNorm]) -> list[float]:
     """Count the step and return the weights of its statistics in the moving averages, as nn.BatchNorm has them."""
-    counters = [norm.num_batches_tracked for norm in norms]
+    counters = [norm._buffers["num_batches_tracked"] for norm in norms]
     torch._foreach_add_([counter for counter in counters if counter is not None], 1)
     # Without a momentum nn.BatchNorm keeps the average of all steps.
     return [
@@ -226,8 +247,9 @@ def _count_step(norms: Sequence[MicroBatchNorm]) -> list[float]:
 
 
 def _running(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
-    assert norm.running_mean is not None and norm.running_var is not None
-    return norm.running_mean, norm.running_var
+    mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
+    assert mean is not None and variance is not None
+    return mean, variance
 
 
 def _sizes(norms: Sequence[MicroBatchNorm]) -> list[int]:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from gpipe.pipeline import batch_norm, gradient_norm
 from gpipe.pipeline.autocast import uncached_autocast
 from gpipe.pipeline.clock import Clock
-from gpipe.pipeline.executor import Executor
+from gpipe.pipeline.executor import Executor, make_plan
 from gpipe.pipeline.failure import LostPeer, NonFiniteError, PipelineError
 from gpipe.pipeline.materialize import materialize
 from gpipe.pipeline.messages import Messenger
@@ -190,8 +190,8 @@ class Pipeline:
             if self._replicas is not None:
                 self._replicas.start_step()
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
-            schedule = self._schedule(self.num_stages, mini_batch.num_microbatches, self.rematerialize)
-            self._executor.train(schedule, self.step, loss, clock)
+            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
+            self._executor.train(make_plan(self._schedule, *shape, tuple(self._stages)), self.step, loss, clock)
             totals = self.broadcast(loss.totals() if loss else None, self.num_stages - 1)
             self._finish_step(totals["loss"])
             timeline = self._gathered_timeline(clock) if record_timeline else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -11,9 +12,21 @@ from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.microbatch import merge, microbatch_sizes, split
 from gpipe.pipeline.minibatch_loss import MiniBatchLoss
 from gpipe.pipeline.payload import Payload
-from gpipe.pipeline.schedule import Kind, Schedule, Task, inference, sequential
+from gpipe.pipeline.schedule import Kind, Rematerialize, Schedule, ScheduleFunction, Task, inference, sequential
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.transfer import MiniBatch, Transfer
+
+
+class Plan(NamedTuple):
+    """What this process does in a training step.
+
+    Attributes:
+        tasks: of its stages, in order, and whether each micro-batch keeps the graph of its forward.
+        final_micro_batches: of each of its stages, the one whose backward comes last.
+    """
+
+    tasks: tuple[tuple[Task, bool], ...]
+    final_micro_batches: dict[int, int]
 
 
 class Executor:
@@ -55,14 +68,13 @@ class Executor:
             batch = MiniBatch(batch_size, len(sizes))
         return self._transfer.start(batch, training=training)
 
-    def train(self, schedule: Schedule, step: int, loss: MiniBatchLoss | None, clock: Clock) -> None:
+    def train(self, plan: Plan, step: int, loss: MiniBatchLoss | None, clock: Clock) -> None:
         """Run this process's tasks of a training step; `loss` where it holds the last stage."""
         for stage in self._stages.values():
-            final = [task.micro_batch for task in schedule[stage.index] if task.kind is Kind.BACKWARD][-1]
-            stage.start_step(step, loss if stage.index == self._num_stages - 1 else None, final)
-        recomputed = {(t.stage, t.micro_batch) for tasks in schedule for t in tasks if t.kind is Kind.RECOMPUTE}
-        for task in self._own(schedule):
-            self._execute(task, clock, keep_graph=(task.stage, task.micro_batch) not in recomputed)
+            is_last = stage.index == self._num_stages - 1
+            stage.start_step(step, loss if is_last else None, plan.final_micro_batches[stage.index])
+        for task, keep_graph in plan.tasks:
+            self._execute(task, clock, keep_graph=keep_graph)
         self._parts = []
         for stage in self._stages.values():
             stage.loss = None  # it holds the targets
@@ -70,7 +82,7 @@ class Executor:
     def evaluate(self, num_microbatches: int, layers: nn.ModuleDict) -> Any:
         """Run `layers` forward; return the outputs of the mini-batch where this process holds the last stage."""
         outputs: list[Payload] = []
-        for task in self._own(inference(self._num_stages, num_microbatches)):
+        for task in own_tasks(inference(self._num_stages, num_microbatches), tuple(self._stages)):
             self._check()
             stage, micro_batch = self._stages[task.stage], task.micro_batch
             own = {index: layers[str(index)] for index in stage.layers}
@@ -88,11 +100,6 @@ class Executor:
         self._transfer.reset()
         for stage in self._stages.values():
             stage.reset()
-
-    def _own(self, schedule: Schedule) -> Sequence[Task]:
-        if len(self._stages) == self._num_stages:
-            return sequential(schedule)
-        return [task for index in self._stages for task in schedule[index]]
 
     def _execute(self, task: Task, clock: Clock, *, keep_graph: bool) -> None:
         self._check()
@@ -120,6 +127,30 @@ class Executor:
         payload = Payload.of(self._parts[micro_batch])
         tensors = [tensor.to(stage.device, non_blocking=True) for tensor in payload.tensors]
         return Payload(tensors, payload.structure, payload.differentiable)
+
+
+# A step is planned once for each size: behind the first stage, nothing else can be done before the first boundary input
+# has arrived, and all stages after it wait for that too.
+@functools.lru_cache(maxsize=64)
+def make_plan(
+    schedule: ScheduleFunction,
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize,
+    stages: tuple[int, ...],
+) -> Plan:
+    """Plan a training step for the process of some stages."""
+    found = schedule(num_stages, num_microbatches, rematerialize)
+    recomputed = {(t.stage, t.micro_batch) for tasks in found for t in tasks if t.kind is Kind.RECOMPUTE}
+    return Plan(
+        tuple((task, (task.stage, task.micro_batch) not in recomputed) for task in own_tasks(found, stages)),
+        {stage: [t.micro_batch for t in found[stage] if t.kind is Kind.BACKWARD][-1] for stage in stages},
+    )
+
+
+def own_tasks(schedule: Schedule, stages: tuple[int, ...]) -> list[Task]:
+    """Return the tasks of a process: those of one stage, or all."""
+    return sequential(schedule) if len(stages) == len(schedule) else [task for k in stages for task in schedule[k]]
 
 
 def _nothing() -> None:

@@ -72,10 +72,10 @@ class MessageFormat:
     def of(cls, payload: Payload, batch: MiniBatch) -> MessageFormat:
         """Return the format in which a payload travels."""
         layouts = (
-            Layout(str(t.dtype).removeprefix("torch."), tuple(t.shape), _strides(t), differentiable)
+            _layout(t.dtype, t.shape, t.stride(), differentiable)
             for t, differentiable in zip(payload.tensors, payload.differentiable, strict=True)
         )
-        return cls(payload.structure, tuple(layouts), batch)
+        return _format(payload.structure, tuple(layouts), batch)
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -147,18 +147,28 @@ def shaped(elements: Tensor, layout: Layout) -> Tensor:
     return elements.as_strided(layout.shape, layout.strides)
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+# A payload that is being packed may hold up all stages after this one: known formats are not made anew.
+@functools.lru_cache(maxsize=1024)
+def _format(structure: Structure, layouts: tuple[Layout, ...], batch: MiniBatch) -> MessageFormat:
+    return MessageFormat(structure, layouts, batch)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], differentiable: bool) -> Layout:
+    return Layout(str(dtype).removeprefix("torch."), tuple(shape), _strides(shape, strides), differentiable)
+
+
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides to rebuild a tensor with, None for those of a contiguous one.
 
     The next layer's kernels, and so the last bits of its result, can depend on them: a channels-last tensor must arrive
     as one, an expanded one and a slice with holes too.
     """
-    strides = tuple(tensor.stride())
-    contiguous = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(tensor.ndim))
-    if strides == contiguous or tensor.numel() == 0:
+    contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    if strides == contiguous or math.prod(shape) == 0:
         return None
     extent = 1
-    for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride > 0:
             if stride < extent:
                 return None  # elements may overlap: a contiguous copy travels

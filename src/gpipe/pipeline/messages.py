@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.pipeline.failure import LostPeer, PeerFailure
+from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.watch import FOREVER, Watch
 
 FRAME_BYTES = 512  # of a message's first part, which says how long the rest is
@@ -65,7 +65,8 @@ class Messenger:
     def _let_go(self, num_kept: int) -> None:
         while len(self._sent) > num_kept:
             peer, work, _ = self._sent.popleft()
-            self.wait(work, peer)
+            with self.waiting_for(peer):
+                self.wait(work, peer)
 
     def receive(self, peer: int) -> Any:
         """Wait for the next message of a rank of the group.
@@ -86,7 +87,8 @@ class Messenger:
 
     def _receive_bytes(self, size: int, peer: int) -> bytes:
         part = torch.empty(size, dtype=torch.uint8)
-        self.wait(self.post_receive_tensor(part, peer, Tag.CONTROL), peer)
+        with self.waiting_for(peer):
+            self.wait(self.post_receive(part, peer, Tag.CONTROL), peer)
         return part.numpy().tobytes()
 
     def post_send(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
@@ -98,7 +100,7 @@ class Messenger:
         with LostPeer.named([self._ranks[peer]]):
             return self.group.send([tensor], peer, tag)
 
-    def post_receive_tensor(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
+    def post_receive(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
         """Start receiving into a contiguous CPU tensor.
 
         Raises:
@@ -113,12 +115,16 @@ class Messenger:
         Raises:
             LostPeer: the connection is gone.
         """
-        with self.waiting_for(peer), LostPeer.named([self._ranks[peer]]):
+        with LostPeer.named([self._ranks[peer]]):
             work.wait(FOREVER)
 
     def waiting_for(self, peer: int) -> AbstractContextManager[None]:
-        """Let the watch know, while a body runs, for which rank of the group it waits."""
+        """Let the watch know, while a body runs, for which rank of the group this process waits."""
         return self._watch.waiting_for([self._ranks[peer]])
+
+    def report(self, error: PipelineError) -> None:
+        """Let the watch tell all processes of an error."""
+        self._watch.report(error)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on every rank."""

@@ -8,6 +8,8 @@ payload in the next. So shapes may change at any time, and nobody declares them.
     sender     F0 [notice][data]  F1 [data]  F2 [data] ...     the first step: formats are new
     sender     F0 [data]          F1 [data]  F2 [data] ...     every step after it
 
+Each end of a stream has a thread, which packs, sends, asks for and unpacks messages while the stage computes.
+
 The messages go over Gloo from host to host. Between GPUs they carry no data: the tensors follow over NCCL.
 """
 
@@ -16,24 +18,23 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.pipeline.failure import PeerFailure
+from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.message_format import NOTHING, PREFIX_BYTES, MessageFormat, flat
 from gpipe.pipeline.messages import Messenger, Tag
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.transfer import MiniBatch
-from gpipe.pipeline.watch import FOREVER
 
 _SMALLEST_BYTES = 512  # of a message, so that a notice usually fits into one
-_LETTING_GO = 4  # sent messages are let go of in groups: waking a thread for each would cost more than their memory
+_AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
 
 
 class _Says(IntEnum):
@@ -89,171 +90,209 @@ class _Formats:
 
 
 class _Sender:
-    """Sends payloads and lets go of them when they have arrived."""
+    """Sends payloads one after the other, each let go of when it has arrived."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.formats = _Formats()
+        self._formats = _Formats()
         self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
-        self._works: list[tuple[dist.Work, Tensor]] = []
-        self._sent: queue.SimpleQueue[list[tuple[dist.Work, Tensor]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._let_go, name=f"gpipe-sent-to-{link.peer}", daemon=True)
+        self._error: Exception | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"gpipe-sends-to-{link.peer}", daemon=True)
         self._thread.start()
 
     def start(self, *, training: bool) -> None:
-        self.formats.start(training=training)
-        self._hand_over()
+        self._work.put(lambda: self._formats.start(training=training))
 
     def send(self, payload: Payload, batch: MiniBatch) -> None:
-        found, predicted = MessageFormat.of(payload, batch), self.formats.predicted()
-        if found != predicted:
-            self._post_text(_Says.NOTICE, found.to_json())
-        message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
-        message[0] = _Says.DATA
-        if self.link.nccl is None:
-            found.pack(payload, message)
-        self._post(message)
+        """Send a payload, without waiting for anything.
+
+        Raises:
+            LostPeer: the connection was gone when an earlier one was to be sent.
+        """
+        if self._error is not None:
+            raise self._error
+        ready = None
         if self.link.nccl is not None:
-            self._send_on_device(payload, found)
-        self.formats.advance(found)
-        if len(self._works) >= _LETTING_GO or self.formats.position == batch.num_microbatches:
-            self._hand_over()
+            ready = torch.cuda.current_stream(self.link.device).record_event()
+        self._work.put(lambda: self._send(payload, batch, ready))
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the receiver why no payload will come."""
-        with suppress(RuntimeError):  # a peer that is gone needs no telling
-            self._post_text(_Says.FAILURE, json.dumps(failure).encode())
-        self._hand_over()
-        self._sent.put(None)
+        """Tell the receiver why no payload will come, and end the thread."""
+        self._work.put(lambda: self._send_text(_Says.FAILURE, json.dumps(failure).encode()))
+        self._work.put(None)
 
     def close(self) -> None:
-        self._hand_over()
-        self._sent.put(None)
+        self._work.put(None)
         with self.link.messenger.waiting_for(self.link.peer):
             self._thread.join()
 
-    def _post(self, message: Tensor) -> None:
-        self._works.append((self.link.messenger.post_send(message, self.link.peer, self.link.tag), message))
+    def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self.link.device)
+        while (work := self._work.get()) is not None:
+            if self._error is None:
+                try:
+                    work()
+                except LostPeer as lost:
+                    self._error = lost
+                except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+                    self._error = error
+                    self.link.messenger.report(PipelineError(f"sending failed: {type(error).__name__}: {error}"))
+            del work  # and the payload in it, before waiting for more
 
-    def _post_text(self, says: _Says, text: bytes) -> None:
+    def _send(self, payload: Payload, batch: MiniBatch, ready: torch.cuda.Event | None) -> None:
+        found = MessageFormat.of(payload, batch)
+        if found != self._formats.predicted():
+            self._send_text(_Says.NOTICE, found.to_json())
+        message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
+        message[0] = _Says.DATA
+        if ready is None:
+            found.pack(payload, message)
+        self._deliver(message)
+        if ready is not None:
+            self._send_on_device(payload, found, ready)
+        self._formats.advance(found)
+
+    def _deliver(self, message: Tensor) -> None:
+        messenger, peer = self.link.messenger, self.link.peer
+        messenger.wait(messenger.post_send(message, peer, self.link.tag), peer)
+
+    def _send_text(self, says: _Says, text: bytes) -> None:
         data = bytes([says]) + len(text).to_bytes(8, "little") + text
         # Gloo receives a message that is shorter than expected, so this size fits whatever was predicted.
         for part in (data[:_SMALLEST_BYTES].ljust(_SMALLEST_BYTES, b"\0"), data[_SMALLEST_BYTES:]):
             if part:
-                self._post(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+                self._deliver(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
-    def _send_on_device(self, payload: Payload, format_: MessageFormat) -> None:
+    def _send_on_device(self, payload: Payload, format_: MessageFormat, ready: torch.cuda.Event) -> None:
         assert self.link.nccl is not None and self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self.link.device))
+        self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
             for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
                 part = flat(tensor, layout)
                 if part.numel():
                     part.record_stream(self._stream)
-                    self._works.append((self.link.nccl.send([part], 1 - self.link.nccl.rank(), 0), part))
+                    self.link.nccl.send([part], 1 - self.link.nccl.rank(), 0).wait()  # the stream waits, not the host
 
-    def _hand_over(self) -> None:
-        if self._works:
-            self._sent.put(self._works)
-            self._works = []
 
-    def _let_go(self) -> None:
-        while (works := self._sent.get()) is not None:
-            with suppress(RuntimeError):  # the peer is gone: the next receive from it says so
-                while works:
-                    work, _ = works.pop(0)
-                    if self.link.nccl is None:
-                        work.wait(FOREVER)
-                    else:
-                        work.wait()
-                    del work, _
+class _Received(NamedTuple):
+    payload: Payload
+    batch: MiniBatch
+    arrived: torch.cuda.Event | None
 
 
 class _Receiver:
-    """Receives payloads, each posted while the one before is computed on."""
+    """Receives payloads, a few of them before the stage wants them."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.formats = _Formats()
+        self._formats = _Formats()
         self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
-        self._posted: tuple[dist.Work, Tensor] | None = None
-        self._remaining = 0
-        self._first: tuple[Payload, MiniBatch] | None = None
+        self._first: _Received | None = None
+        self._steps: queue.SimpleQueue[tuple[bool, int | None] | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[_Received | Exception] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each payload that may be asked for
+        for _ in range(_AHEAD):
+            self._room.put(None)
+        self._thread = threading.Thread(target=self._run, name=f"gpipe-receives-from-{link.peer}", daemon=True)
+        self._thread.start()
 
-    def start(self, *, training: bool, num_payloads: int) -> None:
-        """Expect the payloads of a step; the number may be 1 until `expect` says it."""
-        self.formats.start(training=training)
-        self._remaining = num_payloads
-        self._post_next()
+    def start(self, *, training: bool, num_payloads: int | None) -> None:
+        """Expect the payloads of a step; without their number, as many as the first one's mini-batch makes."""
+        self._steps.put((training, num_payloads))
 
     def first(self) -> MiniBatch:
-        """Wait for the first payload of a step, and expect as many as the mini-batch that it tells of makes."""
-        payload, batch = self._next(peek=True)
-        self._first = payload, batch
-        self._remaining = batch.num_microbatches - 1
-        self._post_next()
-        return batch
+        """Wait for the first payload of a step, and return the mini-batch that it tells of."""
+        self._first = self._next()
+        return self._first.batch
 
     def receive(self) -> Payload:
-        if self._first is not None:
-            (payload, _), self._first = self._first, None
-            return payload
-        return self._next()[0]
+        """Wait for the next payload.
 
-    def _post_next(self) -> None:
-        if self._remaining > 0 and self._posted is None:
-            self._posted = self._post(self.link.message_bytes(self.formats.predicted()))
+        Raises:
+            PeerFailure: the sender sent the cause of its failure instead.
+            LostPeer: the connection is gone.
+        """
+        (payload, _, arrived), self._first = self._first or self._next(), None
+        if arrived is not None:
+            stream = torch.cuda.current_stream(self.link.device)
+            stream.wait_event(arrived)
+            for tensor in payload.tensors:
+                tensor.record_stream(stream)
+        return payload
 
-    def _post(self, size: int) -> tuple[dist.Work, Tensor]:
-        message = torch.empty(size, dtype=torch.uint8)
-        return self.link.messenger.post_receive_tensor(message, self.link.peer, self.link.tag), message
+    def fail(self) -> None:
+        """End the thread, unless it waits for a message: that ends with the connection."""
+        self._steps.put(None)
 
-    def _wait(self, posted: tuple[dist.Work, Tensor]) -> Tensor:
-        work, message = posted
-        self.link.messenger.wait(work, self.link.peer)
-        return message
+    def close(self) -> None:
+        self._steps.put(None)
+        with self.link.messenger.waiting_for(self.link.peer):
+            self._thread.join()
 
-    def _next(self, *, peek: bool = False) -> tuple[Payload, MiniBatch]:
-        assert self._posted is not None, "more payloads were asked for than the step has"
-        found = self.formats.predicted()
-        message = self._wait(self._posted)
-        self._posted = None
+    def _next(self) -> _Received:
+        with self.link.messenger.waiting_for(self.link.peer):
+            received = self._received.get()
+        if isinstance(received, Exception):
+            raise received
+        self._room.put(None)
+        return received
+
+    def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self.link.device)
+        try:
+            while (step := self._steps.get()) is not None:
+                training, num_payloads = step
+                self._formats.start(training=training)
+                while num_payloads is None or self._formats.position < num_payloads:
+                    self._room.get()
+                    received = self._receive()
+                    num_payloads = received.batch.num_microbatches
+                    self._received.put(received)
+                    del received  # the stage alone decides how long it lives
+        except Exception as error:  # noqa: BLE001 - raised where the payload is asked for
+            self._received.put(error)
+
+    def _receive(self) -> _Received:
+        found = self._formats.predicted()
+        message = self._message(self.link.message_bytes(found))
         says = int(message[0])
         if says != _Says.DATA:
             text = self._text(message)
             if says == _Says.FAILURE:
                 raise PeerFailure(**json.loads(text))
             found = MessageFormat.from_json(text)
-            message = self._wait(self._post(self.link.message_bytes(found)))
-        self.formats.advance(found)
-        self._remaining -= 1
-        payload = found.unpack(message) if self.link.nccl is None else self._receive_on_device(found)
-        if not peek:
-            self._post_next()
-        return payload, found.batch
+            message = self._message(self.link.message_bytes(found))
+        self._formats.advance(found)
+        if self._stream is None:
+            return _Received(found.unpack(message), found.batch, None)
+        return _Received(self._receive_on_device(found), found.batch, self._stream.record_event())
+
+    def _message(self, size: int) -> Tensor:
+        messenger, peer = self.link.messenger, self.link.peer
+        message = torch.empty(size, dtype=torch.uint8)
+        messenger.wait(messenger.post_receive(message, peer, self.link.tag), peer)
+        return message
 
     def _text(self, message: Tensor) -> bytes:
         data = message[:_SMALLEST_BYTES].numpy().tobytes()
         length = int.from_bytes(data[1:9], "little")
         text = data[9 : 9 + length]
         if len(text) < length:
-            text += self._wait(self._post(length - len(text))).numpy().tobytes()
+            text += self._message(length - len(text)).numpy().tobytes()
         return text
 
     def _receive_on_device(self, format_: MessageFormat) -> Payload:
-        assert self.link.nccl is not None and self._stream is not None
+        assert self.link.nccl is not None
         with torch.cuda.stream(self._stream):
             parts = format_.empty(self.link.device)
             for part in parts:
                 if part.numel():  # as bytes: NCCL knows fewer types than torch
                     work = self.link.nccl.recv([part.view(torch.uint8)], 1 - self.link.nccl.rank(), 0)
                     work.wait()  # the stream waits, not the host
-            payload = format_.payload(parts)
-        stream = torch.cuda.current_stream(self.link.device)
-        stream.wait_stream(self._stream)
-        for tensor in payload.tensors:
-            tensor.record_stream(stream)
-        return payload
+            return format_.payload(parts)
 
 
 class ProcessTransfer:
@@ -270,6 +309,7 @@ class ProcessTransfer:
         self._outputs = _Sender(following[0]) if following else None
         self._output_gradients = _Receiver(following[1]) if following else None
         self._senders = [sender for sender in (self._outputs, self._input_gradients) if sender is not None]
+        self._receivers = [receiver for receiver in (self._inputs, self._output_gradients) if receiver is not None]
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
@@ -277,7 +317,7 @@ class ProcessTransfer:
         for sender in self._senders:
             sender.start(training=training)
         if self._inputs is not None:
-            self._inputs.start(training=training, num_payloads=1)
+            self._inputs.start(training=training, num_payloads=None)
             batch = self._inputs.first()
         assert batch is not None
         self._batch = batch
@@ -309,6 +349,8 @@ class ProcessTransfer:
         """Tell the neighbours why this stage sends nothing any more, and end the threads without waiting for them."""
         for sender in self._senders:
             sender.fail(failure)
+        for receiver in self._receivers:
+            receiver.fail()
 
     def reset(self) -> None:
         """Do nothing: after a failure the streams are out of step for good, and the engine refuses to go on."""
@@ -317,3 +359,5 @@ class ProcessTransfer:
         """Wait until everything sent has arrived, and end the threads."""
         for sender in self._senders:
             sender.close()
+        for receiver in self._receivers:
+            receiver.close()

@@ -70,7 +70,10 @@ def inference(num_stages: int, num_microbatches: int) -> Schedule:
     return [[Task(Kind.FORWARD, stage, m) for m in range(num_microbatches)] for stage in range(num_stages)]
 
 
-SCHEDULES: dict[str, Callable[[int, int, Rematerialize], Schedule]] = {"gpipe": gpipe}
+ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialize], Schedule]
+"""(K, M, what is recomputed) -> the tasks of a training step."""
+
+SCHEDULES: dict[str, ScheduleFunction] = {"gpipe": gpipe}
 
 
 def dependencies(task: Task, num_stages: int) -> list[Task]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -137,21 +136,33 @@ class Stage:
             pairs: list[tuple[GradientEdge, Tensor | None]] = [(root, None) for root in kept.roots if root is not None]
         else:
             pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None and g is not None]
-        with self._errors_named(micro_batch, "backward"), without_autocast(self.device):
-            if kept.outputs is not None and self.replicas is not None:
-                reached = kept.outputs
-                if gradients is not None:  # one that no gradient comes back for takes no part in this backward
-                    reached = [t for t, gradient in zip(kept.outputs, gradients, strict=True) if gradient is not None]
-                extra = self.replicas.average_in_backward([t for t in reached if t.requires_grad])
-                pairs += [(get_gradient_edge(tensor), None) for tensor in extra]
-            if pairs:
-                with self._averaging(kept):
+        try:
+            with without_autocast(self.device):
+                if kept.outputs is not None and self.replicas is not None:
+                    self._backward_averaged(pairs, kept.outputs, gradients, self.replicas)
+                elif pairs:
                     torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+        except (PipelineError, LostPeer):
+            raise
+        except Exception as error:
+            raise self._at(error, micro_batch, "backward") from error
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
 
-    def _averaging(self, kept: _Kept) -> AbstractContextManager[None]:
-        return nullcontext() if kept.outputs is None or self.replicas is None else self.replicas.exchange()
+    def _backward_averaged(
+        self,
+        pairs: list[tuple[GradientEdge, Tensor | None]],
+        outputs: list[Tensor],
+        gradients: list[Tensor | None] | None,
+        replicas: Replicas,
+    ) -> None:
+        if gradients is not None:  # one that no gradient comes back for takes no part in this backward
+            outputs = [t for t, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        extra = replicas.average_in_backward([t for t in outputs if t.requires_grad])
+        pairs = pairs + [(get_gradient_edge(tensor), None) for tensor in extra]
+        if pairs:
+            with replicas.exchange():
+                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
 
     def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Payload:
         """Run substitute or own layers without a graph and return the boundary output."""
@@ -162,8 +173,12 @@ class Stage:
             outputs = self._run(micro_batch, _entered(kept), doing)
             if self.loss is not None:
                 self._enter(micro_batch, self._loss_index, None)
-                with self._errors_named(micro_batch, "loss"):
+                try:
                     outputs = Payload.of(self.loss(outputs.value(), micro_batch))
+                except (PipelineError, LostPeer):
+                    raise
+                except Exception as error:
+                    raise self._at(error, micro_batch, "loss") from error
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
         if self.replicas is not None and micro_batch == self.final_micro_batch:
             kept.outputs = outputs.tensors
@@ -180,7 +195,7 @@ class Stage:
     ) -> Payload:
         payload, value = inputs, inputs.value()
         versions = [tensor._version for tensor in inputs.tensors] if guard_inputs else []
-        with self._errors_named(micro_batch, doing):
+        try:
             for index, layer in (self.layers if layers is None else layers).items():
                 self._enter(micro_batch, index, layer)
                 passed_by = [tensor.grad_fn for tensor in payload.tensors]
@@ -191,6 +206,10 @@ class Stage:
                     self._refuse_changed_inputs(inputs, versions)
                 elif torch.is_grad_enabled():
                     self._announce_backward(payload, passed_by, index, layer)
+        except (PipelineError, LostPeer):
+            raise
+        except Exception as error:
+            raise self._at(error, micro_batch, doing) from error
         return payload
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
@@ -217,17 +236,10 @@ class Stage:
                 "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
             )
 
-    @contextmanager
-    def _errors_named(self, micro_batch: int, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except (PipelineError, LostPeer):
-            raise
-        except Exception as error:
-            layer, module = self._position
-            raise PipelineError.at(
-                error, doing, stage=self.index, micro_batch=micro_batch, layer=layer, module=module
-            ) from error
+    def _at(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
+        """Return an error that says where another one happened: in a layer or the loss."""
+        layer, module = self._position
+        return PipelineError.at(error, doing, stage=self.index, micro_batch=micro_batch, layer=layer, module=module)
 
 
 def _compiled(layer: nn.Module, index: int, options: Mapping[str, Any]) -> Callable[[Any], Any]:

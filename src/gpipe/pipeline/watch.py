@@ -22,6 +22,7 @@ from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 _LOOK_SECONDS = 0.5
 _GRACE_SECONDS = 1.0  # for a process to hear of a failure by itself before its connections are cut
 _EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
+_STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
 _LOOKS_PER_TIMEOUT = 8  # a chain of many stages is long to follow, and need not be followed often
 _FAILURE = "failure"
 PROBE_TAG = 1 << 16  # of messages that nobody sends or receives
@@ -55,8 +56,9 @@ class Watch:
         self._store, self._rank, self._timeout_seconds = store, rank, timeout_seconds
         self._progress = 0
         self._wait: _Wait | None = None
-        self._noted: Any = None
+        self._looks = 0
         self._seen: dict[int, tuple[int, float]] = {}  # how far others were, and since when
+        self._alive: dict[int, tuple[int, float]] = {}  # how often they had looked, and since when
         self._next_search = 0.0
         self._failure: PeerFailure | None = None
         self._failure_seen = 0.0
@@ -131,10 +133,8 @@ class Watch:
             self._cut()
             self.close()
             return False
-        note = [self._progress, list(wait.ranks) if wait is not None else []]
-        if note != self._noted:
-            self._noted = note
-            self._write(f"state/{self._rank}", note)
+        self._looks += 1
+        self._write(f"state/{self._rank}", [self._looks, self._progress, list(wait.ranks) if wait is not None else []])
         if self._failure is None and (failure := self._read(_FAILURE)) is not None:
             self._failure, self._failure_seen = PeerFailure(**failure), now
         if self._failure is None and wait is not None and now >= self._next_search:
@@ -150,17 +150,19 @@ class Watch:
 
     def _hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
         """Follow the notes of who waits for whom to those who wait for nobody, and name them if they hang."""
-        reached: dict[int, Any] = {self._rank: None}
+        reached: dict[int, list[int]] = {self._rank: []}
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:
-                reached[rank] = self._read(f"state/{rank}") or [-1, []]
-                pending += reached[rank][1]
+                looks, progress, others = self._read(f"state/{rank}") or [-1, -1, []]
+                _note(self._seen, rank, progress, now)
+                _note(self._alive, rank, looks, now)
+                # A process that does not even look any more was stopped: whom it waited for then says nothing.
+                is_stopped = now - self._alive[rank][1] > max(self._timeout_seconds / 2, _STOPPED_SECONDS)
+                reached[rank] = [] if is_stopped else others
+                pending += reached[rank]
         del reached[self._rank]
-        for rank, (progress, _) in reached.items():
-            if self._seen.get(rank, (None, 0.0))[0] != progress:
-                self._seen[rank] = progress, now
-        culprits = sorted(rank for rank, (_, others) in reached.items() if not others)
+        culprits = sorted(rank for rank, others in reached.items() if not others)
         suspects = culprits or sorted(reached)  # all wait for each other
         since = max(wait.since, *(self._seen[rank][1] for rank in suspects))
         if now - since < self._timeout_seconds * (1 - 1 / _LOOKS_PER_TIMEOUT):
@@ -186,13 +188,17 @@ class Watch:
     def _cut(self) -> None:
         """End all waits of this process."""
         for group, backend in self._groups:
-            with suppress(RuntimeError):
-                if backend != "gloo":
+            if backend != "gloo":
+                with suppress(RuntimeError):
                     group.abort()
-                elif group.size() > 1:
-                    # A wait that is given up makes Gloo close all connections of its group.
-                    part = torch.empty(1, dtype=torch.uint8)
-                    group.recv([part], (group.rank() + 1) % group.size(), PROBE_TAG).wait(timedelta(milliseconds=1))
+                continue
+            for peer in range(group.size()):
+                if peer != group.rank():
+                    # A wait that is given up makes Gloo close the connections of its group; but a wait for a peer that
+                    # is gone already fails before it begins.
+                    with suppress(RuntimeError):
+                        part = torch.empty(1, dtype=torch.uint8)
+                        group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def _described(self, rank: int) -> tuple[int | None, str]:
         stage, name = self._read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
@@ -207,6 +213,12 @@ class Watch:
             if self._store.check([key]):
                 return json.loads(self._store.get(key))
         return None
+
+
+def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
+    """Remember a value of another process, and since when it has been that."""
+    if seen.get(rank, (None, 0.0))[0] != value:
+        seen[rank] = value, now
 
 
 def _look_regularly(reference: weakref.ref[Watch], closed: threading.Event) -> None:

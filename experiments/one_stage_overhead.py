@@ -1,0 +1,73 @@
+"""What the engine costs where there is nothing to pipeline: K = 1 beside a hand-written loop over micro-batches.
+
+    python experiments/one_stage_overhead.py
+
+A small AmoebaNet-D on one core; the two take turns, and the median of the paired ratios counts. Appends a record to
+reproductions/bubble/runs.jsonl and renders its README. About half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.models import amoebanet_d
+from gpipe.results.records import append_record, make_record
+from gpipe.results.reproduction import render
+
+ROOT = Path(__file__).parent.parent
+NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32, 64
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """Return the median seconds of both, and the median of the rounds' ratios."""
+    plain, layers = (amoebanet_d(NUM_LAYERS, NUM_FILTERS, 10, image_channels=1) for _ in range(2))
+    loss = nn.functional.cross_entropy
+    pipeline = gpipe.Pipeline(
+        gpipe.convert_batch_norm(layers), loss, [len(layers)], NUM_MICROBATCHES, rematerialize="never"
+    )
+    images = torch.randn(BATCH_SIZE, 1, IMAGE_SIZE, IMAGE_SIZE)
+    labels = torch.randint(10, (BATCH_SIZE,))
+
+    def loop() -> None:
+        size = BATCH_SIZE // NUM_MICROBATCHES
+        for inputs, targets in zip(images.split(size), labels.split(size), strict=True):
+            (loss(plain(inputs), targets) * (len(inputs) / BATCH_SIZE)).backward()
+
+    steps = {"hand_written": loop, "ours": lambda: pipeline.train_step((images, labels))}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    # The first round warms up.
+    ratio = statistics.median(b / a for a, b in list(zip(*seconds.values(), strict=True))[1:])
+    medians = {f"{name}_seconds": statistics.median(values[1:]) for name, values in seconds.items()}
+    return medians | {"ratio": ratio}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=41, help="steps of each that count")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = measure(options.rounds)
+    print(f"{results['ratio']:.3f} of the loop's time", flush=True)
+    settings = {
+        "rounds": options.rounds, "num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS, "batch_size": BATCH_SIZE,
+        "num_microbatches": NUM_MICROBATCHES, "image_size": IMAGE_SIZE,
+    }  # fmt: skip
+    append_record(
+        ROOT / "reproductions" / "bubble" / "runs.jsonl",
+        make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="one_stage_overhead",
+                    config=settings, seed=0, results=results),
+    )  # fmt: skip
+    render(ROOT)
