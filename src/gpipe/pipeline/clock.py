@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -30,22 +28,23 @@ class Clock:
         self._device: list[tuple[Task, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
 
-    @contextmanager
-    def timing(self, task: Task, device: torch.device) -> Iterator[None]:
-        """Time what runs inside."""
+    def start(self, device: torch.device) -> float | torch.cuda.Event | None:
+        """Return a mark of when a task begins on a device, for `stop`."""
         if device.type != "cuda":
-            start = time.perf_counter()
-            yield
-            self._host.append((task, start, time.perf_counter()))
-        elif self._cuda:
-            if device not in self._origins:
-                torch.cuda.synchronize(device)
-                self._origins[device] = time.perf_counter(), self._mark(device)
-            before = self._mark(device)
-            yield
-            self._device.append((task, device, before, self._mark(device)))
-        else:
-            yield
+            return time.perf_counter()
+        if not self._cuda:
+            return None
+        if device not in self._origins:
+            torch.cuda.synchronize(device)
+            self._origins[device] = time.perf_counter(), self._mark(device)
+        return self._mark(device)
+
+    def stop(self, task: Task, device: torch.device, mark: float | torch.cuda.Event | None) -> None:
+        """Note that a task ends, which began at a mark."""
+        if isinstance(mark, float):
+            self._host.append((task, mark, time.perf_counter()))
+        elif mark is not None:
+            self._device.append((task, device, mark, self._mark(device)))
 
     def events(self) -> list[Event]:
         """Return the tasks with their times; on CUDA, wait for them first."""

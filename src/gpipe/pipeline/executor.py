@@ -107,17 +107,20 @@ class Executor:
         last = stage.index == self._num_stages - 1
         if task.kind is Kind.FORWARD:
             inputs = self._inputs(stage, micro_batch)
-            with clock.timing(task, stage.device):
-                outputs = stage.forward(micro_batch, inputs, keep_graph=keep_graph)
+            mark = clock.start(stage.device)
+            outputs = stage.forward(micro_batch, inputs, keep_graph=keep_graph)
+            clock.stop(task, stage.device, mark)
             if not last:
                 self._transfer.send_forward(stage.index, micro_batch, outputs)
         elif task.kind is Kind.RECOMPUTE:
-            with clock.timing(task, stage.device):
-                stage.recompute(micro_batch)
+            mark = clock.start(stage.device)
+            stage.recompute(micro_batch)
+            clock.stop(task, stage.device, mark)
         else:
             gradients = None if last else self._transfer.receive_backward(stage.index, micro_batch)
-            with clock.timing(task, stage.device):
-                input_gradients = stage.backward(micro_batch, gradients)
+            mark = clock.start(stage.device)
+            input_gradients = stage.backward(micro_batch, gradients)
+            clock.stop(task, stage.device, mark)
             if stage.index > 0:
                 self._transfer.send_backward(stage.index, micro_batch, input_gradients)
 

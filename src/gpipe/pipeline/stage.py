@@ -42,6 +42,9 @@ class _Entry(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Entry's backward; gets no gradient itself
+
+
 @dataclass(slots=True)
 class _Kept:
     """What a stage holds of a micro-batch between its forward and its backward."""
@@ -74,7 +77,7 @@ class Stage:
         self._compiled: dict[nn.Module, Callable[[Any], Any]] = {}
         self._kept: dict[int, _Kept] = {}
         self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
-        self._loss_index = max(self.layers) + 1
+        self._last = max(self.layers)
 
     @property
     def num_kept(self) -> int:
@@ -136,6 +139,7 @@ class Stage:
             pairs: list[tuple[GradientEdge, Tensor | None]] = [(root, None) for root in kept.roots if root is not None]
         else:
             pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None and g is not None]
+        self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         try:
             with without_autocast(self.device):
                 if kept.outputs is not None and self.replicas is not None:
@@ -172,7 +176,7 @@ class Stage:
         with torch.enable_grad():
             outputs = self._run(micro_batch, _entered(kept), doing)
             if self.loss is not None:
-                self._enter(micro_batch, self._loss_index, None)
+                self._enter(micro_batch, self._last + 1, None)
                 try:
                     outputs = Payload.of(self.loss(outputs.value(), micro_batch))
                 except (PipelineError, LostPeer):
@@ -204,7 +208,7 @@ class Stage:
                 payload = Payload.of(value)
                 if guard_inputs:
                     self._refuse_changed_inputs(inputs, versions)
-                elif torch.is_grad_enabled():
+                elif torch.is_grad_enabled() and (index < self._last or self.loss is not None):
                     self._announce_backward(payload, passed_by, index, layer)
         except (PipelineError, LostPeer):
             raise
@@ -263,8 +267,7 @@ def _entered(kept: _Kept) -> Payload:
     wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
     if not wanted:
         return inputs
-    anchor = torch.empty(0, requires_grad=True)  # makes autograd call the function's backward; gets no gradient itself
-    entered = iter(_Entry.apply(kept.gradients, anchor, *wanted))  # type: ignore[no-untyped-call]
+    entered = iter(_Entry.apply(kept.gradients, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
     tensors = [
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]
