@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from hand_written_loop import hand_written, square
 from sleeping_layers import BACKWARD, FORWARD, Sleeper, calibrate, measured_seconds
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -32,11 +33,6 @@ from gpipe.results.reproduction import render
 GRID = [(2, 8), (4, 16), (8, 32)]
 STEPS = 3  # in a row, as in training: one stage's end may overlap with another's next beginning
 ROOT = Path(__file__).parent.parent
-
-
-def square(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error."""
-    return (outputs - targets).square().mean()
 
 
 def median_seconds(
@@ -54,36 +50,6 @@ def median_seconds(
             if turn > 0:  # the first one warms up
                 seconds[name].append((time.perf_counter() - start) / in_a_row)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def hand_written(layer: nn.Module, rank: int, num_stages: int, batch: tuple[Tensor, Tensor], size: int) -> None:
-    """Run a GPipe step of one layer a process, written for one shape: what Gloo and autograd alone take."""
-    is_first, is_last = rank == 0, rank == num_stages - 1
-    inputs, targets = (list(part.split(1)) for part in batch)
-    num, sends = len(inputs), []
-    gradients = [torch.empty(1, size) for _ in inputs]
-    arriving = [] if is_first else [dist.irecv(inputs[m], rank - 1, tag=m) for m in range(num)]
-    returning = [] if is_last else [dist.irecv(gradients[m], rank + 1, tag=num + m) for m in range(num)]
-    outputs = []
-    for m in range(num):
-        if not is_first:
-            arriving[m].wait()
-            inputs[m].requires_grad_()
-        outputs.append(layer(inputs[m]))
-        if is_last:
-            outputs[m] = square(outputs[m], targets[m]) / num
-        else:
-            sends.append(dist.isend(outputs[m].detach(), rank + 1, tag=m))
-    for m in reversed(range(num)):
-        if is_last:
-            outputs[m].backward()
-        else:
-            returning[m].wait()
-            outputs[m].backward(gradients[m])
-        if not is_first:
-            sends.append(dist.isend(inputs[m].grad, rank - 1, tag=num + m))
-    for send in sends:
-        send.wait()
 
 
 def measure_processes(rank: int, num_stages: int, num_microbatches: int, rounds: int, port: int, results: Any) -> None:

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpipe.pipeline.failure import LostPeer
+from gpipe.pipeline.link import Link
 from gpipe.pipeline.messages import Messenger, Tag
-from gpipe.pipeline.process_transfer import Link, ProcessTransfer
+from gpipe.pipeline.process_transfer import ProcessTransfer
 from gpipe.pipeline.replicas import Replicas
 from gpipe.pipeline.watch import Watch
 
