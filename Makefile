@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format lock clean
+.PHONY: help quickstart test lint format notebooks lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ lint: .venv ## style, format and types
 format: .venv ## rewrite the sources in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks: .venv ## execute the notebooks' scripts and write the notebooks
+	$(BIN)/python notebooks/execute.py
 
 .venv: .venv/installed ## make the virtual environment from requirements.lock
 

@@ -32,7 +32,7 @@ def trainer_of(folder: Path, *overrides: str) -> Trainer:
     run = run_of(*overrides)
     layers = build_layers(run)
     pipeline = build_pipeline(run, layers, build_plan(run, layers), ALONE)
-    with build_tracker(run, folder, enabled=False) as tracker:
+    with build_tracker(run, folder, [], enabled=False) as tracker:
         return build_trainer(run, pipeline, ALONE, folder, tracker, lambda timeline: None)
 
 
@@ -110,7 +110,7 @@ def test_a_number_of_classes_that_the_data_do_not_have_is_refused(tmp_path: Path
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which is no folder"):
+    with pytest.raises(ConfigError, match="which has no checkpoint"):
         trainer_of(tmp_path, f"trainer.resume_from={tmp_path / 'nowhere'}")
 
 

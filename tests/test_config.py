@@ -22,12 +22,15 @@ from gpipe.config import (
     to_run,
     to_yaml,
 )
+from gpipe.config.folders import job_folder
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
 GROUPS = ("model", "data", "pipeline", "optimizer", "launch", "tracking")
+# What an experiment cannot do without and does not choose.
+GIVEN = {"transfer": ["init_from=null"], "transfer_table": ["init_from=null"]}
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
 
@@ -62,7 +65,7 @@ def test_the_defaults_compose() -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_at_every_scale(experiment: str, scale: str) -> None:
-    run = run_of(f"+experiment={experiment}", f"scale={scale}")
+    run = run_of(f"+experiment={experiment}", f"scale={scale}", *GIVEN.get(experiment, []))
     assert run.name == (experiment if scale == "paper" else f"{experiment}_{scale}")
 
 
@@ -141,6 +144,7 @@ def test_a_data_set_that_the_scale_would_overrule_is_refused() -> None:
         ("pipeline.num_stages=two", "two"),
         ("pipeline.rematerialize=sometimes", "sometimes"),
         ("data.crop_scale=[a,b]", "a"),
+        ("data.policy=mixup", "mixup"),
         ("trainer.dry_run=perhaps", "perhaps"),
     ],
 )
@@ -164,6 +168,9 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
         ("data.channels=2", "data.channels is 2, expected 1 (grey) or 3 (colour)"),
         ("data.crop_scale=[0.5]", "data.crop_scale is [0.5], expected [smallest, largest]"),
         ("data.crop_scale=[0.5,2]", "data.crop_scale is [0.5, 2.0], expected shares of the area"),
+        ("data.crop_aspect=[2,1]", "data.crop_aspect is [2.0, 1.0], expected [smallest, largest]"),
+        ("data.cutout=1", "data.cutout is 1.0, expected a number from 0 to less than 1"),
+        ("data.cutout=-0.1", "data.cutout is -0.1, expected a number from 0 to less than 1"),
         ("optimizer.learning_rate=0", "optimizer.learning_rate is 0.0, expected a number above 0"),
         ("optimizer.name=sgd", "optimizer.name is sgd"),
         ("schedule.decay_rate=0", "schedule.decay_rate is 0.0, expected a factor in (0, 1]"),
@@ -178,6 +185,20 @@ def test_a_wrong_value_gets_one_sentence(override: str, sentence: str) -> None:
     message = refusal_of(override)
     assert sentence in message
     assert "\n" not in message.strip()
+
+
+def test_a_transfer_needs_a_checkpoint_to_begin_with() -> None:
+    assert "init_from is not set, expected the run or checkpoint" in refusal_of("+experiment=transfer")
+    assert run_of("+experiment=transfer", "init_from=runs/some").init_from == "runs/some"
+
+
+@pytest.mark.parametrize("data", ["cifar10", "birdsnap", "digits"])
+def test_a_transfer_sees_whole_images_at_the_papers_size(data: str) -> None:
+    run = to_plain(run_of("+experiment=transfer", f"data={data}", "init_from=null"))
+    assert (run["data"]["name"], run["data"]["crop_scale"], run["data"]["center_crop"]) == (data, None, 1.0)
+    assert run["data"]["image_size"] == (64 if data == "digits" else 480)
+    laptop = to_plain(run_of("+experiment=transfer", f"data={data}", "init_from=null", "scale=laptop"))
+    assert (laptop["data"]["name"], laptop["data"]["image_size"], laptop["data"]["channels"]) == (data, 64, 1)
 
 
 def test_a_mini_batch_must_divide_over_the_replicas() -> None:
@@ -235,11 +256,41 @@ def test_the_help_names_every_experiment_and_choice() -> None:
         run_of(*overrides)
 
 
+@pytest.mark.parametrize("search", sorted(path.stem for path in (CONF / "search").glob("*.yaml")))
+def test_a_search_composes_with_optuna(search: str) -> None:
+    hydra = compose("train", overrides=[f"+search={search}"], return_hydra_config=True).hydra
+    assert (hydra.runtime.choices["hydra/sweeper"], hydra.sweeper.direction) == ("optuna", "maximize")
+
+
+def test_a_job_on_slurm_has_a_gpu_a_stage_and_is_queued_again_at_its_time_limit() -> None:
+    overrides = ["hydra/launcher=slurm", "pipeline.num_stages=4", "hydra.launcher.partition=gpus"]
+    hydra = compose("train", overrides=overrides, return_hydra_config=True).hydra
+    assert hydra.launcher._target_.endswith("SlurmLauncher")
+    assert (hydra.launcher.gpus_per_node, hydra.launcher.tasks_per_node, hydra.launcher.partition) == (4, 1, "gpus")
+    assert hydra.launcher.max_num_timeout > 0
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_transfer_table_is_every_set_of_table_4_with_five_seeds(scale: str) -> None:
+    overrides = ["+experiment=transfer_table", f"scale={scale}", "init_from=null"]
+    params = compose("train", overrides=overrides, return_hydra_config=True).hydra.sweeper.params
+    paper = {"cifar10", "cifar100", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap"}
+    assert set(params["data"].split(",")) == paper | ({"digits", "mnist_5k"} if scale == "laptop" else set())
+    assert params["seed"] == "0,1,2,3,4"
+
+
+def test_the_folder_of_a_job_follows_from_its_overrides() -> None:
+    assert job_folder("data=digits,seed=0") == "data=digits,seed=0"
+    assert re.fullmatch(r"init_from=runs_a_b-[0-9a-f]{8}", job_folder("init_from=runs/a/b"))
+    names = [job_folder(f"{'k' * 150}={value}") for value in (1, 2)]
+    assert names[0] != names[1] and all(len(name) <= 120 for name in names)
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_begins_with_its_command_cost_and_result(name: str) -> None:
     text = (CONF / "experiment" / f"{name}.yaml").read_text()
     comment = text[: text.index("defaults:")]
-    assert f"python train.py +experiment={name}" in comment
+    assert re.search(rf"python train.py (-m )?\+experiment={name}\b", comment)
     assert "Cost" in comment
     assert "Result" in comment
 

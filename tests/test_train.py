@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from gpipe.results.records import read_records
 
@@ -28,9 +30,11 @@ TINY = (
 )
 
 
-def start(folder: Path, *arguments: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+def start(
+    folder: Path, *arguments: str, torchrun: bool = False, warnings: str = "error"
+) -> subprocess.CompletedProcess[str]:
     """Run train.py in a folder, with warnings as errors, and return what came of it."""
-    program = [sys.executable, "-W", "error", TRAIN]
+    program = [sys.executable, "-W", warnings, TRAIN]
     if torchrun:
         program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -45,9 +49,21 @@ def run_folder(folder: Path) -> Path:
     return found
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights and averages of a run's last checkpoint, by kind and name."""
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    return {
+        f"{kind}/{name}": tensor
+        for kind in ("weights", "ema")
+        for path in checkpoint.glob(f"{kind}-*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """Return the lines of a run's log, without what depends on the machine."""
-    lines = [json.loads(line) for line in (run_folder(folder) / "metrics.jsonl").read_text().splitlines()]
+    """Return the lines of a run's log that are of steps and evaluations, without what depends on the machine."""
+    every = [json.loads(line) for line in (run_folder(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in every if "epoch" in line]
     timed = {"images_per_second", "step_seconds", "peak_memory_bytes", "wait_seconds", "bubble"}
     return [{key: value for key, value in line.items() if key not in timed} for line in lines]
 
@@ -78,7 +94,8 @@ def test_a_run_says_the_plan_first_and_then_what_it_did_and_what_to_try(
     assert done.stdout.startswith("train: K=2 stages, M=8 micro-batches of 2")
     plan, _, words = done.stdout.rpartition("\n\n")
     assert "Predicted bubble (K-1)/(M+K-1) = 11.1%" in plan
-    assert re.match(r"train: top-1 [\d.]+%, top-5 [\d.]+% on the test images after 3 steps in \d+ s\.\n", words)
+    assert re.match(r"train: top-1 [\d.]+%, top-5 [\d.]+% on the test images after 3 steps in \d+ s, ", words)
+    assert "% of them waiting for data" in words
     assert "Bubble of a step: 11.1% predicted, " in words
     assert str(run_folder(folder).relative_to(folder)) in words
     assert words.count("python train.py") == 3
@@ -95,6 +112,21 @@ def test_one_process_and_torchrun_train_the_same(
     assert metrics(one) == expected
     assert start(adopted, *TINY, torchrun=True).returncode == 0
     assert metrics(adopted) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["launch=process_per_stage"], ["data.num_workers=2", "pipeline.num_stages=1"], ["data.num_workers=4"]],
+    ids=" ".join,
+)
+def test_the_same_seed_trains_the_same_weights_to_the_last_bit(
+    two_processes: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, arguments: list[str]
+) -> None:
+    # torch warns of more workers than cores
+    assert start(tmp_path, *TINY, *arguments, warnings="default").returncode == 0
+    expected, found = (weights(run_folder(folder)) for folder in (two_processes[0], tmp_path))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def test_the_first_hint_goes_on_from_the_runs_checkpoint(
@@ -161,8 +193,87 @@ def test_help_is_for_newcomers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_runs_every_value(tmp_path: Path) -> None:
-    done = start(tmp_path, "-m", *TINY, "pipeline.num_microbatches=1,2")
-    assert done.returncode == 0
+def test_a_transfer_keeps_all_but_the_softmax_layer(
+    two_processes: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """At a learning rate of almost nothing, what was trained before is what is there after."""
+    checkpoint = run_folder(two_processes[0])
+    still = [
+        "optimizer.learning_rate=1e-30", "optimizer.weight_decay=0", "model.batch_norm_momentum=1e-30",
+        "ema.decay=0.99999999", "ema.warm_up=false", "seed=5",
+    ]  # fmt: skip
+    arguments = [*TINY, *still, "data=digits", "pipeline.num_stages=3", "launch=process_per_stage"]
+    assert start(tmp_path, *arguments, f"init_from={checkpoint}").returncode == 0
+    before, after = (weights(folder) for folder in (checkpoint, run_folder(tmp_path)))
+    softmax = {"layers.8.fully_connected.weight", "layers.8.fully_connected.bias"}
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        if name.partition("/")[2] not in softmax and not name.endswith("num_batches_tracked"):
+            assert torch.allclose(tensor, before[name], rtol=1e-5, atol=1e-7), name
+    assert not torch.equal(
+        after["weights/layers.8.fully_connected.weight"], before["weights/layers.8.fully_connected.weight"]
+    )
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_its_layers_and_settings(
+    two_processes: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    arguments = [argument for argument in TINY if "num_filters" not in argument]
+    done = start(tmp_path, *arguments, f"init_from={run_folder(two_processes[0])}")
+    assert done.returncode == 1
+    assert "does not fit this model in its weights: layers 1, 2, 3, 4, 5, 6, 7 differ (layers.1." in done.stderr
+    assert "model.num_filters is 8 there, 16 here: build the model, with the settings" in done.stderr
+
+
+def test_a_checkpoint_that_is_not_there_is_said_before_anything_is_built(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "init_from=nowhere")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr == "error: init_from is nowhere, which has no checkpoint: name a run's folder or a checkpoint's.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_skips_what_is_done_and_ends_with_its_table(tmp_path: Path) -> None:
+    arguments = ("-m", *TINY, "pipeline.num_microbatches=1,2", "data=fashion_mnist_embedded,cifar10")
+    done = start(tmp_path, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\njob: ") == 2
+    assert "2 done, 2 not run; the table is in runs/train/sweep-" in done.stdout
     records = read_records(tmp_path / "runs")
     assert sorted(record.config["pipeline"]["num_microbatches"] for record in records) == [1, 2]
+    (summary,) = (tmp_path / "runs" / "train").glob("sweep-*/summary.md")
+    table = summary.read_text()
+    assert table in done.stdout and table.count("not run: data missing") == 2
+
+    next(summary.parent.glob("*/record.json")).unlink()  # as if it had been interrupted before its end
+    again = start(tmp_path, *reversed(arguments))
+    assert again.returncode == 0
+    assert (again.stdout.count("\njob: "), again.stdout.count("\ndone before: ")) == (1, 1)
+    assert "2 done, 2 not run" in again.stdout
+
+
+def test_a_job_that_fails_does_not_end_the_sweep_but_its_status_says_so(tmp_path: Path) -> None:
+    done = start(tmp_path, "-m", *TINY, "pipeline.num_stages=10,1")
+    assert done.returncode == 1
+    assert "error: num_partitions is 10, but 9 layers can make from 1 to 9" in done.stderr
+    assert "1 done, 1 failed" in done.stdout
+    assert len(read_records(tmp_path / "runs")) == 1
+
+
+def test_the_jobs_of_a_sweep_may_run_in_processes_of_a_cluster(tmp_path: Path) -> None:
+    arguments = ("-m", *TINY, "hydra/launcher=submitit_local", "launch=process_per_stage", "seed=1,2")
+    done = start(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "2 done; the table is in" in done.stdout
+    (sweep,) = (tmp_path / "runs" / "train").iterdir()
+    assert len(list(sweep.glob("*/record.json"))) == 2
+
+
+def test_a_search_tries_values_and_tells_the_best(tmp_path: Path) -> None:
+    done = start(tmp_path, "-m", *TINY, "+search=learning_rate", "hydra.sweeper.n_trials=2", warnings="default")
+    assert done.returncode == 0, done.stderr
+    rates = {record.config["optimizer"]["learning_rate"] for record in read_records(tmp_path / "runs")}
+    assert len(rates) == 2 and all(0.0003 <= rate <= 0.3 for rate in rates)
+    (results,) = (tmp_path / "runs").rglob("optimization_results.yaml")
+    assert "best_value: " in results.read_text()

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,9 +22,17 @@ from gpipe.config import (
     RunConfig,
     to_plain,
 )
-from gpipe.data import ImageLoader, ImageSet, evaluation_transform, open_image_set, training_transform
+from gpipe.data import (
+    ImageLoader,
+    ImageSet,
+    count_differences,
+    evaluation_transform,
+    open_image_set,
+    training_transform,
+)
+from gpipe.data.source import SPLITS
 from gpipe.launch.processes import Place, Processes
-from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, set_drop_path
+from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, set_drop_path, softmax_names
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.cost import analyze_layers
 from gpipe.pipeline.engine import Pipeline
@@ -35,6 +43,7 @@ from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.losses import ClassificationLoss
+from gpipe.training.manifest import MANIFEST
 from gpipe.training.optimizers import build_optimizer
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
@@ -55,6 +64,13 @@ def build_processes(run: RunConfig, folder: Path) -> Processes:
         folder=folder,
         debug=run.launch.debug,
     )
+
+
+def check_checkpoints(run: RunConfig) -> None:
+    """Refuse a run that is to go on or begin from a checkpoint that is not there. Raises ConfigError."""
+    for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
+        if value is not None:
+            find_checkpoint(setting, value)
 
 
 def name_processes(run: RunConfig) -> list[str]:
@@ -136,16 +152,23 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Pla
     return pipeline
 
 
-def build_tracker(run: RunConfig, folder: Path, *, enabled: bool) -> Tracker:
-    """Open the run's log in its folder; only one process of a run enables it."""
+def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, enabled: bool) -> Tracker:
+    """Open the run's log in its folder; only one process of a run enables it.
+
+    The run is called after its overrides, and stands in a group with the others of its experiment.
+    """
+    goes_on_from = None
+    if run.trainer.resume_from is not None:
+        goes_on_from = find_checkpoint("trainer.resume_from", run.trainer.resume_from).parent.parent
     return Tracker(
         folder,
         enabled=enabled,
         mode=run.tracking.mode.value,
         project=run.tracking.project,
         group=run.name,
-        name=f"{run.name}-{folder.name}",
+        name=" ".join(overrides) or run.name,
         config=to_plain(run),
+        resumed=goes_on_from,
     )
 
 
@@ -162,9 +185,13 @@ def build_trainer(
     folder: the run's. on_timeline: takes each recorded timeline, on every process.
     """
     settings = run.trainer
-    train_loader, test_loader = _build_loaders(run, pipeline, pin_memory=place.device_type == "cuda")
+    sets = {split: _open_images(_images(run), split) for split in SPLITS}
+    train_loader, test_loader = _build_loaders(run, sets, pipeline, pin_memory=place.device_type == "cuda")
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
+    progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
+    for sentence in _differing_counts(run.data.name, sets):
+        progress.message(f"warning: {sentence}")
     trainer = Trainer(
         pipeline=pipeline,
         optimizer=_build_optimizer(run.optimizer, pipeline, rate),
@@ -182,7 +209,7 @@ def build_trainer(
         num_epochs=settings.num_epochs,
         max_steps=settings.max_steps,
         tracker=tracker,
-        progress=Progress(num_steps, settings.num_epochs, enabled=place.is_main),
+        progress=progress,
         seed=run.seed,
         ema=None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay, warm_up=run.ema.warm_up),
         max_gradient_norm=run.optimizer.clip_norm,
@@ -198,11 +225,15 @@ def build_trainer(
         config=to_plain(run),
     )
     if settings.resume_from is not None:
-        trainer.resume(_find_checkpoint(Path(settings.resume_from)))
+        trainer.resume(find_checkpoint("trainer.resume_from", settings.resume_from))
+    elif run.init_from is not None:
+        trainer.start_from(find_checkpoint("init_from", run.init_from), softmax_names(pipeline.layers))
     return trainer
 
 
-def _build_loaders(run: RunConfig, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, ImageLoader]:
+def _build_loaders(
+    run: RunConfig, sets: Mapping[str, ImageSet], pipeline: Pipeline, *, pin_memory: bool
+) -> tuple[ImageLoader, ImageLoader]:
     """Build the loaders of the training and the test images; only the first stage's decode images.
 
     A training mini-batch is shared out over the replicas; each replica evaluates on the whole test set.
@@ -211,10 +242,12 @@ def _build_loaders(run: RunConfig, pipeline: Pipeline, *, pin_memory: bool) -> t
     training = training_transform(
         data.image_size,
         channels=data.channels,
-        crop_scale=(data.crop_scale[0], data.crop_scale[1]),
+        crop_scale=None if data.crop_scale is None else (data.crop_scale[0], data.crop_scale[1]),
         crop_aspect=(data.crop_aspect[0], data.crop_aspect[1]),
         color_jitter=data.color_jitter,
         flip=data.flip,
+        policy=data.policy.value,
+        cutout=data.cutout,
     )
     evaluation = evaluation_transform(data.image_size, channels=data.channels, center_crop=data.center_crop)
     loader = partial(
@@ -226,15 +259,20 @@ def _build_loaders(run: RunConfig, pipeline: Pipeline, *, pin_memory: bool) -> t
         pin_memory=pin_memory,
     )
     train_loader = loader(
-        _open_images(data, "train"),
+        sets["train"],
         run.trainer.batch_size // run.launch.num_replicas,
         training,
         shuffle=True,
         replica_index=pipeline.replica_index,
         num_replicas=pipeline.num_replicas,
     )
-    return train_loader, loader(
-        _open_images(data, "test"), run.trainer.evaluation_batch_size, evaluation, shuffle=False
+    return train_loader, loader(sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
+
+
+def _differing_counts(name: str, sets: Mapping[str, ImageSet]) -> list[str]:
+    """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
+    return list(
+        dict.fromkeys(found for split, images in sets.items() for found in count_differences(name, split, images))
     )
 
 
@@ -259,13 +297,17 @@ def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], Abstr
     return partial(torch.autocast, device_type, getattr(torch, precision.value))
 
 
-def _find_checkpoint(path: Path) -> Path:
-    """Return a checkpoint's folder, given that, the folder of checkpoints, or the run's folder."""
+def find_checkpoint(setting: str, value: str) -> Path:
+    """Return a checkpoint's folder, given that, the folder of checkpoints, or the run's folder.
+
+    setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
+    """
+    path = Path(value)
     for folder in (path / "checkpoints", path):
         if (newest := latest_checkpoint(folder)) is not None:
             return newest
-    if not path.is_dir():
-        raise ConfigError(f"trainer.resume_from is {path}, which is no folder: name a run's folder or a checkpoint's.")
+    if not (path / MANIFEST).is_file():
+        raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return path
 
 

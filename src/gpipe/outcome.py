@@ -13,6 +13,7 @@ from gpipe.pipeline.timeline import Timeline, plot, simulate
 from gpipe.planning.plan import Plan
 from gpipe.results.records import RECORD_FILE, make_record, write_record
 from gpipe.training.summary import Summary
+from gpipe.training.tracking import OUTCOME, Tracker
 
 TRACE_FILE = "timeline.json"
 PICTURE_FILE = "timeline.png"
@@ -26,10 +27,14 @@ def finish(
     timeline: Timeline | None,
     place: Place,
     overrides: Sequence[str],
+    tracker: Tracker,
+    *,
+    hints: bool,
 ) -> None:
     """Write the run's record and timeline, and print what it did, where its files are, and what to try next.
 
     config: the whole run's, as JSON. timeline: the last step that was recorded. overrides: those of the command line.
+    hints: whether to say what to try next.
     """
     bubbles = "" if timeline is None else _write_timeline(folder, config["pipeline"], plan, timeline, place)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0
@@ -43,7 +48,11 @@ def finish(
         gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
     )
     write_record(folder / RECORD_FILE, record)
-    print(f"\n{_outcome(config['name'], summary)}{bubbles}\n{_hints(folder, config, overrides)}", flush=True)
+    if timeline is not None:
+        tracker.log_picture(summary.num_steps, "timeline", folder / PICTURE_FILE)
+    tracker.log_table(summary.num_steps, OUTCOME, _rows(summary.as_dict()))
+    more = f"\n{_hints(folder, config, overrides)}" if hints else ""
+    print(f"\n{_outcome(config['name'], summary)}{bubbles}{more}", flush=True)
 
 
 def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measured: Timeline, place: Place) -> str:
@@ -65,9 +74,20 @@ def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measu
     )
 
 
+def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the outcome as a table of figures, those of each evaluation set among them."""
+    figures = {key: value for key, value in results.items() if key != "evaluation"}
+    for name, metrics in results["evaluation"].items():
+        figures |= {f"{name}/{metric}": value for metric, value in metrics.items()}
+    return [{"figure": figure, "value": value} for figure, value in figures.items()]
+
+
 def _outcome(name: str, summary: Summary) -> str:
+    """Return a run's last words; a wait for data worth mentioning is mentioned, with its remedy."""
     minutes, seconds = divmod(round(summary.seconds), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    waited = summary.wait_seconds / max(summary.seconds, 1e-9)
+    took += f", {waited:.1%} of them waiting for data" + (" (raise data.num_workers)" if waited > 0.1 else "")
     figures = (("top-1", summary.top1), ("top-5", summary.top5))
     accuracy = ", ".join(f"{figure} {value:.1%}" for figure, value in figures if value is not None)
     return f"{name}: {accuracy} on the test images after {summary.num_steps} steps in {took}."

@@ -1,18 +1,25 @@
 """Transforms: sizes, value range, and each setting's effect."""
 
+import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance
 
 from gpipe.data import evaluation_transform, training_transform
 from gpipe.data.randomness import preserve_generators, seed_sample
 
+# isort: split
+from torchvision.transforms import v2
+
 GREY = Image.fromarray(np.arange(28 * 28, dtype=np.uint16).reshape(28, 28).astype(np.uint8))
 COLOUR = Image.merge("RGB", [GREY, GREY.rotate(90), GREY.rotate(180)])
+WHITE = Image.new("RGB", (40, 40), "white")
 WHOLE_IMAGE = {"crop_scale": (1.0, 1.0), "crop_aspect": (1.0, 1.0)}
+NOTHING_RANDOM = {"crop_scale": None, "color_jitter": 0.0, "flip": False}
+POLICIES = {"autoaugment": v2.AutoAugment, "randaugment": v2.RandAugment}
 
 
 def draw(transform: Callable[[Image.Image], torch.Tensor], image: Image.Image, index: int = 0) -> torch.Tensor:
@@ -82,6 +89,91 @@ def test_crop_covers_the_asked_share_of_the_area() -> None:
     assert max(corners) - min(corners) > 50
 
 
+@pytest.mark.parametrize("image_size", [9, 28, 50])
+def test_resizing_is_that_of_pil_up_to_one_level(image_size: int) -> None:
+    levels = (evaluation_transform(image_size, center_crop=1.0)(COLOUR) + 1) * 127.5
+    expected = np.asarray(COLOUR.resize((image_size, image_size), Image.Resampling.BILINEAR), np.float32)
+    assert np.abs(levels.permute(1, 2, 0).numpy() - expected).max() < 1.01
+
+
+def test_without_a_crop_the_whole_image_is_resized_whatever_its_aspect() -> None:
+    image = COLOUR.resize((41, 23))
+    expected = evaluation_transform(32, center_crop=1.0)(image)
+    assert torch.equal(draw(training_transform(32, **NOTHING_RANDOM), image), expected)
+
+
+def test_color_jitter_is_that_of_pil_where_nothing_is_clipped() -> None:
+    """PIL rounds after each of three steps, and rounds the mean grey, each by up to half a level."""
+    dull = COLOUR.point([96 + level // 4 for level in range(256)] * 3)
+    for index in range(20):
+        with preserve_generators():
+            seed_sample(0, 0, index)
+            brightness, contrast, saturation = (1 + 0.2 * (2 * torch.rand(3) - 1)).tolist()
+        expected = ImageEnhance.Brightness(dull).enhance(brightness)
+        expected = ImageEnhance.Color(ImageEnhance.Contrast(expected).enhance(contrast)).enhance(saturation)
+        found = draw(training_transform(28, **{**NOTHING_RANDOM, "color_jitter": 0.2}), dull, index)
+        levels = ((found + 1) * 127.5).permute(1, 2, 0).numpy()
+        assert np.abs(levels - np.asarray(expected, np.float32)).max() < 3
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    image = COLOUR.resize((300, 200))
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            found.append(draw(training_transform(331, policy="randaugment", cutout=0.2), image))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_is_torchvisions_on_the_resized_image(policy: str, mode: str) -> None:
+    image = COLOUR.convert(mode)
+    transform = training_transform(28, channels=len(image.getbands()), policy=policy, **NOTHING_RANDOM)
+    num_changed = 0
+    for index in range(100):
+        with preserve_generators():
+            seed_sample(0, 0, index)
+            expected = POLICIES[policy]()(image)
+        found = draw(transform, image, index)
+        assert torch.equal(found, v2.functional.pil_to_tensor(expected) / 127.5 - 1)
+        num_changed += not np.array_equal(np.asarray(expected), np.asarray(image))
+    assert num_changed > 50
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_draws_from_the_sample_alone(policy: str) -> None:
+    transform = training_transform(28, policy=policy, cutout=0.3)
+    samples = [draw(transform, COLOUR, index) for index in range(10)]
+    assert len({sample.numpy().tobytes() for sample in samples}) == 10
+    with preserve_generators():
+        torch.manual_seed(7)
+        np.random.seed(7)
+        random.seed(7)
+        for index in reversed(range(10)):
+            assert torch.equal(draw(transform, COLOUR, index), samples[index])
+
+
+@pytest.mark.parametrize("image", [WHITE, WHITE.convert("L")], ids=["colour", "grey"])
+@pytest.mark.parametrize(("share", "side"), [(0.5, 20), (0.26, 10), (0.025, 1), (0.975, 39)])
+def test_cutout_is_a_square_of_mid_grey_after_everything_else(share: float, side: int, image: Image.Image) -> None:
+    transform = training_transform(40, crop_scale=None, color_jitter=0.4, cutout=share)
+    corners = set()
+    for index in range(20):
+        pixels = draw(transform, image, index)
+        hole = pixels == 0
+        rows, columns = hole[0].any(dim=1), hole[0].any(dim=0)
+        assert rows.sum() == columns.sum() == side
+        assert torch.equal(hole, (rows[:, None] & columns).expand(3, -1, -1))
+        assert hole.sum() == 3 * side**2
+        corners.add((rows.int().argmax().item(), columns.int().argmax().item()))
+    assert len(corners) > (2 if share > 0.9 else 10)
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "complaint"),
     [
@@ -89,6 +181,10 @@ def test_crop_covers_the_asked_share_of_the_area() -> None:
         (training_transform, {"crop_scale": (0.5, 0.4)}, "crop_scale"),
         (training_transform, {"crop_aspect": (2.0, 1.0)}, "crop_aspect"),
         (training_transform, {"color_jitter": 1.5}, "color_jitter 1.5"),
+        (training_transform, {"policy": "trivial"}, "policy 'trivial' must be one of none, autoaugment, randaugment"),
+        (training_transform, {"cutout": 1.0}, "cutout 1.0 of 8 pixels must be 0 or a side of 1 to 7 pixels"),
+        (training_transform, {"cutout": -0.5}, "cutout -0.5"),
+        (training_transform, {"cutout": 0.01}, "cutout 0.01"),
         (training_transform, {"channels": 4}, "channels 4"),
         (training_transform, {"image_size": 0}, "image_size 0"),
         (evaluation_transform, {"center_crop": 0.0}, "center_crop 0.0"),

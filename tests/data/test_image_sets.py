@@ -2,6 +2,8 @@
 
 import gzip
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +109,14 @@ def test_imagenet_layout(imagenet_root: Path) -> None:
     assert test.image(1).mode == "RGB"
 
 
+def test_imagenet_opens_in_a_fresh_process(imagenet_root: Path) -> None:
+    """Importing torchvision needs the guard first, whoever comes first."""
+    call = f"open_image_set('imagenet', 'train', {str(imagenet_root)!r})"
+    program = f"from gpipe.data import open_image_set; print(len({call}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "6\n"
+
+
 def test_imagenet_classes_must_agree(imagenet_root: Path) -> None:
     (imagenet_root / "val" / "n01443537").rename(imagenet_root / "val" / "n99999999")
     with pytest.raises(ValueError, match="different in 'n01443537'; sort the val images"):
@@ -138,6 +148,18 @@ def test_broken_image_names_its_path(imagenet_root: Path, damage) -> None:
     [
         ("fashion_mnist", "train-images-idx3-ubyte.gz", "<data.root>/t10k-labels-idx1-ubyte.gz", "dpkg-deb -x"),
         ("imagenet", "train/*/, val/*/", "<data.root>/val/n01440764/ILSVRC2012_val", "image-net.org"),
+        ("cifar10", "/test_batch", "<data.root>/cifar-10-batches-py/data_batch_1", "cifar-10-python.tar.gz"),
+        ("cifar100", "/meta", "<data.root>/cifar-100-python/train", "cifar-100-python.tar.gz"),
+        ("stanford_cars", "/cars_meta.mat", "<data.root>/stanford_cars/cars_test/00001.jpg", "car_devkit.tgz"),
+        ("oxford_pets", "/test.txt", "<data.root>/oxford-iiit-pet/annotations/trainval.txt", "robots.ox.ac.uk"),
+        ("food101", "/test.json", "<data.root>/food-101/images/apple_pie/1005649.jpg", "food-101.tar.gz"),
+        (
+            "fgvc_aircraft",
+            "/variants.txt",
+            "<data.root>/fgvc-aircraft-2013b/data/images/",
+            "fgvc-aircraft-2013b.tar.gz",
+        ),
+        ("birdsnap", "/test_images.txt", "<data.root>/birdsnap/download/images/", "get_birdsnap.py"),
     ],
 )
 def test_missing_data_gets_one_message(tmp_path: Path, name: str, looked_for: str, tree: str, how_to_get: str) -> None:
@@ -178,7 +200,7 @@ def test_check_decodes_nothing(fashion_root: Path) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of fashion_mnist_embedded"):
+    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of imagenet, cifar10, "):
         check_image_set("mnist")
     with pytest.raises(ValueError, match="unknown image set 'mnist'"):
         open_image_set("mnist", "train")

@@ -83,6 +83,17 @@ def test_augmentation_does_not_depend_on_the_batch(make) -> None:
         assert torch.equal(image, by_seven[label]) and torch.equal(image, in_order[label])
 
 
+@pytest.mark.parametrize("policy", ["autoaugment", "randaugment"])
+def test_a_whole_recipe_is_a_function_of_the_sample(image_set: ImageArray, policy: str) -> None:
+    transform = training_transform(16, policy=policy, cutout=0.3)
+    first, second = (
+        images_by_label(ImageLoader(image_set, size, transform, 3, shuffle=True, num_workers=num_workers))
+        for size, num_workers in ((4, 2), (7, 0))
+    )
+    for label, image in first.items():
+        assert torch.equal(image, second[label])
+
+
 def test_epochs_and_seeds_differ_in_order_and_augmentation(make) -> None:
     first, next_epoch, other_seed = make(), make(), make(seed=4)
     next_epoch.set_epoch(1)

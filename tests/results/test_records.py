@@ -17,6 +17,8 @@ from gpipe.results.records import (
     make_record,
     package_versions,
     read_records,
+    same_settings,
+    without_places,
     write_record,
 )
 
@@ -115,3 +117,21 @@ def test_the_hardware_has_no_host_name() -> None:
 def test_versions_are_of_installed_packages_only() -> None:
     versions = package_versions(["torch", "no-such-package-here"])
     assert set(versions) == {"python", "torch"}
+
+
+def test_the_same_settings_elsewhere_are_the_same() -> None:
+    here = {"seed": 1, "data": {"name": "digits", "root": "a", "num_workers": 0}, "trainer": {"resume_from": None}}
+    there = {**here, "data": {"name": "digits", "root": "b", "num_workers": 4}, "trainer": {"resume_from": "x"}}
+    assert same_settings(here, {**there, "launch": {"num_processes": 2}, "tracking": {"mode": "online"}})
+    assert not same_settings(here, {**there, "seed": 2})
+    assert not same_settings(here, {**there, "data": {"name": "mnist_5k"}})
+
+
+@pytest.mark.parametrize("path", ["/home/somebody/sets/fashion-mnist", "/home/somebody/sets/fashion-mnist/"])
+def test_a_published_record_has_no_folders_of_the_machine(path: str) -> None:
+    config = {"data": {"root": path}, "init_from": "runs/name/2026-01-01", "learning_rate": 0.5}
+    record = replace(some_record(), config=config, command=f"python train.py data.root={path} init_from=runs/name/x")
+    published = without_places(record)
+    assert published.config == {**config, "data": {"root": "<...>/fashion-mnist"}}
+    assert published.command == "python train.py data.root=<...>/fashion-mnist init_from=runs/name/x"
+    assert replace(published, config=config, command=record.command) == record

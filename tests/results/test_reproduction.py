@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.results.records import Record, append_record, make_record
-from gpipe.results.reproduction import main, readmes, rendered
+from gpipe.results.jobs import Outcome, read_jobs, write_outcome
+from gpipe.results.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
+from gpipe.results.reproduction import add_jobs, main, readmes, rendered
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,3 +67,40 @@ def test_a_run_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     row = "| AmoebaNet-B (3,16) | photographs, 64 px | 2 | 4 | 7 | 83.8% | 1.5 | 300 | 20.0% | 512 |"
     assert row in (folder / "README.md").read_text()
     assert row in (tmp_path / "README.md").read_text()
+
+
+def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_anew(tmp_path: Path) -> None:
+    folder, sweep = tmp_path / "reproductions" / "claim", tmp_path / "sweep"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("<!-- table: table4 -->\n<!-- end -->\n")
+    (folder / "paper.csv").write_text("data,title,train,test,classes,top1\ncifar10,CIFAR-10,50000,10000,10,99.0\n")
+    (tmp_path / "README.md").write_text("<!-- table: image_runs -->\n<!-- end -->\n")
+    append_record(folder / "runs.jsonl", record(7))
+    for attempt in (1, 2):
+        for seed in (0, 1):
+            job = sweep / f"seed={seed}"
+            job.mkdir(parents=True, exist_ok=True)
+            write_outcome(job, Outcome("done", [f"seed={seed}"], "digits"))
+            config = {"seed": seed, "data": {"name": "digits"}, "launch": {"num_processes": attempt}}
+            results = {"top1": attempt / 10}
+            made = make_record(
+                kind="measured", command="x", experiment="transfer", config=config, seed=seed, results=results
+            )
+            write_record(job / RECORD_FILE, made)
+            (job / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "test/top1": 0.5}\n')
+            missing = sweep / f"cifar10,seed={seed}"
+            missing.mkdir(exist_ok=True)
+            write_outcome(missing, Outcome("not run", [f"seed={seed}"], "cifar10", "data missing"))
+        add_jobs(tmp_path, "claim", "transfer", "python train.py -m", read_jobs(sweep))
+        records = read_records(folder / "runs.jsonl")
+        assert [(found.kind, found.seed) for found in records] == [
+            ("measured", 0), ("measured", 0), ("measured", 1), ("not run", 0),
+        ]  # fmt: skip
+        assert [found.results.get("top1") for found in records[1:3]] == [attempt / 10] * 2
+        assert records[1].results["curve"] == [{"step": 1, "epoch": 1, "test/top1": 0.5}]
+    assert "not run: data missing" in (folder / "README.md").read_text()
+
+
+def test_a_sweep_outside_of_the_repository_is_told_where_to_start(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="start the sweep in the repository, or set reproduction=null"):
+        add_jobs(tmp_path, "claim", "transfer", "x", [])

@@ -53,16 +53,16 @@ class RandomImages:
             yield self.images[indices], self.labels[indices]
 
 
-def small_layers() -> nn.Sequential:
+def small_layers(num_classes: int = NUM_CLASSES, width: int = 8) -> nn.Sequential:
     """Six layers with batch norm and dropout; the third has no parameters."""
     with torch.device("meta"):
         layers = nn.Sequential(
             nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)),
             nn.Sequential(nn.ReLU(), nn.Dropout(0.2)),
             nn.Flatten(),
-            nn.Linear(64, 8),
-            nn.Sequential(nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2)),
-            nn.Linear(8, NUM_CLASSES),
+            nn.Linear(64, width),
+            nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2)),
+            nn.Linear(width, num_classes),
         )
     converted = convert_batch_norm(layers)
     assert isinstance(converted, nn.Sequential)
@@ -97,12 +97,17 @@ class SmallRun:
 
 
 def small_run(
-    partitions: Sequence[int] = (NUM_LAYERS,), *, seed: int = 0, optimizer: str = "rmsprop", mesh: Any = None
+    partitions: Sequence[int] = (NUM_LAYERS,),
+    *,
+    seed: int = 0,
+    optimizer: str = "rmsprop",
+    mesh: Any = None,
+    **sizes: int,
 ) -> SmallRun:
     """Build a pipeline of the small network, its optimiser and average."""
     torch.set_num_threads(1)
     loss = ClassificationLoss(label_smoothing=0.1)
-    pipeline = Pipeline(small_layers(), loss, list(partitions), num_microbatches=2, seed=seed, mesh=mesh)
+    pipeline = Pipeline(small_layers(**sizes), loss, list(partitions), num_microbatches=2, seed=seed, mesh=mesh)
     settings = {"epsilon": 1.0} if optimizer == "rmsprop" else {}
     built = build_optimizer(optimizer, pipeline.named_parameters(), 0.01, weight_decay=1e-3, **settings)
     return SmallRun(pipeline, built, Ema(pipeline.layers, 0.9))

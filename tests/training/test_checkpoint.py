@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_run import NUM_LAYERS, SmallRun, small_run
 
-from gpipe.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gpipe.training.checkpoint import latest_checkpoint, save_checkpoint
 from gpipe.training.manifest import MANIFEST, CheckpointError, Manifest, Position, describe_file
+from gpipe.training.restore import load_checkpoint
 
 POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 PARTITIONS = [(6,), (2, 4), (1, 2, 3), (1, 1, 1, 1, 1, 1)]
@@ -175,17 +176,23 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> N
         (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(file="weights-9.safetensors"), "not listed"),
         (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(shape=[-1]), "shape is -1"),
         (lambda m: m["tensors"]["weights"].update(head=m["tensors"]["weights"]["layers.3.bias"]), "'head' is not of"),
-        (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(shape=[9]), r"float32\[9\], but .* float32\[8\]"),
-        (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(dtype="float64"), r"float64\[8\], but"),
+        (
+            lambda m: m["tensors"]["weights"]["layers.3.bias"].update(shape=[9]),
+            r"layer 3 differs .*float32\[9\] there, float32\[8\] here",
+        ),
+        (lambda m: m["tensors"]["weights"]["layers.3.bias"].update(dtype="float64"), r"float64\[8\] there"),
         (
             lambda m: m["tensors"]["optimizer"]["layers.3.bias/square_avg"].update(shape=[9]),
             r"\[9\], but .* \[8\]",
         ),
-        (lambda m: m["tensors"].pop("ema"), "lacks layers.0.0.weight, layers.0.0.bias, .* more of the ema"),
-        (lambda m: m["tensors"]["weights"].pop("layers.3.bias"), "lacks layers.3.bias of the weights: build the model"),
+        (lambda m: m["tensors"].pop("ema"), "no moving averages, but this run keeps them: set ema.decay=null"),
+        (
+            lambda m: m["tensors"]["weights"].pop("layers.3.bias"),
+            r"layer 3 differs \(layers\.3\.bias is not there, float32\[8\] here\): build the model",
+        ),
         (
             lambda m: m["tensors"]["weights"].update({"layers.3.scale": m["tensors"]["weights"]["layers.3.bias"]}),
-            "has layers.3.scale in its weights, which this model lacks",
+            r"in its weights: layer 3 differs \(layers\.3\.scale is float32\[8\] there, not here\)",
         ),
         (
             lambda m: m["tensors"]["optimizer"].update(

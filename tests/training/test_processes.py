@@ -11,8 +11,9 @@ import pytest
 import torch
 from small_run import SmallRun, small_run, small_trainer
 
-from gpipe.training.checkpoint import latest_checkpoint, load_checkpoint
+from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.manifest import Manifest
+from gpipe.training.restore import load_checkpoint
 
 pytestmark = pytest.mark.slow
 

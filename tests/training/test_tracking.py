@@ -2,11 +2,15 @@
 
 import json
 import math
+import socket
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from gpipe.training.tracking import METRICS_FILE, Tracker, jsonable
+from gpipe.training.tracking import METRICS_FILE, OUTCOME, RUN_ID_FILE, Tracker, jsonable
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 def read_lines(folder: Path) -> list[dict[str, object]]:
@@ -52,17 +56,82 @@ def test_only_the_enabled_process_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_offline_needs_no_account_and_stays_in_the_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_and_pictures_are_lines_too(tmp_path: Path) -> None:
+    (tmp_path / "timeline.png").write_bytes(b"")
+    with Tracker(tmp_path, mode="disabled") as tracker:
+        for _ in range(2):
+            tracker.begin([{"stage": 0, "share": 1.0}])
+        tracker.log_picture(3, "timeline", tmp_path / "timeline.png")
+        tracker.log_table(3, OUTCOME, [{"figure": "top1", "value": math.nan}])
+    assert read_lines(tmp_path) == [
+        {"step": 0, "plan": [{"stage": 0, "share": 1.0}]},
+        {"step": 3, "timeline": "timeline.png"},
+        {"step": 3, OUTCOME: [{"figure": "top1", "value": None}]},
+    ]
+
+
+def test_a_run_that_goes_on_gets_a_new_outcome(tmp_path: Path) -> None:
+    with Tracker(tmp_path, mode="disabled") as tracker:
+        tracker.log({"step": 3, "loss": 1.0})
+        tracker.log_table(3, OUTCOME, [{"figure": "top1", "value": 0.5}])
+        tracker.rewind(3)
+    assert read_lines(tmp_path) == [{"step": 3, "loss": 1.0}]
+
+
+@pytest.fixture
+def offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was mirrored offline, by somebody with secrets in the environment."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("CLOUD_TOKEN", SECRET)
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-of-somebody")
     run = tmp_path / "run"
-    with Tracker(run, mode="offline", group="experiment", name="test", config={"seed": 1}) as tracker:
+    with Tracker(run, mode="offline", group="the_experiment", name="seed=1", config={"seed": 1}) as tracker:
+        tracker.begin([{"stage": 0, "layers": [0, 1]}])
         tracker.log({"step": 1, "loss": 1.0})
         tracker.log({"step": 1, "test/top1": 0.5})
-    assert len(read_lines(run)) == 2
-    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        Image.new("RGB", (4, 4)).save(run / "timeline.png")
+        tracker.log_picture(1, "timeline", run / "timeline.png")
+        tracker.log_table(1, OUTCOME, [{"figure": "num_steps", "value": 1}, {"figure": "bubble", "value": None}])
+    return run
+
+
+def test_wandb_offline_needs_no_account_and_stays_in_the_run_folder(offline_run: Path) -> None:
+    assert len(read_lines(offline_run)) == 5
+    assert list((offline_run / "wandb").glob("offline-run-*/*.wandb"))
+    assert [path.name for path in offline_run.parent.iterdir()] == ["run"]
+
+
+def test_wandb_gets_the_plan_the_picture_the_outcome_and_the_names(offline_run: Path) -> None:
+    media = {path.name.partition("_")[0] for path in (offline_run / "wandb").rglob("media/*/*")}
+    assert media == {"plan", "timeline", "outcome"}
+    (log,) = (offline_run / "wandb").glob("offline-run-*/*.wandb")
+    content = log.read_bytes()
+    assert all(name in content for name in (b"the_experiment", b"seed=1", b"test/top1"))
+
+
+def test_nothing_secret_is_in_the_run_folder(offline_run: Path) -> None:
+    secrets = {SECRET, "host-of-somebody", str(Path(__file__).parent)}
+    for path in offline_run.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert not [secret for secret in secrets if secret.encode() in content], path
+
+
+def test_a_resumed_run_is_the_same_run_for_wandb(offline_run: Path, tmp_path: Path) -> None:
+    run_id = (offline_run / RUN_ID_FILE).read_text()
+    for folder, resumed in ((offline_run, None), (tmp_path / "later", offline_run)):
+        with Tracker(folder, mode="offline", resumed=resumed) as tracker:
+            tracker.log({"step": 2, "loss": 1.0})
+        assert (folder / RUN_ID_FILE).read_text() == run_id
+        assert list((folder / "wandb").glob(f"offline-run-*-{run_id.strip()}"))
+    with Tracker(tmp_path / "other", mode="offline"):
+        assert (tmp_path / "other" / RUN_ID_FILE).read_text() != run_id
+
+
+def test_an_id_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / RUN_ID_FILE).write_text("../elsewhere")
+    with pytest.raises(ValueError, match=r"says '\.\./elsewhere', expected a run's id: delete the file"):
+        Tracker(tmp_path, mode="offline")
 
 
 def test_values_without_a_step_are_refused(tmp_path: Path) -> None:

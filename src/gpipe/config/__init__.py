@@ -6,7 +6,7 @@ the dataclasses.
 """
 
 from gpipe.config.checks import ConfigError
-from gpipe.config.data import DataConfig, ImagesConfig
+from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, Variant
 from gpipe.config.pipeline import (
     Device,
@@ -35,6 +35,7 @@ from gpipe.config.training import (
 __all__ = [
     "AdamWConfig",
     "AmoebaNetConfig",
+    "AugmentationPolicy",
     "Autocast",
     "ConfigError",
     "DataConfig",

@@ -1,10 +1,19 @@
 """The data's settings: one dataclass a kind of data."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import at_least, require
+from gpipe.config.checks import at_least, rate, require
+
+
+class AugmentationPolicy(Enum):
+    """A published set of random changes to a training image, beside crop, flip and colour jitter."""
+
+    none = "none"
+    autoaugment = "autoaugment"
+    randaugment = "randaugment"
 
 
 @dataclass
@@ -23,17 +32,21 @@ class ImagesConfig(DataConfig):
     """Labelled images, and what happens to them before the model sees them.
 
     image_size: pixels a side. channels: 1 is grey, 3 is colour; a grey image is repeated where 3 are asked for.
-    crop_scale: the training crop's share of the area. crop_aspect: its width over height.
+    crop_scale: the training crop's share of the area; null resizes the whole image instead.
+    crop_aspect: the crop's width over height.
+    cutout: side of the square that is cut out of a training image, as a share of the image's side; 0 is off.
     center_crop: the evaluation crop's share of the side. num_workers: processes that decode, 0 is none.
     """
 
     num_classes: int = MISSING
     image_size: int = MISSING
     channels: int = MISSING
-    crop_scale: list[float] = MISSING
+    crop_scale: list[float] | None = MISSING
     crop_aspect: list[float] = MISSING
     color_jitter: float = MISSING
     flip: bool = MISSING
+    policy: AugmentationPolicy = MISSING
+    cutout: float = MISSING
     center_crop: float = MISSING
     num_workers: int = MISSING
     prefetch_factor: int = MISSING
@@ -43,10 +56,16 @@ class ImagesConfig(DataConfig):
         at_least("data.num_classes", self.num_classes, 2)
         at_least("data.image_size", self.image_size, 3)
         require(self.channels in (1, 3), "data.channels", self.channels, "1 (grey) or 3 (colour)")
-        for name, pair in (("crop_scale", self.crop_scale), ("crop_aspect", self.crop_aspect)):
-            require(len(pair) == 2 and 0 < pair[0] <= pair[-1], f"data.{name}", pair, "[smallest, largest] above 0")
-        require(self.crop_scale[1] <= 1, "data.crop_scale", self.crop_scale, "shares of the area, at most 1")
+        _pair("data.crop_aspect", self.crop_aspect)
+        if self.crop_scale is not None:
+            _pair("data.crop_scale", self.crop_scale)
+            require(self.crop_scale[1] <= 1, "data.crop_scale", self.crop_scale, "shares of the area, at most 1")
         require(0 <= self.color_jitter <= 1, "data.color_jitter", self.color_jitter, "a strength from 0 to 1")
+        rate("data.cutout", self.cutout)
         require(0 < self.center_crop <= 1, "data.center_crop", self.center_crop, "a share of the side in (0, 1]")
         at_least("data.num_workers", self.num_workers, 0)
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
+
+
+def _pair(name: str, pair: list[float]) -> None:
+    require(len(pair) == 2 and 0 < pair[0] <= pair[-1], name, pair, "[smallest, largest] above 0")

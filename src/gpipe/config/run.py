@@ -1,8 +1,6 @@
 """A whole run, and how Hydra learns of its shape."""
 
-import os
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -12,6 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from gpipe.config.checks import ConfigError, at_least, require
 from gpipe.config.data import DataConfig, ImagesConfig
+from gpipe.config.folders import date_folder, job_folder, sweep_id
 from gpipe.config.model import AmoebaNetConfig, ModelConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
@@ -25,16 +24,22 @@ from gpipe.config.training import (
     TrainerConfig,
 )
 
+TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is there
+
 
 @dataclass
 class RunConfig:
     """Everything that a run is: what is trained on what, how, and in which processes.
 
     name: the experiment's, and the folder below runs/. seed: of weights, masks, order and augmentation.
+    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from; null draws them.
+    reproduction: the folder in reproductions/ that a sweep adds its records to; null adds them to none.
     """
 
     name: str = MISSING
     seed: int = MISSING
+    init_from: str | None = MISSING
+    reproduction: str | None = MISSING
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
     pipeline: PipelineConfig = MISSING
@@ -70,21 +75,22 @@ def register_schemas() -> None:
     store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
     store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
     store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
+    # What ends a sweep; named here and not in conf/, where no file may name code.
+    store.store(group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.sweep.SweepEnd"}})
+    # Cached: the jobs of a sweep get the values that the sweep has.
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
-
-
-def date_folder() -> str:
-    """Return the name of the run's folder: the local date and time.
-
-    Each of torchrun's processes composes for itself and would start a folder of its own second: all but the first get
-    ".", the parent folder, and learn the real one from the first (gpipe.launch).
-    """
-    return time.strftime("%Y-%m-%d_%H-%M-%S") if os.environ.get("RANK", "0") == "0" else "."
+    OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
 def to_run(composed: DictConfig) -> RunConfig:
     """Turn what Hydra composed into checked dataclasses, once. Raises ConfigError for wrong values and unknown keys."""
     _refuse_added_keys(composed, "")
+    if composed.init_from == TO_BE_GIVEN:
+        raise ConfigError(
+            "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
+            "init_from=null to train from scratch."
+        )
     run = OmegaConf.to_object(composed)
     assert isinstance(run, RunConfig)
     return run

@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpipe.data.catalogue import IMAGE_SETS, check_image_set, open_image_set
+from gpipe.data.catalogue import IMAGE_SETS, check_image_set, count_differences, open_image_set
 from gpipe.data.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
-from gpipe.data.source import DataMissing, Source
+from gpipe.data.source import DataMissing, Source, TableCounts
 
 if TYPE_CHECKING:
     from gpipe.data.augmentation import Transform, evaluation_transform, training_transform
@@ -30,8 +30,10 @@ __all__ = [
     "ImageLoader",
     "ImageSet",
     "Source",
+    "TableCounts",
     "Transform",
     "check_image_set",
+    "count_differences",
     "evaluation_transform",
     "open_image_set",
     "training_transform",

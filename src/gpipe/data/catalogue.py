@@ -2,35 +2,83 @@
 
 from pathlib import Path
 
+from gpipe.data.birdsnap import BIRDSNAP
+from gpipe.data.cifar import CIFAR10, CIFAR100
+from gpipe.data.digits import DIGITS, MNIST_5K
 from gpipe.data.fashion_mnist import FASHION_MNIST, FASHION_MNIST_EMBEDDED
+from gpipe.data.fgvc_aircraft import FGVC_AIRCRAFT
+from gpipe.data.food101 import FOOD101
 from gpipe.data.image_set import ImageSet
 from gpipe.data.imagenet import IMAGENET
+from gpipe.data.oxford_pets import OXFORD_PETS
 from gpipe.data.source import SPLITS, Source
+from gpipe.data.stanford_cars import STANFORD_CARS
 
 IMAGE_SETS: dict[str, Source] = {
+    "imagenet": IMAGENET,
+    "cifar10": CIFAR10,
+    "cifar100": CIFAR100,
+    "stanford_cars": STANFORD_CARS,
+    "oxford_pets": OXFORD_PETS,
+    "food101": FOOD101,
+    "fgvc_aircraft": FGVC_AIRCRAFT,
+    "birdsnap": BIRDSNAP,
     "fashion_mnist_embedded": FASHION_MNIST_EMBEDDED,
     "fashion_mnist": FASHION_MNIST,
-    "imagenet": IMAGENET,
+    "digits": DIGITS,
+    "mnist_5k": MNIST_5K,
 }
 
 
 def check_image_set(name: str, root: str | Path | None = None) -> Path:
     """Find the folder of an image set in well under a second, decoding nothing.
 
-    Returns the folder (meaningless for the embedded set). Raises DataMissing, and ValueError for an unknown name.
+    Returns the folder (meaningless for the sets that come with a package). Raises DataMissing, and ValueError for an
+    unknown name.
     """
-    if name not in IMAGE_SETS:
-        raise ValueError(f"unknown image set {name!r}: choose one of {', '.join(IMAGE_SETS)}")
-    return IMAGE_SETS[name].find_root(name, root)
+    return _source(name).find_root(name, root)
 
 
 def open_image_set(name: str, split: str, root: str | Path | None = None) -> ImageSet:
     """Open one split, "train" or "test", of a named image set.
 
     root: the folder that holds the set; None means its usual place. For ImageNet "test" means the 50,000 validation
-    images, as in the paper's Table 4. Raises DataMissing, and ValueError for an unknown name or split.
+    images, and for Oxford Pets and FGVC Aircraft "train" means their training and validation images together, as in
+    the paper's Table 4. Raises DataMissing, and ValueError for an unknown name or split, or a damaged file.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+    _check_split(split)
     folder = check_image_set(name, root)
     return IMAGE_SETS[name].open(folder, split)
+
+
+def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
+    """Compare an opened split with Table 4 of the paper.
+
+    Returns one sentence for each number that differs (classes, images), with both numbers; none for a set that is not
+    in the table. Raises ValueError for an unknown name or split.
+    """
+    _check_split(split)
+    table = _source(name).table
+    if table is None:
+        return []
+    note = f" ({table.notes[split]})" if split in table.notes else ""
+    images = "training images" if split == "train" else "test images"
+    return [
+        f"{name} has {found:,} {what}, but Table 4 of the paper says {expected:,}{why}"
+        for what, found, expected, why in (
+            ("classes", len(image_set.class_names), table.num_classes, ""),
+            (images, len(image_set), table.num_images(split), note),
+        )
+        if found != expected
+    ]
+
+
+def _source(name: str) -> Source:
+    if name not in IMAGE_SETS:
+        raise ValueError(f"unknown image set {name!r}: choose one of {', '.join(IMAGE_SETS)}")
+    return IMAGE_SETS[name]
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")

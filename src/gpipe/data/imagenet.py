@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gpipe.data.image_set import ImageFiles
-from gpipe.data.source import Source
+from gpipe.data.source import Source, TableCounts
 
 _FOLDERS = {"train": "train", "test": "val"}
 
@@ -14,9 +14,10 @@ def open_image_folder(root: Path, split: str) -> ImageFiles:
     The classes are the folders of root/train, sorted. Raises ValueError where root/val has other ones, and
     FileNotFoundError where a class has no image.
     """
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-
     import gpipe._torchvision  # noqa: F401  (before torchvision)
+
+    # isort: split
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
     class_names, labels_by_class = find_classes(root / "train")
     val_classes = set(find_classes(root / "val")[0])
@@ -42,4 +43,5 @@ IMAGENET = Source(
         "tar's inner tars each into a folder of its name, sort the val images into folders of the same names, and set "
         "data.root."
     ),
+    table=TableCounts(num_classes=1_000, num_train_images=1_281_167, num_test_images=50_000),
 )

@@ -178,7 +178,7 @@ def _worker_context() -> BaseContext:
     workers, where spawning imports it in each.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpipe.data"])
+    context.set_forkserver_preload([__name__])
     return context
 
 

@@ -1,7 +1,8 @@
 """Where an image set comes from, and what to say when it is not there."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from gpipe.data.image_set import ImageSet
@@ -15,20 +16,40 @@ class DataMissing(FileNotFoundError):
 
 
 @dataclass(frozen=True)
+class TableCounts:
+    """Hold what Table 4 of the paper says of an image set.
+
+    notes: split -> why a true copy of the set has another number of images.
+    """
+
+    num_classes: int
+    num_train_images: int
+    num_test_images: int
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def num_images(self, split: str) -> int:
+        """Return the number of images of a split."""
+        return self.num_train_images if split == "train" else self.num_test_images
+
+
+@dataclass(frozen=True)
 class Source:
     """Describe one image set: how to open it, and what must be on the disk for that.
 
     open: (root, split) -> image set.
     required: glob patterns relative to root, each of which must match something; "a/*/" is any folder in a.
-    tree: the expected files, drawn. how_to_get: instructions for a newcomer.
+    package: the module whose files hold the set; it is only looked for. how_to_get: instructions for a newcomer.
+    tree: the expected files, drawn. table: the numbers of the paper's Table 4, for the sets that are in it.
     default_root: where the set usually lies; None where there is no such place. A set without `required` needs no root.
     """
 
     open: Callable[[Path, str], ImageSet]
     required: tuple[str, ...] = ()
+    package: str | None = None
     tree: str = ""
     how_to_get: str = ""
     default_root: Path | None = None
+    table: TableCounts | None = None
 
     def find_root(self, name: str, root: str | Path | None) -> Path:
         """Return the folder that holds the set, after a look at its upper folders only. Raises DataMissing.
@@ -36,6 +57,8 @@ class Source:
         Both splits must be there: a run that trains for days should not find out then that it cannot be tested.
         """
         folder = Path(root).expanduser() if root is not None else self.default_root
+        if self.package is not None and find_spec(self.package) is None:
+            raise DataMissing(self._message(name, f"the Python package {self.package}"))
         if not self.required:
             return folder or Path()
         if folder is None:
@@ -46,10 +69,11 @@ class Source:
         return folder
 
     def _message(self, name: str, looked_for: str) -> str:
+        tree = f"Expected tree:\n{self.tree}\n" if self.tree else ""
         return (
             f"The image set {name} is missing.\n"
             f"Looked for: {looked_for}.\n"
-            f"Expected tree:\n{self.tree}\n"
+            f"{tree}"
             f"How to get it: {self.how_to_get}\n"
             f"Without it: data={EMBEDDED_ALTERNATIVE}, or an experiment with scale=laptop, uses photographs that come "
             "with this package."

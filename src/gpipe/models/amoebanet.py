@@ -84,6 +84,20 @@ class AmoebaNet(nn.Sequential):
         return logits
 
 
+def softmax_names(layers: nn.ModuleDict) -> set[str]:
+    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which belong to one set of classes.
+
+    layers: any part of a model by layer index, such as `pipeline.layers`. The auxiliary head has a softmax layer too.
+    """
+    return {
+        f"layers.{index}.{path}.{name}"
+        for index, layer in layers.items()
+        for path, module in layer.named_modules()
+        if isinstance(module, Linear)
+        for name, _ in module.named_parameters()
+    }
+
+
 def _check(
     num_layers: int, num_filters: int, num_classes: int, image_size: tuple[int, int], dropout: float, drop_path: float
 ) -> None:

@@ -1,8 +1,9 @@
 """The plan of a pipeline, printed before it starts: which layers each stage gets, and what that promises."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -39,6 +40,10 @@ class Plan:
     def partitions(self) -> list[int]:
         """The number of layers of each stage."""
         return [stage.last_layer - stage.first_layer + 1 for stage in self.stages]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row a stage, as JSON."""
+        return [{"stage": index, **asdict(stage)} for index, stage in enumerate(self.stages)]
 
     @property
     def bubble(self) -> float:

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,7 +14,13 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
-KINDS = ("measured", "simulated", "planned")
+KINDS = ("measured", "simulated", "planned", "not run")
+# What may differ between two runs of the same settings: where they run and what watches them.
+_WHEREABOUTS = {
+    "launch", "tracking", "reproduction", "trainer.resume_from", "data.root", "data.num_workers", "data.prefetch_factor"
+}  # fmt: skip
+# In JSON text, the folders of a path and its last name: of a whole string, or behind the = of an override.
+_ABSOLUTE_PATH = re.compile(r"""(["=])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
 _PACKAGES = ("torch", "timm")
 
 
@@ -21,7 +28,8 @@ _PACKAGES = ("torch", "timm")
 class Record:
     """One run. `commit` and `dirty` are None outside git; `date` is UTC in ISO 8601; the rest is JSON.
 
-    `kind` says what the numbers are: measured, simulated or planned, which never share a column.
+    `kind` says what the numbers are: measured, simulated or planned, which never share a column; the record of what
+    was not run has a reason instead of numbers.
     The name of the host is left out on purpose: records are published.
     """
 
@@ -118,9 +126,42 @@ def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
     return versions
 
 
+def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether two runs' settings, as JSON, describe the same training, wherever it runs."""
+    return _training(one) == _training(other)
+
+
+def _training(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: {name: item for name, item in value.items() if f"{key}.{name}" not in _WHEREABOUTS}
+        if isinstance(value, Mapping)
+        else value
+        for key, value in config.items()
+        if key not in _WHEREABOUTS
+    }
+
+
+def without_places(record: Record) -> Record:
+    """Return a record in which only the last name is left of each absolute path: records are published."""
+    text = json.dumps(asdict(record))
+    return Record(**json.loads(_ABSOLUTE_PATH.sub(r"\1<...>/\2", text)))
+
+
 def write_record(path: Path, record: Record) -> None:
     """Write one record as JSON; the file appears complete or not at all. Raises ValueError for NaN and infinities."""
-    text = json.dumps(asdict(record), indent=2, allow_nan=False) + "\n"
+    _write(path, json.dumps(asdict(record), indent=2, allow_nan=False) + "\n")
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write records as the lines of a .jsonl file, in place of what it had; otherwise like `write_record`."""
+    _write(path, "".join(_line(record) for record in records))
+
+
+def _line(record: Record) -> str:
+    return json.dumps(asdict(record), allow_nan=False) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
@@ -129,7 +170,7 @@ def write_record(path: Path, record: Record) -> None:
 
 def append_record(path: Path, record: Record) -> None:
     """Add one record as a line to a .jsonl file. Raises ValueError for NaN and infinities."""
-    line = json.dumps(asdict(record), allow_nan=False) + "\n"
+    line = _line(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(line)

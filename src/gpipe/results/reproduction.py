@@ -4,20 +4,45 @@ python -m gpipe.results.reproduction                                       rende
 python -m gpipe.results.reproduction add runs/<name>/<date> reproductions/<claim>     add a run's record first
 """
 
+import csv
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
-from gpipe.results.records import RECORD_FILE, Record, append_record, read_records
+from gpipe.results.curve import read_curve
+from gpipe.results.jobs import Job
+from gpipe.results.records import (
+    RECORD_FILE,
+    Record,
+    append_record,
+    make_record,
+    read_records,
+    same_settings,
+    without_places,
+    write_records,
+)
+from gpipe.results.table4 import table4, table4_cost, transfer_laptop, transfer_laptop_run
 from gpipe.results.tables import TABLES
 
 RUNS_FILE = "runs.jsonl"
+PAPER_FILE = "paper.csv"
+METRICS_FILE = "metrics.jsonl"
+BESIDE_PAPER = {"table4": table4}
+Table: TypeAlias = Callable[[list[Record]], str]
+EVERY_TABLE: dict[str, Table] = {
+    **TABLES,
+    "table4_cost": table4_cost,
+    "transfer_laptop": transfer_laptop,
+    "transfer_laptop_run": transfer_laptop_run,
+}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(readme: Path, records: list[Record], tables: Mapping[str, Callable[[list[Record]], str]] = TABLES) -> str:
-    """Return a README with each of its tables made from records.
+def rendered(readme: Path, records: list[Record], tables: Mapping[str, Table] = EVERY_TABLE) -> str:
+    """Return a README with each of its tables made from records, and from the paper's numbers in paper.csv beside it.
 
     A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; `tables` says how to make each of them.
     Raises ValueError where the README asks for a table that nobody can make, or for none.
@@ -25,14 +50,29 @@ def rendered(readme: Path, records: list[Record], tables: Mapping[str, Callable[
 
     def replace(block: re.Match[str]) -> str:
         name = block["name"]
+        if name in BESIDE_PAPER:
+            return f"{block[1]}{BESIDE_PAPER[name](records, read_paper(readme.parent))}{block[3]}"
         if name not in tables:
-            raise ValueError(f"{readme} asks for the table {name!r}; there are {', '.join(tables)}.")
+            raise ValueError(f"{readme} asks for the table {name!r}; there are {', '.join((*tables, *BESIDE_PAPER))}.")
         return f"{block[1]}{tables[name](records)}{block[3]}"
 
     text, count = _BLOCK.subn(replace, readme.read_text(encoding="utf-8"))
     if count == 0:
         raise ValueError(f"{readme} has no table; write <!-- table: NAME --> and <!-- end --> into it.")
     return text
+
+
+def read_paper(folder: Path) -> list[dict[str, str]]:
+    """Read the paper's numbers that a reproduction stands beside: the rows of its paper.csv."""
+    with (folder / PAPER_FILE).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_run(folder: Path) -> Record:
+    """Read a run's record, with the curve of its log among the results, and without this machine's folders."""
+    record = without_places(read_records(folder / RECORD_FILE)[0])
+    metrics = folder / METRICS_FILE
+    return replace(record, results={**record.results, "curve": read_curve(metrics)}) if metrics.exists() else record
 
 
 def readmes(root: Path) -> dict[Path, list[Record]]:
@@ -52,14 +92,42 @@ def render(root: Path) -> None:
         readme.write_text(rendered(readme, records), encoding="utf-8")
 
 
+def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequence[Job]) -> None:
+    """Add what a sweep came to to the records of a reproduction, and render every README.
+
+    experiment, command: the sweep's. A record takes the place of an earlier one of the same settings; of a data set
+    that is not on this machine the reason is recorded, once. Raises FileNotFoundError without such a reproduction.
+    """
+    path = root / "reproductions" / name / RUNS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
+    new = [read_run(job.folder) for job in jobs if job.record is not None]
+    reasons = {job.outcome.data: job.outcome.reason for job in jobs if job.outcome.status == "not run"}
+    for data, reason in reasons.items():
+        settings, results = {"data": {"name": data}}, {"reason": reason}
+        new.append(
+            make_record(
+                kind="not run", command=command, experiment=experiment, config=settings, seed=0, results=results
+            )
+        )
+    old = [record for record in read_records(path) if not any(_replaces(other, record) for other in new)]
+    write_records(path, [*old, *new])
+    render(root)
+
+
+def _replaces(new: Record, old: Record) -> bool:
+    """Say whether a record says anew what an old one says."""
+    same_kind = (new.kind, new.experiment) == (old.kind, old.experiment)
+    return same_kind and same_settings(new.config, old.config)
+
+
 def main(arguments: list[str]) -> None:
     """Add the record of a run where that is asked for, then render."""
     match arguments:
         case []:
             pass
         case ["add", run, folder]:
-            (record,) = read_records(Path(run) / RECORD_FILE)
-            append_record(Path(folder) / RUNS_FILE, record)
+            append_record(Path(folder) / RUNS_FILE, read_run(Path(run)))
         case _:
             raise SystemExit(__doc__)
     render(Path.cwd())

@@ -16,7 +16,7 @@ def engine_overhead(records: list[Record]) -> str:
     """Return the share of the bubble formula's throughput that each engine reached with layers that sleep."""
     record = _newest(records, "engine_overhead")
     if record is None:
-        return _not_run("engine_overhead")
+        return not_run("engine_overhead")
     rows = [
         [
             f"{row['engine']}, {row['rematerialize']}",
@@ -37,7 +37,7 @@ def one_stage_overhead(records: list[Record]) -> str:
     """Return the time of a one-stage pipeline beside a hand-written loop."""
     record = _newest(records, "one_stage_overhead")
     if record is None:
-        return _not_run("one_stage_overhead")
+        return not_run("one_stage_overhead")
     results, config = record.results, record.config
     model = f"AmoebaNet-D ({config['num_layers']},{config['num_filters']})"
     setting = f"{model}, {config['batch_size']} images of {config['image_size']} px, M = {config['num_microbatches']}"
@@ -50,12 +50,12 @@ def one_stage_overhead(records: list[Record]) -> str:
 
 def engine_overhead_run(records: list[Record]) -> str:
     """Return the command, date and hardware of the newest run."""
-    return _provenance(_newest(records, "engine_overhead"), "engine_overhead")
+    return provenance(_newest(records, "engine_overhead"), "engine_overhead")
 
 
 def image_runs(records: list[Record]) -> str:
-    """Return the runs that trained on images: what was trained on what, how far, and how fast."""
-    runs = [record for record in records if "top1" in record.results]
+    """Return the runs that trained on images from scratch: what was trained on what, how far, and how fast."""
+    runs = _image_runs(records)
     rows = [
         [
             _model(run),
@@ -77,8 +77,8 @@ def image_runs(records: list[Record]) -> str:
 
 def image_runs_from(records: list[Record]) -> str:
     """Return the command, date and hardware of the newest run on images."""
-    runs = [record for record in records if "top1" in record.results]
-    return _provenance(max(runs, key=lambda run: run.date, default=None), "train.py")
+    runs = _image_runs(records)
+    return provenance(max(runs, key=lambda run: run.date, default=None), "train.py")
 
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
@@ -90,9 +90,10 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
 }
 
 
-def _provenance(record: Record | None, program: str) -> str:
+def provenance(record: Record | None, program: str) -> str:
+    """Return where a record comes from: command, kind of its numbers, date, commit, hardware and packages."""
     if record is None:
-        return _not_run(program)
+        return not_run(program)
     hardware = ", ".join(f"{name} {value}" for name, value in record.hardware.items() if value)
     packages = ", ".join(f"{name} {version}" for name, version in record.packages.items())
     commit = (record.commit or "outside git")[:12] + (" with uncommitted changes" if record.dirty else "")
@@ -104,6 +105,11 @@ def _provenance(record: Record | None, program: str) -> str:
         ["packages", packages],
     ]
     return markdown(["", ""], rows)
+
+
+def _image_runs(records: list[Record]) -> list[Record]:
+    """Return the trainings on images but the transfers, which have tables of their own."""
+    return [run for run in records if "top1" in run.results and not run.experiment.startswith("transfer")]
 
 
 def _model(run: Record) -> str:
@@ -120,5 +126,6 @@ def _newest(records: list[Record], experiment: str) -> Record | None:
     return max(found, key=lambda record: record.date, default=None)
 
 
-def _not_run(program: str) -> str:
+def not_run(program: str) -> str:
+    """Return what stands in the place of a table that has no record."""
     return f"Not run: {program}.\n"

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.ema import Ema
-from gpipe.training.layer_files import check_tensors, describe_names, flush, layer_of, read_layers, write_layers
-from gpipe.training.manifest import MANIFEST, CheckpointError, Manifest, Position, TensorEntry
-from gpipe.training.optimizers import load_optimizer_state, named_parameters_of, optimizer_state
+from gpipe.training.layer_files import flush, write_layers
+from gpipe.training.manifest import MANIFEST, CheckpointError, Manifest, Position
+from gpipe.training.optimizers import optimizer_state
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 _LATEST = "latest"
@@ -56,8 +56,8 @@ def save_checkpoint(
         return path
     partial = folder / f".{path.name}.partial"
     leads = pipeline.stage_index in (None, 0)
-    _together(pipeline, lambda: _make_empty(partial) if leads else None)
-    written = _together(pipeline, lambda: _write_own(partial, pipeline, optimizer, ema))
+    together(pipeline, lambda: _make_empty(partial) if leads else None)
+    written = together(pipeline, lambda: _write_own(partial, pipeline, optimizer, ema))
     manifest = Manifest(
         position=position,
         num_layers=pipeline.num_layers,
@@ -67,7 +67,7 @@ def save_checkpoint(
     )
     for part in written:
         manifest.add(part)
-    _together(pipeline, lambda: _publish(partial, path, manifest, keep) if leads else None)
+    together(pipeline, lambda: _publish(partial, path, manifest, keep) if leads else None)
     return path
 
 
@@ -82,28 +82,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return folder / name
 
 
-def load_checkpoint(
-    path: Path, pipeline: Pipeline, *, optimizer: torch.optim.Optimizer | None = None, ema: Ema | None = None
-) -> Manifest:
-    """Load a checkpoint into the pipeline's own layers, and into the optimiser and the average if they are given.
-
-    Every process calls it; each opens only the files that have its layers, and verifies their sizes and hashes. All or
-    nothing: where any process finds a fault, CheckpointError is raised on all of them and nothing has been changed.
-    The caller sets `pipeline.step` and the data's position from the manifest that is returned.
-    """
-    found: list[tuple[Manifest, dict[str, dict[str, Tensor]]]] = []
-    _together(pipeline, lambda: found.append(_read_own(path, pipeline, optimizer, ema)))
-    manifest, loaded = found[0]
-    with torch.no_grad():
-        for kind, own in _own_tensors(pipeline, ema).items():
-            for name, tensor in own.items():
-                tensor.copy_(loaded[kind][name])
-    if optimizer is not None:
-        load_optimizer_state(optimizer, loaded["optimizer"])
-    return manifest
-
-
-def _together(pipeline: Pipeline, work: Callable[[], Any]) -> list[Any]:
+def together(pipeline: Pipeline, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every process and return what each gave; where any failed, raise its error on all of them."""
     try:
         outcome = {"value": work()}
@@ -118,7 +97,7 @@ def _together(pipeline: Pipeline, work: Callable[[], Any]) -> list[Any]:
     return [other["value"] for other in outcomes]
 
 
-def _own_tensors(pipeline: Pipeline, ema: Ema | None) -> dict[str, dict[str, Tensor]]:
+def own_tensors(pipeline: Pipeline, ema: Ema | None) -> dict[str, dict[str, Tensor]]:
     """Return this process's weights, and averages if there are any, by kind and name, sharing their memory."""
     own: dict[str, dict[str, Tensor]] = {"weights": dict(pipeline.layers.state_dict(prefix="layers."))}
     if ema is not None:
@@ -130,7 +109,7 @@ def _write_own(
     partial: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, ema: Ema | None
 ) -> dict[str, Any]:
     """Write the files of the stages that this process plays; return their entries as JSON."""
-    kinds = _own_tensors(pipeline, ema)
+    kinds = own_tensors(pipeline, ema)
     if optimizer is not None:
         kinds["optimizer"] = optimizer_state(optimizer)
     files, tensors = write_layers(partial, kinds, pipeline.partitions)
@@ -165,52 +144,3 @@ def _publish(partial: Path, path: Path, manifest: Manifest, keep: int) -> None:
     for _, other in sorted(saved)[:-keep]:
         if other != path:
             shutil.rmtree(other)
-
-
-def _read_own(
-    path: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, ema: Ema | None
-) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
-    """Read what belongs to this process's layers, after every check that needs no data."""
-    manifest = Manifest.read(path)
-    if manifest.num_layers != pipeline.num_layers:
-        raise CheckpointError(
-            f"{path} is of a model with {manifest.num_layers} layers, but this one has {pipeline.num_layers}: "
-            "build the model that it was saved with."
-        )
-    own = _own_tensors(pipeline, ema)
-    indices = {int(key) for key in pipeline.layers}
-    check_tensors(path, manifest, own, indices.__contains__)
-    names = {kind: list(tensors) for kind, tensors in own.items()}
-    if optimizer is not None:
-        entries = manifest.tensors.get("optimizer", {})
-        owned_entries = {name: entry for name, entry in entries.items() if layer_of(name) in indices}
-        _check_optimizer(path, manifest.optimizer, optimizer, owned_entries)
-        names["optimizer"] = list(owned_entries)
-    return manifest, read_layers(path, manifest, names)
-
-
-def _check_optimizer(
-    path: Path, saved: str | None, optimizer: torch.optim.Optimizer, entries: Mapping[str, TensorEntry]
-) -> None:
-    """Refuse the state of another optimiser, or of parameters that this one does not train."""
-    kind = type(optimizer).__name__
-    if saved != kind:
-        raise CheckpointError(
-            f"{path} has the state of {saved or 'no optimiser'}, but this run uses {kind}: "
-            "use that optimiser, or load the weights alone."
-        )
-    parameters = named_parameters_of(optimizer)
-    # A parameter may lack a state: before the first step, or where it never had a gradient.
-    unexpected = [key for key in entries if key.rsplit("/", 1)[0] not in parameters]
-    if unexpected:
-        raise CheckpointError(
-            f"{path} has optimiser state {describe_names(unexpected)}, which this run does not train: "
-            "train the same parameters, or load the weights alone."
-        )
-    for key, entry in entries.items():
-        shape = tuple(parameters[key.rsplit("/", 1)[0]].shape)
-        if entry.shape not in ((), shape):
-            raise CheckpointError(
-                f"{path} has {key} of shape {list(entry.shape)}, but the parameter's is {list(shape)}: "
-                "build the model that it was saved with."
-            )

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -78,32 +78,32 @@ def read_layers(folder: Path, manifest: Manifest, names: Mapping[str, Sequence[s
     return tensors
 
 
-def check_tensors(folder: Path, manifest: Manifest, own: Kinds, is_own: Callable[[int], bool]) -> None:
-    """Compare the names, shapes and dtypes of `own` tensors with the checkpoint's for the layers that `is_own`.
+def differences(manifest: Manifest, kind: str, own: Mapping[str, Tensor], layers: Container[int]) -> dict[str, str]:
+    """Compare `own` tensors with those of one kind that a checkpoint has for the same `layers`.
 
-    Raises CheckpointError naming the first few tensors that are missing, unexpected or different.
+    Returns, for each name that is missing, unexpected or of another shape or dtype, a few words that say so.
     """
-    for kind, tensors in own.items():
-        saved = {name: entry for name, entry in manifest.tensors.get(kind, {}).items() if is_own(layer_of(name))}
-        missing = [name for name in tensors if name not in saved]
-        if missing:
-            raise CheckpointError(
-                f"{folder} lacks {describe_names(missing)} of the {kind}: "
-                "build the model, with the settings, that it was saved with."
-            )
-        unexpected = [name for name in saved if name not in tensors]
-        if unexpected:
-            raise CheckpointError(
-                f"{folder} has {describe_names(unexpected)} in its {kind}, which this model lacks: "
-                "build the model that it was saved with."
-            )
-        for name, tensor in tensors.items():
-            expected, found = (_dtype_name(tensor), tuple(tensor.shape)), (saved[name].dtype, saved[name].shape)
-            if expected != found:
-                raise CheckpointError(
-                    f"{folder} has {name} of the {kind} as {_form(*found)}, but this model's is {_form(*expected)}: "
-                    "build the model that it was saved with."
-                )
+    saved = manifest.tensors.get(kind, {})
+    found: dict[str, str] = {}
+    for name, tensor in own.items():
+        here = _form(_dtype_name(tensor), tensor.shape)
+        if name not in saved:
+            found[name] = f"not there, {here} here"
+        elif (there := _form(saved[name].dtype, saved[name].shape)) != here:
+            found[name] = f"{there} there, {here} here"
+    for name, entry in saved.items():
+        if name not in own and layer_of(name) in layers:
+            found[name] = f"{_form(entry.dtype, entry.shape)} there, not here"
+    return found
+
+
+def describe_differences(found: Mapping[str, str]) -> str:
+    """Say in a few words which layers differ, and how the first of their tensors do."""
+    layers = sorted({layer_of(name) for name in found})
+    examples = "; ".join(f"{name} is {how}" for name, how in list(found.items())[:_NUM_NAMED])
+    more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
+    subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
+    return f"{subject} ({examples}{more})"
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

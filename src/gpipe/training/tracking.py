@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,6 +12,9 @@ from typing import Any, Self
 import wandb
 
 METRICS_FILE = "metrics.jsonl"
+RUN_ID_FILE = "wandb_id.txt"
+OUTCOME = "outcome"
+_RUN_ID = re.compile(r"[0-9a-z]{1,32}")
 _MODES = ("offline", "online", "disabled")
 
 
@@ -30,13 +35,16 @@ class Tracker:
         group: str | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
+        resumed: Path | None = None,
     ) -> None:
         """Begin in `folder`, or go on there; `mode` is offline (no account needed), online or disabled.
 
-        `group` is the experiment, `name` the run, `config` the composed configuration as a plain dict.
+        `group` is the experiment, `name` the run, `config` the composed configuration as a plain dict. `resumed` is the
+        folder of the run that this one goes on from: for Weights & Biases both are one run.
         """
         if mode not in _MODES:
             raise ValueError(f"The tracking mode is {mode!r}: choose one of {', '.join(_MODES)}.")
+        self._folder = folder
         self._path = folder / METRICS_FILE
         self._enabled = enabled
         self._run: wandb.Run | None = None
@@ -45,14 +53,20 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         if mode == "disabled":
             return
-        # Without these settings arguments, console output and source files land in its folder.
-        settings = wandb.Settings(x_disable_meta=True, save_code=False, console="off", silent=True)
+        run_id = _run_id(resumed) or _run_id(folder) or secrets.token_hex(4)
+        (folder / RUN_ID_FILE).write_text(run_id + "\n", encoding="utf-8")
+        # Without these settings arguments, console output, source files and the host's name land in its folder.
+        settings = wandb.Settings(
+            x_disable_meta=True, x_disable_machine_info=True, save_code=False, console="off", silent=True, host=""
+        )
         self._run = wandb.init(
             mode="online" if mode == "online" else "offline",
             dir=str(folder),
             project=project,
             group=group,
             name=name,
+            id=run_id,
+            resume="allow" if mode == "online" else None,  # offline, `wandb sync` puts the parts of an id together
             config=dict(config or {}),
             settings=settings,
         )
@@ -63,15 +77,46 @@ class Tracker:
             return
         if "step" not in values:
             raise ValueError(f"The values {sorted(values)} lack 'step', by which the lines are ordered: add it.")
-        finite = jsonable(values)
-        # Opened for each line: there is nothing to flush, to lose, or to close.
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+        finite = self._write(values)
         if self._run is not None:
             self._run.log({key: value for key, value in finite.items() if value is not None}, step=values["step"])
 
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a table, such as the plan, as one line {"step", name: rows}; all rows have the same keys."""
+        if not self._enabled:
+            return
+        finite = self._write({"step": step, name: rows})[name]
+        if self._run is not None:
+            data = [[_cell(value) for value in row.values()] for row in finite]
+            table = wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
+            self._run.log({name: table}, step=step)
+
+    def log_picture(self, step: int, name: str, path: Path) -> None:
+        """Write where a picture in the run's folder lies as one line {"step", name: file name}."""
+        if not self._enabled:
+            return
+        self._write({"step": step, name: str(path.relative_to(self._folder))})
+        if self._run is not None:
+            self._run.log({name: wandb.Image(str(path))}, step=step)
+
+    def begin(self, plan: Sequence[Mapping[str, Any]]) -> None:
+        """Write the plan, where the log has nothing yet."""
+        if not self._path.exists():
+            self.log_table(0, "plan", plan)
+
+    def _write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Append a line, and return what it says."""
+        finite: dict[str, Any] = jsonable(values)
+        # Opened for each line: there is nothing to flush, to lose, or to close.
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
+        return finite
+
     def rewind(self, step: int) -> None:
-        """Drop the lines after `step`, which a run that resumes there writes again, and a last line cut short."""
+        """Drop the lines after `step`, which a run that resumes there writes again, and a last line cut short.
+
+        The outcome is dropped in any case: the run is about to have another one.
+        """
         if not self._enabled or not self._path.exists():
             return
         kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _is_until(line, step)]
@@ -107,6 +152,21 @@ def jsonable(value: Any) -> Any:
 
 def _is_until(line: str, step: int) -> bool:
     try:
-        return int(json.loads(line)["step"]) <= step
+        values = json.loads(line)
+        return int(values["step"]) <= step and OUTCOME not in values
     except (ValueError, KeyError, TypeError):
         return False
+
+
+def _run_id(folder: Path | None) -> str | None:
+    """Return the id that an earlier run left in its folder for Weights & Biases, None where there is none."""
+    if folder is None or not (folder / RUN_ID_FILE).exists():
+        return None
+    text = (folder / RUN_ID_FILE).read_text(encoding="utf-8").strip()
+    if not _RUN_ID.fullmatch(text):
+        raise ValueError(f"{folder / RUN_ID_FILE} says {text!r}, expected a run's id: delete the file.")
+    return text
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict | list) else value

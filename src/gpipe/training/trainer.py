@@ -1,7 +1,7 @@
 """The training loop: what happens in a step, at the end of an epoch, and when a run goes on where it stopped."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
-from gpipe.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from gpipe.training.checkpoint import latest_checkpoint, save_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
@@ -21,6 +21,7 @@ from gpipe.training.loader import Loader
 from gpipe.training.manifest import Position
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
+from gpipe.training.restore import load_checkpoint, load_weights
 from gpipe.training.summary import Summary, Totals
 from gpipe.training.tracking import Tracker
 
@@ -105,6 +106,13 @@ class Trainer:
         self._totals = Totals(**manifest.results)
         self.tracker.rewind(position.step)
         return True
+
+    def start_from(self, path: Path, replaced: Collection[str]) -> None:
+        """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
+
+        Raises CheckpointError where the checkpoint is damaged, or another model's.
+        """
+        load_weights(path, self.pipeline, ema=self.ema, replaced=replaced, model=self.config.get("model"))
 
     def train(self) -> Summary:
         """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated."""

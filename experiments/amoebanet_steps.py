@@ -1,0 +1,53 @@
+"""Training steps of two AmoebaNets, up to the gradients: ours in a pipeline of one stage, torchgpipe's in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+from gpipe.models import amoebanet_b, amoebanet_d
+
+NUM_CLASSES, NUM_MICROBATCHES = 1000, 4
+VARIANTS = {"b": amoebanet_b, "d": amoebanet_d}
+Step = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def our_step(
+    variant: str, num_layers: int, num_filters: int, mode: str, device: torch.device, backend: str | None
+) -> tuple[Step, nn.Module]:
+    """Return a step of our model, and its layers; `backend` is torch.compile's, None leaves it out."""
+    with torch.device("meta"):
+        layers = VARIANTS[variant](num_layers, num_filters, NUM_CLASSES)
+    gpipe.convert_batch_norm(layers)
+    pipeline = gpipe.Pipeline(
+        layers, F.cross_entropy, [len(layers)], NUM_MICROBATCHES, rematerialize=mode, devices=[device]
+    )
+    pipeline.layers.to(memory_format=torch.channels_last)
+    if backend is not None:
+        pipeline.compile(dynamic=False, backend=backend)
+    return lambda images, labels: pipeline.train_step((images, labels)), pipeline.layers
+
+
+def torchgpipe_step(num_layers: int, num_filters: int, mode: str, device: torch.device) -> tuple[Step, nn.Module]:
+    """Return a step of torchgpipe's AmoebaNet-D, and the model; the mode "always" recomputes all of a micro-batch.
+
+    Its benchmarks' models must be importable.
+    """
+    from amoebanet import amoebanetd
+
+    model = amoebanetd(NUM_CLASSES, num_layers, num_filters).to(device, memory_format=torch.channels_last)
+    forward = partial(checkpoint, model, use_reentrant=False) if mode == "always" else model
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        for part, targets in zip(images.chunk(NUM_MICROBATCHES), labels.chunk(NUM_MICROBATCHES), strict=True):
+            loss = F.cross_entropy(forward(part), targets) * (len(part) / len(images))
+            with torch.autocast(device.type, enabled=False):
+                loss.backward()
+
+    return step, model

@@ -1,0 +1,73 @@
+"""What the runs of the paper's Table 4 would compute, and for how long, from their own settings.
+
+    python experiments/table4_cost.py
+
+Composes each experiment at the paper's scale, counts the FLOPs of an image on the meta device, and multiplies: forward,
+recomputation, and a backward of twice the forward. Adds a record of planned numbers to
+reproductions/table4_imagenet_and_transfer/ and renders its README. Seconds, no data, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from gpipe.build import build_layers, build_plan
+from gpipe.config import register_schemas, to_run
+from gpipe.results.records import append_record, make_record
+from gpipe.results.reproduction import RUNS_FILE, read_paper, render
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
+SUSTAINED_FLOPS = 100e12  # a second and accelerator: what an A100 or TPUv4 may reach on such convolutions in bfloat16
+SLOTS = {"rmsprop": 2, "sgd": 1}  # tensors of a parameter's size that the optimiser keeps
+PASSES = 4  # forward, recomputation, and the backward's two products a forward one
+
+
+def cost(data: str, train_images: int) -> dict[str, Any]:
+    """Return a row of the table: what one run on a data set computes."""
+    experiment = ["+experiment=amoebanet_imagenet"] if data == "imagenet" else ["+experiment=transfer", f"data={data}"]
+    run = to_run(compose("train", overrides=[*experiment, *([] if data == "imagenet" else ["init_from=null"])]))
+    plan = build_plan(run, build_layers(run))
+    forward_flops = sum(stage.flops for stage in plan.stages) / plan.microbatch_size
+    settings = run.trainer
+    steps = min(settings.num_epochs * math.ceil(train_images / settings.batch_size), settings.max_steps or 10**12)
+    copies = 2 + SLOTS[run.optimizer.name] + (run.ema.decay is not None)  # weights, gradients, slots, averages
+    total = forward_flops * PASSES * settings.batch_size * steps
+    return {
+        "data": data,
+        "train_images": train_images,
+        "batch_size": settings.batch_size,
+        "steps": steps,
+        "forward_flops": forward_flops,
+        "total_flops": total,
+        "accelerator_days": total / SUSTAINED_FLOPS / 86400,
+        "num_stages": len(plan.stages),
+        "state_bytes": max(stage.parameter_bytes for stage in plan.stages) * copies,
+    }
+
+
+def main() -> None:
+    """Plan every row of paper.csv."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    register_schemas()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        rows = [cost(row["data"], int(row["train"])) for row in read_paper(FOLDER)]
+    record = make_record(
+        kind="planned",
+        command="python experiments/table4_cost.py",
+        experiment="table4_cost",
+        config={"sustained_flops": SUSTAINED_FLOPS, "passes": PASSES},
+        seed=0,
+        results={"rows": rows},
+    )
+    append_record(FOLDER / RUNS_FILE, record)
+    render(ROOT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,432 @@
+# %% [markdown]
+# # How GPipe works
+#
+# A model that is too large for one device can be cut into pieces, one a device. But the pieces need each other's
+# results, so that at any moment only one of them works. GPipe lets them work at the same time. This notebook shows how,
+# first on paper, then with a real network. It needs one core and less than a minute.
+#
+# The words, once: a model is a sequence of $L$ **layers**. Consecutive layers form $K$ **partitions**; a partition at
+# work on its device is a **stage**, and what passes between two stages passes a **boundary**. A **mini-batch** of $N$
+# examples, which makes one update of the weights, is cut into $M$ equal **micro-batches**.
+
+# %%
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import matplotlib.pyplot as plt
+import torch
+from IPython.display import Image
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import gpipe
+from gpipe.data import ImageLoader, evaluation_transform, open_image_set
+from gpipe.pipeline.partition import partition_ranges
+from gpipe.pipeline.schedule import Kind, Rematerialize
+from gpipe.pipeline.schedule import gpipe as gpipe_schedule
+from gpipe.pipeline.timeline import Timeline, plot, simulate
+
+BLUE, YELLOW, GREEN = "#4878a8", "#c9a227", "#7d9d5b"
+plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+torch.set_num_threads(1)
+
+
+# %% [markdown]
+# ## 1. The schedule
+#
+# The **schedule** says what each stage does in a step, in which order. GPipe's is: the forward pass of every
+# micro-batch, then the backward pass of every micro-batch in reverse. Every stage has the same list. `F2` is the
+# forward pass of micro-batch 2, `B2` its backward pass.
+
+
+# %%
+def print_schedule(num_stages: int, num_microbatches: int, rematerialize: Rematerialize) -> None:
+    """Print the tasks of each stage in order."""
+    for stage, tasks in enumerate(gpipe_schedule(num_stages, num_microbatches, rematerialize)):
+        print(f"stage {stage}:", *(f"{task.kind[0].upper()}{task.micro_batch}" for task in tasks))
+
+
+print_schedule(4, 4, Rematerialize.NEVER)
+
+# %% [markdown]
+# A stage starts a task when its own list has come to it and the neighbour's result is there: a forward pass waits for
+# the stage before, a backward pass for the stage behind. So the order alone decides when everything happens, and we
+# can compute it. Let the whole mini-batch cost each stage 8 ms forward and 16 ms backward, however it is cut.
+
+# %%
+MINI_BATCH_SECONDS = {Kind.FORWARD: 0.008, Kind.RECOMPUTE: 0.008, Kind.BACKWARD: 0.016}
+
+
+def simulate_step(
+    num_stages: int, num_microbatches: int, rematerialize: Rematerialize = Rematerialize.NEVER
+) -> Timeline:
+    """Simulate a step of equal stages."""
+    schedule = gpipe_schedule(num_stages, num_microbatches, rematerialize)
+    return simulate(schedule, lambda task: MINI_BATCH_SECONDS[task.kind] / num_microbatches)
+
+
+def draw(timelines: dict[str, Timeline]) -> Image:
+    """Draw timelines below each other, on one scale."""
+    with TemporaryDirectory() as folder:
+        picture = Path(folder) / "timelines.png"
+        plot(timelines, picture)
+        return Image(picture.read_bytes(), width=880)
+
+
+draw(
+    {
+        "M = 1, naive": simulate_step(4, 1),
+        "M = 4": simulate_step(4, 4),
+        "M = 8": simulate_step(4, 8),
+    }
+)
+
+# %% [markdown]
+# A row is a stage, a box is a task, the number in it is the micro-batch. With $M = 1$ one stage works while three wait:
+# four devices are no faster than one. With more micro-batches a stage hands its first result over early and goes on
+# with the next. The work is the same in all three pictures; only the waiting shrinks.
+#
+# All micro-batches use the same weights, and their gradients are added up before the one update. So the waiting at the
+# turn from forward to backward cannot be filled with the next step's work. In return, the update does not depend on how
+# the model is cut.
+#
+# ## 2. The bubble
+#
+# The **bubble** is the share of the devices' time that is spent waiting. With equal stages it is
+#
+# $$\text{bubble} = \frac{K - 1}{M + K - 1},$$
+#
+# because a stage works for $M$ micro-batches, and waits for as long as $K - 1$ more would take: the first stage in the
+# middle, the last stage until the first micro-batch reaches it and after its last gradient has left.
+#
+# A stage that keeps all that its backward pass will need runs out of memory soon. **Re-materialisation** keeps only the
+# boundary input of each micro-batch, and runs the forward pass again (recompute, `R`) just before the backward pass.
+
+# %%
+print_schedule(4, 4, Rematerialize.ALWAYS)
+
+# %% [markdown]
+# A recomputation does not need the gradient from the stage behind. So it runs early, while that gradient is awaited:
+
+# %%
+draw(
+    {
+        "M = 8, all kept": simulate_step(4, 8, Rematerialize.NEVER),
+        "M = 8, re-materialised": simulate_step(4, 8, Rematerialize.ALWAYS),
+    }
+)
+
+# %% [markdown]
+# Recomputing makes the step longer, but not by all of its own time: a part of it falls into the bubble. With forward
+# passes of $F$ seconds, recomputations of $R = F$ and backward passes of $B = 2F$, the step takes
+# $(M + K - 1)(F + B) + M R$ instead of $(M + K - 1)(F + B + R)$, and the bubble shrinks to
+#
+# $$\frac{(K - 1)(F + B)}{(M + K - 1)(F + B) + M R} = \frac{K - 1}{\frac{4}{3} M + K - 1}.$$
+#
+# Both laws, as lines, and what the schedule gives when it is simulated, as points:
+
+
+# %%
+def bubble_law(num_stages: int, num_microbatches: float, rematerialize: Rematerialize) -> float:
+    """Compute the bubble of equal stages whose backward pass takes twice as long as the forward pass."""
+    work = num_microbatches * (4 / 3 if rematerialize is Rematerialize.ALWAYS else 1)
+    return (num_stages - 1) / (work + num_stages - 1)
+
+
+COUNTS = [1, 2, 4, 8, 16, 32, 64]
+STYLES = {Rematerialize.NEVER: ("-", "o", "all kept"), Rematerialize.ALWAYS: ("--", "D", "re-materialised, early")}
+
+
+def draw_bubbles(axis: plt.Axes, num_stages: int, color: str) -> None:
+    """Draw the law as lines and simulated steps as points, and check that they agree."""
+    for mode, (line, marker, _) in STYLES.items():
+        laws = [bubble_law(num_stages, count, mode) for count in COUNTS]
+        bubbles = [simulate_step(num_stages, count, mode).bubble for count in COUNTS]
+        assert max(abs(bubble - law) for bubble, law in zip(bubbles, laws, strict=True)) < 1e-9
+        axis.plot(COUNTS, [100 * bubble for bubble in bubbles], marker, color=color, markersize=5)
+        fine = [2 ** (exponent / 20) for exponent in range(121)]
+        axis.plot(fine, [100 * bubble_law(num_stages, count, mode) for count in fine], line, color=color)
+    ring = 100 * bubble_law(num_stages, 4 * num_stages, Rematerialize.NEVER)
+    axis.plot(4 * num_stages, ring, "o", color=color, markersize=13, fillstyle="none")
+    top = 100 * bubble_law(num_stages, 1, Rematerialize.NEVER)
+    axis.text(0.93, top, f"K = {num_stages}", color=color, ha="right", va="center")
+
+
+figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+for num_stages, color in ((8, GREEN), (4, YELLOW), (2, BLUE)):
+    draw_bubbles(axis, num_stages, color)
+for line, marker, label in STYLES.values():
+    axis.plot([], [], line + marker, color="gray", markersize=5, label=label)
+axis.plot([], [], "o", color="gray", markersize=13, fillstyle="none", label="M = 4K")
+axis.set_xscale("log", base=2)
+axis.set_xticks(COUNTS, [str(count) for count in COUNTS])
+axis.set_xlim(0.7, 70)
+axis.set_ylim(0, 100)
+axis.set_xlabel("M, micro-batches a mini-batch")
+axis.set_ylabel("bubble, % of the devices' time")
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# More stages wait more, more micro-batches make them wait less. From $M = 4K$ on (rings) the bubble is small. But $M$
+# cannot grow for ever: a micro-batch of a few examples uses a device badly.
+#
+# ## 3. A real pipeline
+#
+# `gpipe.Pipeline` executes the same schedule. Here one process plays all four stages in turns, on one core: nothing
+# gets faster, but everything can be looked at. With one process a stage, the same tasks run in parallel.
+#
+# The model is a plain `nn.Sequential` of ten layers, with batch norm and dropout. It is built on the meta device, that
+# is, only described: the pipeline fills in the weights, each drawn from the seed and the layer's index.
+
+
+# %%
+def convolution(num_inputs: int, num_outputs: int, stride: int = 1) -> nn.Sequential:
+    """Build one layer of the model: convolution, batch norm, ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(num_inputs, num_outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(num_outputs), nn.ReLU()
+    )
+
+
+def describe_model() -> nn.Sequential:
+    """Describe a small network for images of 28 px, without weights."""
+    with torch.device("meta"):
+        layers = nn.Sequential(
+            convolution(1, 12),
+            convolution(12, 12),
+            convolution(12, 12),
+            convolution(12, 24, stride=2),
+            convolution(24, 24),
+            convolution(24, 24),
+            convolution(24, 48, stride=2),
+            convolution(48, 48),
+            convolution(48, 48),
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(48, 10)),
+        )
+    return gpipe.convert_batch_norm(layers)  # statistics per micro-batch, moving averages per mini-batch
+
+
+N, M, K = 64, 8, 4
+costs = gpipe.analyze_layers(describe_model(), torch.empty(N // M, 1, 28, 28, device="meta"))
+partitions = gpipe.partition_layers([cost.flops for cost in costs], K)
+
+print("stage  layer  MFLOP  parameters  output, kB   (of one micro-batch, forward)")
+for stage, indices in enumerate(partition_ranges(partitions)):
+    for index in indices:
+        cost = costs[index]
+        print(f"{stage:5}{index:7}{cost.flops / 1e6:7.1f}{cost.parameters:12,}{cost.output_bytes / 1e3:12.1f}")
+    print(f"{'':12}{sum(costs[index].flops for index in indices) / 1e6:7.1f}  together")
+
+# %% [markdown]
+# The slowest stage sets the pace of all. So the layers are cut by cost, here FLOPs, such that the most expensive
+# partition is as cheap as can be. Only what the last layer of a partition returns crosses a boundary.
+#
+# The data: 6,000 product photographs from Fashion-MNIST, which come with the package. A step takes a mini-batch and
+# leaves its gradients in `.grad`; the rest is plain PyTorch. The step's report has the loss, how long it took, and the
+# most memory that the whole process ever held.
+
+# %%
+transform = evaluation_transform(28, channels=1, center_crop=1.0)
+photographs = ImageLoader(
+    open_image_set("fashion_mnist_embedded", "train"), N, transform, seed=0, shuffle=True, num_workers=0
+)
+mini_batch = next(iter(photographs))
+
+
+def make_pipeline(num_stages: int, num_microbatches: int, rematerialize: str) -> gpipe.Pipeline:
+    """Build a pipeline that plays all its stages in this process."""
+    partitions = gpipe.partition_layers([cost.flops for cost in costs], num_stages)
+    return gpipe.Pipeline(
+        describe_model(), nn.functional.cross_entropy, partitions, num_microbatches, rematerialize=rematerialize
+    )
+
+
+print(make_pipeline(K, M, "always").train_step(mini_batch))
+
+# %% [markdown]
+# ### The same gradients, to the last bit
+#
+# How a model is cut, and what it recomputes, must not change what it learns. It does not: every gradient and every
+# moving average of the batch norms is the same bit by bit, and so are the dropout masks. They are drawn from the seed,
+# the step, the micro-batch and the layer, whichever stage runs that layer and however often.
+
+
+# %%
+def results(num_stages: int, rematerialize: str) -> dict[str, Tensor]:
+    """Return all gradients and moving averages after one step."""
+    pipeline = make_pipeline(num_stages, M, rematerialize)
+    pipeline.train_step(mini_batch)
+    gradients = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+    return gradients | dict(pipeline.layers.named_buffers())
+
+
+expected = results(1, "never")
+for num_stages in (1, 2, 4):
+    for mode in ("never", "except_last", "always"):
+        found = results(num_stages, mode)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        print(f"K = {num_stages}, re-materialise {mode:11}: all {len(found)} tensors equal")
+
+# %% [markdown]
+# `except_last` keeps the one micro-batch whose backward pass comes first, as recomputing it would save little memory.
+#
+# $M$ does matter here: batch norm normalises each micro-batch by its own statistics, and each micro-batch has its own
+# dropout masks. Without these two layers, $M$ changes nothing but the rounding of sums.
+#
+# ### Training
+
+# %%
+pipeline = make_pipeline(K, M, "always")
+optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.003)
+losses = []
+for batch in islice(photographs, 60):
+    optimizer.zero_grad()
+    losses.append(pipeline.train_step(batch).loss)
+    optimizer.step()
+
+test_set = open_image_set("fashion_mnist_embedded", "test")
+images, labels = next(iter(ImageLoader(test_set, 1000, transform, seed=0, shuffle=False, num_workers=0)))
+correct = (pipeline.evaluate(images).argmax(dim=1) == labels).double().mean().item()
+
+figure, axis = plt.subplots(figsize=(9, 2.8), layout="constrained")
+axis.plot(losses, color=BLUE)
+axis.set_xlabel("step")
+axis.set_ylabel("cross-entropy, nats")
+axis.set_ylim(0)
+right = f"after {len(losses)} steps {correct:.0%} of 1,000 test photographs are right"
+axis.set_title(f"loss of each mini-batch; {right}", loc="left", fontsize=10)
+plt.show()
+assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+
+# %% [markdown]
+# ### When each task ran
+#
+# The pipeline can record a step. Below is a measured one, in which the stages take turns (the quickest of ten, as other
+# programs get in the way), and a simulation with the same mean time for each stage's tasks, but with four devices and
+# transfers that cost nothing.
+
+# %%
+recorded = [pipeline.train_step(mini_batch, record_timeline=True).timeline for _ in range(10)]
+measured = min(recorded, key=lambda timeline: timeline.makespan_seconds)
+simulated = simulate(gpipe_schedule(K, M), measured.mean_seconds())
+print(f"bubble by the law, were the stages equal: {bubble_law(K, M, Rematerialize.ALWAYS):.1%}")
+draw({"measured, one process plays four stages": measured, "simulated, four devices": simulated})
+
+# %% [markdown]
+# In one process the bubble has no meaning: three of four stages always wait. On four devices it differs from the law as
+# far as the stages differ in time, which FLOPs predict only roughly.
+#
+# Note the recomputations. With a device of its own, a stage recomputes early. In one process that would gain nothing,
+# so each recomputation comes right before its backward pass.
+#
+# ## 4. Memory
+#
+# What must a stage hold for its backward passes? Without re-materialisation, the activations of all micro-batches. With
+# it, the boundary inputs of all micro-batches, and the activations of the one that was just recomputed.
+#
+# We measure it in a real step. When a stage has finished a forward pass or a recomputation, we add up the bytes of its
+# stored boundary inputs and of the tensors that autograd saved in it, as far as they are still alive. Memory that
+# several of them share counts once. Not counted are weights, gradients, and what an operation needs only while it runs.
+
+
+# %%
+@contextmanager
+def held_bytes(pipeline: gpipe.Pipeline) -> Iterator[list[tuple[int, int]]]:
+    """Yield the most bytes that each stage held so far, and how many of them were boundary inputs."""
+    peaks = [(0, 0)] * pipeline.num_stages
+    boundary: list[dict[StorageWeakRef, int]] = [{} for _ in peaks]
+    saved: list[dict[StorageWeakRef, int]] = [{} for _ in peaks]
+    tensors = chain(pipeline.layers.parameters(), pipeline.layers.buffers())
+    weights = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+    current = 0  # the stage at work
+
+    def note(tensor: Tensor, held: dict[StorageWeakRef, int]) -> None:
+        storage = tensor.untyped_storage()
+        if (reference := StorageWeakRef(storage)) not in weights:  # it tells when the memory is freed
+            held[reference] = storage.nbytes()
+
+    def save(tensor: Tensor) -> Tensor:
+        note(tensor, saved[current])
+        return tensor
+
+    def enter(stage: int, boundary_input: Tensor) -> None:
+        nonlocal current
+        current = stage
+        note(boundary_input, boundary[stage])
+
+    def leave(stage: int) -> None:
+        for held in (boundary, saved):
+            held[stage] = {reference: size for reference, size in held[stage].items() if not reference.expired()}
+        total = sum((boundary[stage] | saved[stage]).values())
+        peaks[stage] = max(peaks[stage], (total, sum(boundary[stage].values())))
+
+    hooks = []
+    for stage, indices in enumerate(partition_ranges(pipeline.partitions)):
+        first, last = pipeline.layers[str(indices[0])], pipeline.layers[str(indices[-1])]
+        hooks.append(first.register_forward_pre_hook(lambda _, inputs, stage=stage: enter(stage, inputs[0])))
+        hooks.append(last.register_forward_hook(lambda *_, stage=stage: leave(stage)))
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        yield peaks
+    for hook in hooks:
+        hook.remove()
+
+
+def measure_held(num_microbatches: int, rematerialize: str) -> list[tuple[int, int]]:
+    """Measure what each of K stages holds in a step."""
+    pipeline = make_pipeline(K, num_microbatches, rematerialize)
+    with held_bytes(pipeline) as peaks:
+        pipeline.train_step(mini_batch)
+    return peaks
+
+
+def draw_held(axis: plt.Axes, labels: list[str], held: list[tuple[int, int]], left: float, width: float) -> None:
+    """Draw bars of megabytes, their boundary inputs below."""
+    positions = [index + left for index in range(len(held))]
+    inputs, others = [part / 1e6 for _, part in held], [(total - part) / 1e6 for total, part in held]
+    axis.bar(positions, inputs, width, color=BLUE, label="boundary inputs")
+    axis.bar(positions, others, width, bottom=inputs, color=YELLOW, label="activations, re-materialised")
+    axis.set_xticks(range(len(held)), labels)
+    axis.set_ylabel("held at once, MB")
+
+
+counts = [1, 2, 4, 8, 16]
+kept = measure_held(M, "never")
+recomputed = {count: measure_held(count, "always") for count in counts}
+
+figure, (by_stage, by_count) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+positions, all_kept = [stage - 0.2 for stage in range(K)], [total / 1e6 for total, _ in kept]
+by_stage.bar(positions, all_kept, 0.36, color="silver", label="all kept")
+draw_held(by_stage, [str(stage) for stage in range(K)], recomputed[M], 0.2, 0.36)
+by_stage.set_xlabel("stage")
+by_stage.set_title(f"each stage, M = {M}", loc="left", fontsize=10)
+by_stage.legend()
+
+draw_held(by_count, [str(count) for count in counts], [recomputed[count][1] for count in counts], 0, 0.6)
+by_count.axhline(all_kept[1], color="gray", linewidth=1)
+by_count.text(len(counts) - 0.6, all_kept[1], "all kept", color="gray", ha="right", va="bottom")
+by_count.set_xlabel("M, micro-batches a mini-batch")
+by_count.set_title("stage 1", loc="left", fontsize=10)
+plt.show()
+
+# %% [markdown]
+# The right picture is the law of GPipe's peak activation memory,
+#
+# $$O\left(N + \frac{L}{K} \times \frac{N}{M}\right).$$
+#
+# The first term is the boundary inputs of all $N$ examples: no $M$ changes them. The second is the activations of the
+# $L/K$ layers of a partition for one micro-batch of $N/M$ examples: it halves as $M$ doubles. A single device that
+# keeps everything needs $O(N \times L)$.
+#
+# So a large $M$ is good twice, for a small bubble and for little memory. Re-materialisation costs one more forward
+# pass, a part of which hides in the bubble.
+#
+# ## Where to go on
+#
+# The [README](../README.md) shows the few lines that pipeline your own model, and the two that give each stage a
+# process. The schedule is `src/gpipe/pipeline/schedule.py`; the engine, the simulation and the pictures here all read
+# it.

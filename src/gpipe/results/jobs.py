@@ -1,0 +1,124 @@
+"""The jobs of a sweep: what became of each, and the table of all."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from gpipe.results.records import RECORD_FILE, Record, read_records
+
+OUTCOME_FILE = "outcome.json"
+SUMMARY_FILE = "summary.md"
+_WIDTH = 200  # characters; no cell is broken on a pipe or in the file
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: `status` is done, failed or not run, and `reason` says why it is not done.
+
+    overrides: those of the job. data: the data set's name.
+    """
+
+    status: str
+    overrides: list[str]
+    data: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job's outcome and folder, and its record where it is done."""
+
+    outcome: Outcome
+    folder: Path
+    record: Record | None
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write an outcome into its job's folder, replacing the one of an earlier attempt."""
+    partial = folder / f".{OUTCOME_FILE}.partial"
+    partial.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / OUTCOME_FILE)
+
+
+def read_jobs(folder: Path) -> list[Job]:
+    """Read the jobs in a sweep's folder that came to an end, in the order of their settings."""
+    jobs = []
+    for path in folder.glob(f"*/{OUTCOME_FILE}"):
+        outcome = Outcome(**json.loads(path.read_text(encoding="utf-8")))
+        record = path.with_name(RECORD_FILE)
+        jobs.append(
+            Job(outcome, path.parent, read_records(record)[0] if outcome.status == "done" and record.exists() else None)
+        )
+    return sorted(jobs, key=lambda job: [_order(override) for override in job.outcome.overrides])
+
+
+def summarize(folder: Path, jobs: Sequence[Job]) -> None:
+    """Print the table of a sweep, and write it into the sweep's folder."""
+    console = Console(width=_WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print(_table(jobs))
+    text = "".join(line.rstrip() + "\n" for line in capture.get().splitlines() if line.strip())
+    path = folder / SUMMARY_FILE
+    path.write_text(text, encoding="utf-8")
+    print(f"\n{text}")
+    counts = ", ".join(f"{sum(job.outcome.status == status for job in jobs)} {status}" for status in _statuses(jobs))
+    print(f"{counts}; the table is in {path}", flush=True)
+
+
+def _statuses(jobs: Sequence[Job]) -> list[str]:
+    found = {job.outcome.status for job in jobs}
+    return [status for status in ("done", "not run", "failed") if status in found] or ["done"]
+
+
+def _table(jobs: Sequence[Job]) -> Table:
+    """Return a row a job: those of its overrides in which the jobs differ, its figures, and what became of it."""
+    settings = [dict(_pair(override) for override in job.outcome.overrides) for job in jobs]
+    keys = [key for key in dict.fromkeys(key for part in settings for key in part) if _differs(key, settings)]
+    table = Table(box=MARKDOWN)
+    for key in keys:
+        table.add_column(key)
+    for name in ("top-1", "top-5", "loss", "images/s", "minutes"):
+        table.add_column(name, justify="right")
+    table.add_column("outcome")
+    for job, part in zip(jobs, settings, strict=True):
+        why = f": {job.outcome.reason.splitlines()[0]}" if job.outcome.reason else ""
+        table.add_row(*(part.get(key, "") for key in keys), *_figures(job.record), f"{job.outcome.status}{why}")
+    return table
+
+
+def _order(override: str) -> tuple[str, float, str]:
+    """Return what puts an override in its place: by key, then as a number where it is one, then as text."""
+    key, value = _pair(override)
+    try:
+        return key, float(value), ""
+    except ValueError:
+        return key, math.inf, value
+
+
+def _pair(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key.lstrip("+"), value
+
+
+def _differs(key: str, settings: Sequence[dict[str, str]]) -> bool:
+    return len({part.get(key) for part in settings}) > 1
+
+
+def _figures(record: Record | None) -> list[str]:
+    results: dict[str, Any] = {} if record is None else record.results
+    evaluation: dict[str, float] = next(iter(results.get("evaluation", {}).values()), {})
+    forms = (
+        (results.get("top1"), "{:.2%}", 1),
+        (results.get("top5"), "{:.2%}", 1),
+        (evaluation.get("loss"), "{:.4f}", 1),
+        (results.get("images_per_second"), "{:.0f}", 1),
+        (results.get("seconds"), "{:.1f}", 60),
+    )
+    return ["" if value is None else form.format(value / unit) for value, form, unit in forms]

@@ -1,0 +1,118 @@
+"""The tables of the paper's Table 4: our accuracies beside the paper's, a small transfer, and what all would cost."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+
+from gpipe.results.records import Record
+from gpipe.results.tables import markdown, not_run, provenance
+
+Paper = Sequence[Mapping[str, str]]
+"""The rows of paper.csv."""
+
+# The same settings as the paper's, not a smaller model.
+_AT_PAPER_SCALE = ("amoebanet_imagenet", "transfer", "transfer_table")
+_AT_LAPTOP_SCALE = ("transfer_laptop", "transfer_table_laptop")
+_TOLERANCE = 0.005  # of the accuracy, as a fraction; the paper does not give a deviation
+
+
+def table4(records: Sequence[Record], paper: Paper) -> str:
+    """Return the paper's accuracies beside the mean and deviation of ours, a row a data set."""
+    rows = []
+    for row in paper:
+        top1 = [
+            record.results["top1"]
+            for record in records
+            if record.kind == "measured" and record.experiment in _AT_PAPER_SCALE and _counts(record, row["data"])
+        ]
+        expected = float(row["top1"]) / 100
+        sizes = [f"{int(row[key]):,}" for key in ("train", "test", "classes")]
+        verdict = _verdict(top1, expected, records, row["data"])
+        rows.append([row["title"], *sizes, f"{expected:.1%}", *_spread(top1), verdict])
+    header = ["data set", "train", "test", "classes", "paper", "ours", "deviation", "runs", "verdict"]
+    return markdown(header, rows)
+
+
+def transfer_laptop(records: Sequence[Record]) -> str:
+    """Return the accuracy of a small model, fine-tuned and from scratch at the same budget, a row a data set."""
+    runs = [record for record in records if record.experiment in _AT_LAPTOP_SCALE and "top1" in record.results]
+    rows = []
+    for data in sorted({_data(run) for run in runs}):
+        own = [run for run in runs if _data(run) == data]
+        scratch = {run.seed: run.results["top1"] for run in own if not _is_tuned(run)}
+        tuned = {run.seed: run.results["top1"] for run in own if _is_tuned(run)}
+        gains = [tuned[seed] - scratch[seed] for seed in sorted(tuned.keys() & scratch.keys())]
+        rows.append([data, *_spread(scratch.values()), *_spread(tuned.values()), *_gain(gains)])
+    if not rows:
+        return not_run("train.py -m +experiment=transfer_table scale=laptop")
+    spread = ["deviation", "runs"]
+    header = ["data set", "from scratch", *spread, "fine-tuned", *spread, "gain, mean (smallest)", "verdict"]
+    return markdown(header, rows)
+
+
+def transfer_laptop_run(records: Sequence[Record]) -> str:
+    """Return where the newest of the small transfers ran, and on what."""
+    runs = [record for record in records if record.experiment in _AT_LAPTOP_SCALE and "top1" in record.results]
+    return provenance(max(runs, key=lambda run: run.date, default=None), "transfers at laptop scale")
+
+
+def table4_cost(records: Sequence[Record]) -> str:
+    """Return what each run of Table 4 would compute, and for how long: planned, not measured."""
+    planned = [record for record in records if record.experiment == "table4_cost"]
+    if not planned:
+        return not_run("experiments/table4_cost.py")
+    newest = max(planned, key=lambda record: record.date)
+    rows = [
+        [
+            row["data"],
+            f"{row['train_images']:,}",
+            f"{row['batch_size']}",
+            f"{row['steps']:,}",
+            f"{row['forward_flops'] / 1e12:.2f}",
+            f"{row['total_flops']:.1e}",
+            f"{row['accelerator_days']:,.1f}",
+            f"{row['num_stages']} x {row['state_bytes'] / 2**30:.1f}",
+        ]
+        for row in newest.results["rows"]
+    ]
+    header = ["data set", "images", "batch", "steps", "TFLOPs an image, forward", "FLOPs in all", "accelerator-days"]
+    header.append("stages x GiB of state, largest")
+    return markdown(header, rows)
+
+
+def _counts(record: Record, data: str) -> bool:
+    """Say whether a record is a result on a data set: of a transfer, a fine-tuned one."""
+    is_transfer = record.experiment != "amoebanet_imagenet"
+    return _data(record) == data and (_is_tuned(record) or not is_transfer)
+
+
+def _verdict(top1: Sequence[float], expected: float, records: Sequence[Record], data: str) -> str:
+    if not top1:
+        reasons = [record for record in records if record.kind == "not run" and _data(record) == data]
+        newest = max(reasons, key=lambda record: record.date, default=None)
+        return f"not run: {newest.results['reason']}" if newest is not None else "not run"
+    return "reproduced" if fmean(top1) >= expected - _TOLERANCE else "not reproduced"
+
+
+def _spread(values: Iterable[float]) -> list[str]:
+    """Return mean, sample deviation and number."""
+    found = list(values)
+    if not found:
+        return ["", "", "0"]
+    return [f"{fmean(found):.2%}", f"{stdev(found):.2%}" if len(found) > 1 else "", str(len(found))]
+
+
+def _gain(gains: Sequence[float]) -> list[str]:
+    """Return the mean and smallest gain of fine-tuning over the seeds, in points, and what it says."""
+    if not gains:
+        return ["", "not run: one of the two is missing"]
+    points = f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})"
+    return [points, "same trend" if fmean(gains) > 0 else "not reproduced"]
+
+
+def _data(record: Record) -> str:
+    name: str = record.config.get("data", {}).get("name", "")
+    return name
+
+
+def _is_tuned(record: Record) -> bool:
+    return record.config.get("init_from") is not None

@@ -1,0 +1,48 @@
+"""What happens between the checked settings of a run and its record.
+
+The processes that are started for a run import this module, whichever program asked for them.
+"""
+
+from pathlib import Path
+
+from gpipe import build, outcome
+from gpipe.config import RunConfig, to_plain, to_yaml
+from gpipe.launch import processes
+from gpipe.launch.errors import one_message
+from gpipe.launch.processes import Place
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.plan import print_plan
+
+
+def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+    """Start the processes that train, or print the plan alone; an error is one message and an exit with status 1.
+
+    folder: the run's. overrides: those of the command line. hints: say in the end what to try next.
+    """
+    with one_message(debug=run.launch.debug):
+        build.check_checkpoints(run)
+        started = build.build_processes(run, folder)
+        if run.trainer.dry_run:
+            print_plan(build.build_plan(run, build.build_layers(run)), run.name, build.name_processes(run))
+            return
+    processes.run(train, started, run, overrides, hints)
+
+
+def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hints: bool) -> None:
+    """Build and train what `run` says, in each of its processes; the first one writes and speaks."""
+    layers = build.build_layers(run)
+    plan = build.build_plan(run, layers, place)
+    if place.is_main:
+        (folder / "config.yaml").write_text(to_yaml(run), encoding="utf-8")
+        print_plan(plan, run.name, build.name_processes(run))
+    pipeline = build.build_pipeline(run, layers, plan, place)
+    timelines: list[Timeline] = []
+    with build.build_tracker(run, folder, overrides, enabled=place.is_main) as tracker:
+        tracker.begin(plan.rows())
+        trainer = build.build_trainer(run, pipeline, place, folder, tracker, timelines.append)
+        with trainer.progress:
+            summary = trainer.train()
+        if place.is_main:
+            timeline = timelines[-1] if timelines else None
+            outcome.finish(folder, to_plain(run), plan, summary, timeline, place, overrides, tracker, hints=hints)
+    pipeline.close()

@@ -1,0 +1,127 @@
+"""Sweeps: each job of a grid or a search is done once, and a table tells what all of them came to.
+
+    runs/<name>/sweep-<id>/            the id follows from the command line: the same command again goes on here
+      data=digits,seed=0/              a run's folder, named by the job's overrides
+        outcome.json                   done, failed or not run, and why
+        record.json, checkpoints/ ...  where it is done
+      set_aside/                       folders of jobs whose settings have changed since
+      summary.md                       the table
+
+A job that has a record of the same settings is not run again; one that was cut short goes on from its last checkpoint.
+"""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe.config import RunConfig, to_plain
+from gpipe.data import DataMissing
+from gpipe.launch.errors import ERROR_FILE
+from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
+from gpipe.results.records import RECORD_FILE, Record, read_records, same_settings
+from gpipe.results.reproduction import add_jobs
+
+CONFIG_FILE = "config.yaml"
+
+
+class Train(Protocol):
+    """What trains a run in a folder."""
+
+    def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+        """Train, or print an error's message and raise SystemExit(1)."""
+
+
+def run_job(
+    folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
+) -> float | None:
+    """Do one job of a sweep, unless it is done; return its top-1, which a search makes as large as it can.
+
+    data: the data set's name. check: returns the job's settings, or raises. Where it cannot run or fails, the outcome
+    says why and the other jobs go on; only a signal, such as Ctrl-C, ends the sweep.
+    """
+    label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
+    try:
+        run = check()
+    except DataMissing:
+        print(f"\nnot run: {label}: data missing", flush=True)
+        write_outcome(folder, Outcome("not run", overrides, data, "data missing"))
+        return None
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        write_outcome(folder, Outcome("failed", overrides, data, str(error)))
+        return None
+    record = _record(folder, run)
+    if record is not None:
+        print(f"\ndone before: {label}", flush=True)
+    else:
+        print(f"\njob: {label}", flush=True)
+        try:
+            train(_going_on(folder, run), folder, overrides, hints=False)
+        except SystemExit as end:
+            if end.code != 1:
+                raise
+            write_outcome(folder, Outcome("failed", overrides, data, _reason(folder)))
+            return None
+        record = _record(folder, run)
+    write_outcome(folder, Outcome("done", overrides, data))
+    return None if record is None else record.results.get("top1")
+
+
+class SweepEnd(Callback):
+    """Print and write the table of a sweep when its last job has ended; add its records to a reproduction."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Sum up the jobs in the sweep's folder; exit with status 1 where one has failed."""
+        folder = Path(config.hydra.sweep.dir)
+        jobs = read_jobs(folder)
+        summarize(folder, jobs)
+        if config.reproduction is not None:
+            command = shlex.join(["python", "train.py", *sys.argv[1:]])
+            add_jobs(Path(config.hydra.runtime.cwd), config.reproduction, config.name, command, jobs)
+        if any(job.outcome.status == "failed" for job in jobs):
+            raise SystemExit(1)
+
+
+def _record(folder: Path, run: RunConfig) -> Record | None:
+    """Return the record of a job's folder, if it is one of these settings."""
+    path = folder / RECORD_FILE
+    if not path.exists():
+        return None
+    (record,) = read_records(path)
+    return record if same_settings(record.config, to_plain(run)) else None
+
+
+def _going_on(folder: Path, run: RunConfig) -> RunConfig:
+    """Return a job's settings, resumed where its folder has a checkpoint of the same ones.
+
+    A folder with files of other settings is set aside: nothing is lost.
+    """
+    (folder / ERROR_FILE).unlink(missing_ok=True)
+    config = folder / CONFIG_FILE
+    if not config.exists():
+        return run
+    earlier = OmegaConf.to_container(OmegaConf.load(config))
+    if isinstance(earlier, dict) and same_settings({str(key): value for key, value in earlier.items()}, to_plain(run)):
+        if not (folder / "checkpoints" / "latest").exists():
+            return run
+        return replace(run, trainer=replace(run.trainer, resume_from=str(folder)))
+    aside = folder.parent / "set_aside" / f"{folder.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    aside.parent.mkdir(exist_ok=True)
+    folder.rename(aside)
+    folder.mkdir()
+    return run
+
+
+def _reason(folder: Path) -> str:
+    """Return the message of the error that ended a job."""
+    path = folder / ERROR_FILE
+    if not path.exists():
+        return "see its message above"
+    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("error: ")

@@ -1,0 +1,165 @@
+"""Bring back what a checkpoint has: all of a run's state, or the weights that another model begins with.
+
+Every process calls the same function; each opens only the files that have its layers, and verifies their sizes and
+hashes. All or nothing: where any process finds a fault, CheckpointError is raised on all of them, and nothing has been
+changed.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe.pipeline.engine import Pipeline
+from gpipe.training.checkpoint import own_tensors, together
+from gpipe.training.ema import Ema
+from gpipe.training.layer_files import describe_differences, describe_names, differences, layer_of, read_layers
+from gpipe.training.manifest import CheckpointError, Manifest, TensorEntry
+from gpipe.training.optimizers import load_optimizer_state, named_parameters_of
+
+_BUILD_THAT = "build the model, with the settings, that it was saved with."
+
+
+def load_checkpoint(
+    path: Path, pipeline: Pipeline, *, optimizer: torch.optim.Optimizer | None = None, ema: Ema | None = None
+) -> Manifest:
+    """Load a checkpoint into the pipeline's own layers, and into the optimiser and the average if they are given.
+
+    The caller sets `pipeline.step` and the data's position from the manifest that is returned.
+    """
+    manifest = _read_manifest(path, pipeline)
+    own = own_tensors(pipeline, ema)
+    if ema is not None and "ema" not in manifest.tensors:
+        raise CheckpointError(f"{path} has no moving averages, but this run keeps them: set ema.decay=null.")
+    _refuse_differences(path, pipeline, manifest, own)
+    names = {kind: list(tensors) for kind, tensors in own.items()}
+    if optimizer is not None:
+        together(pipeline, lambda: _check_optimizer(path, manifest, optimizer, _own_entries(manifest, pipeline)))
+        names["optimizer"] = list(_own_entries(manifest, pipeline))
+    loaded = _read(path, pipeline, manifest, names)
+    _copy(loaded, own)
+    if optimizer is not None:
+        load_optimizer_state(optimizer, loaded["optimizer"])
+    return manifest
+
+
+def load_weights(
+    path: Path,
+    pipeline: Pipeline,
+    *,
+    ema: Ema | None = None,
+    replaced: Collection[str] = (),
+    model: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Begin with the weights, the statistics and the averages of a checkpoint; `replaced` tensors stay as they are.
+
+    The averages begin with the weights where the checkpoint has none. `model` are this model's settings, as JSON: where
+    the layers differ, the message names the settings that do.
+    """
+    manifest = _read_manifest(path, pipeline, model)
+    sources = {"weights": "weights", "ema": "ema" if "ema" in manifest.tensors else "weights"}
+    own = {
+        kind: {name: tensor for name, tensor in tensors.items() if name not in replaced}
+        for kind, tensors in own_tensors(pipeline, ema).items()
+    }
+    _refuse_differences(path, pipeline, manifest, {"weights": own["weights"]}, replaced, model)
+    loaded = _read(path, pipeline, manifest, {sources[kind]: list(tensors) for kind, tensors in own.items()})
+    _copy({kind: loaded[sources[kind]] for kind in own}, own)
+    return manifest
+
+
+def _read_manifest(path: Path, pipeline: Pipeline, model: Mapping[str, Any] | None = None) -> Manifest:
+    """Read the manifest, and refuse another number of layers."""
+    found: list[Manifest] = []
+    together(pipeline, lambda: found.append(Manifest.read(path)))
+    (manifest,) = found
+    if manifest.num_layers != pipeline.num_layers:
+        raise CheckpointError(
+            f"{path} is of a model with {manifest.num_layers} layers, but this one has {pipeline.num_layers}"
+            f"{_differing_settings(manifest, model)}: {_BUILD_THAT}"
+        )
+    return manifest
+
+
+def _refuse_differences(
+    path: Path,
+    pipeline: Pipeline,
+    manifest: Manifest,
+    own: Mapping[str, Mapping[str, Tensor]],
+    ignored: Collection[str] = (),
+    model: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise CheckpointError, naming the layers of all stages that differ, unless all tensors fit."""
+    layers = {int(key) for key in pipeline.layers}
+    for kind, tensors in own.items():
+        own_found = {
+            name: how for name, how in differences(manifest, kind, tensors, layers).items() if name not in ignored
+        }
+        found = {name: how for part in pipeline.gather(own_found) for name, how in part.items()}
+        if found:
+            raise CheckpointError(
+                f"{path} does not fit this model in its {kind}: {describe_differences(found)}"
+                f"{_differing_settings(manifest, model)}: {_BUILD_THAT}"
+            )
+
+
+def _differing_settings(manifest: Manifest, model: Mapping[str, Any] | None) -> str:
+    """Return which of the model's settings differ from those that the checkpoint was saved with."""
+    saved = manifest.config.get("model", {})
+    found = [
+        f"model.{key} is {saved[key]} there, {value} here"
+        for key, value in (model or {}).items()
+        if key in saved and saved[key] != value
+    ]
+    return f"; {', '.join(found)}" if found else ""
+
+
+def _read(
+    path: Path, pipeline: Pipeline, manifest: Manifest, names: Mapping[str, list[str]]
+) -> dict[str, dict[str, Tensor]]:
+    """Read the tensors called `names`, by kind, on every process."""
+    loaded: list[dict[str, dict[str, Tensor]]] = []
+    together(pipeline, lambda: loaded.append(read_layers(path, manifest, names)))
+    return loaded[0]
+
+
+@torch.no_grad()
+def _copy(loaded: Mapping[str, Mapping[str, Tensor]], own: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for kind, tensors in own.items():
+        for name, tensor in tensors.items():
+            tensor.copy_(loaded[kind][name])
+
+
+def _own_entries(manifest: Manifest, pipeline: Pipeline) -> dict[str, TensorEntry]:
+    """Return the optimiser's entries that belong to this process's layers."""
+    entries = manifest.tensors.get("optimizer", {})
+    return {name: entry for name, entry in entries.items() if str(layer_of(name)) in pipeline.layers}
+
+
+def _check_optimizer(
+    path: Path, manifest: Manifest, optimizer: torch.optim.Optimizer, entries: Mapping[str, TensorEntry]
+) -> None:
+    """Refuse the state of another optimiser, or of parameters that this one does not train."""
+    saved, kind = manifest.optimizer, type(optimizer).__name__
+    if saved != kind:
+        raise CheckpointError(
+            f"{path} has the state of {saved or 'no optimiser'}, but this run uses {kind}: "
+            "use that optimiser, or load the weights alone."
+        )
+    parameters = named_parameters_of(optimizer)
+    # A parameter may lack a state: before the first step, or where it never had a gradient.
+    unexpected = [key for key in entries if key.rsplit("/", 1)[0] not in parameters]
+    if unexpected:
+        raise CheckpointError(
+            f"{path} has optimiser state {describe_names(unexpected)}, which this run does not train: "
+            "train the same parameters, or load the weights alone."
+        )
+    for key, entry in entries.items():
+        shape = tuple(parameters[key.rsplit("/", 1)[0]].shape)
+        if entry.shape not in ((), shape):
+            raise CheckpointError(
+                f"{path} has {key} of shape {list(entry.shape)}, but the parameter's is {list(shape)}: "
+                "build the model that it was saved with."
+            )

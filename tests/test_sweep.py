@@ -1,0 +1,150 @@
+"""A job of a sweep is done once, goes on where it was cut short, and says why it could not be done."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from gpipe.config import RunConfig, register_schemas, to_plain, to_run, to_yaml
+from gpipe.data import DataMissing
+from gpipe.results.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
+from gpipe.results.records import RECORD_FILE, make_record, write_record
+from gpipe.sweep import run_job
+
+CONF = Path(__file__).parents[1] / "conf"
+OVERRIDES = ["data=digits", "seed=3"]
+
+
+@pytest.fixture(autouse=True)
+def _hydra() -> Iterator[None]:
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return to_run(compose("train", overrides=[*OVERRIDES, *overrides]))
+
+
+class Training:
+    """Leaves the files of a training in its folder, or those of one that failed or was cut short."""
+
+    def __init__(self, end: str = "done", top1: float = 0.75) -> None:
+        self.end, self.top1 = end, top1
+        self.resumed_from: list[str | None] = []
+
+    def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+        assert not hints
+        self.resumed_from.append(run.trainer.resume_from)
+        (folder / "config.yaml").write_text(to_yaml(run))
+        if self.end == "cut short":
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            (folder / "checkpoints" / "latest").write_text("step-00000001\n")
+            raise SystemExit(130)
+        if self.end == "failed":
+            (folder / "error.txt").write_text("error: the layers do not fit\n\nTraceback ...")
+            raise SystemExit(1)
+        record = make_record(
+            kind="measured", command="x", experiment=run.name, config=to_plain(run), seed=run.seed,
+            results={"top1": self.top1, "seconds": 90.0, "images_per_second": 12.0},
+        )  # fmt: skip
+        write_record(folder / RECORD_FILE, record)
+
+
+def outcome_in(folder: Path) -> Outcome:
+    (job,) = read_jobs(folder.parent)
+    return job.outcome
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "data=digits,seed=3"
+    path.mkdir()
+    return path
+
+
+def test_a_job_returns_its_top1_and_is_not_done_again(folder: Path) -> None:
+    training = Training()
+    for _ in range(2):
+        assert run_job(folder, OVERRIDES, "digits", run_of, training) == 0.75
+    assert training.resumed_from == [None]
+    assert outcome_in(folder) == Outcome("done", OVERRIDES, "digits")
+
+
+def test_where_it_runs_and_what_watches_it_is_no_other_job(folder: Path) -> None:
+    training = Training()
+    run_job(folder, OVERRIDES, "digits", run_of, training)
+    run_job(folder, OVERRIDES, "digits", lambda: run_of("launch=process_per_stage", "tracking=disabled"), training)
+    assert len(training.resumed_from) == 1
+
+
+def test_other_settings_are_trained_anew_and_the_old_files_set_aside(folder: Path) -> None:
+    run_job(folder, OVERRIDES, "digits", run_of, Training())
+    assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.num_epochs=9"), Training(top1=0.5)) == 0.5
+    (aside,) = (folder.parent / "set_aside").iterdir()
+    assert json.loads((aside / RECORD_FILE).read_text())["results"]["top1"] == 0.75
+    assert [job.folder for job in read_jobs(folder.parent)] == [folder]
+
+
+def test_a_job_that_was_cut_short_goes_on_from_its_checkpoint(folder: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_job(folder, OVERRIDES, "digits", run_of, Training("cut short"))
+    assert stopped.value.code == 130, "Ctrl-C ends the whole sweep"
+    assert read_jobs(folder.parent) == []
+    training = Training()
+    assert run_job(folder, OVERRIDES, "digits", run_of, training) == 0.75
+    assert training.resumed_from == [str(folder)]
+
+
+def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(folder: Path) -> None:
+    assert run_job(folder, OVERRIDES, "digits", run_of, Training("failed")) is None
+    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", "the layers do not fit")
+    assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
+    assert outcome_in(folder).status == "done"
+
+
+def test_missing_data_is_no_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def check() -> RunConfig:
+        raise DataMissing("The image set cifar10 is missing.\nLooked for: ...")
+
+    assert run_job(folder, OVERRIDES, "cifar10", check, Training()) is None
+    assert outcome_in(folder) == Outcome("not run", OVERRIDES, "cifar10", "data missing")
+    assert capsys.readouterr().out == "\nnot run: data=digits seed=3: data missing\n"
+
+
+def test_settings_that_are_refused_are_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.batch_size=0"), Training()) is None
+    outcome = outcome_in(folder)
+    assert outcome.status == "failed" and str(outcome.reason).startswith("trainer.batch_size is 0")
+    assert "error: trainer.batch_size is 0" in capsys.readouterr().err
+
+
+def test_the_table_shows_what_differs_in_the_order_of_its_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, status, reason in ((10, "done", None), (9, "done", None), (2, "failed", "no memory\nand more")):
+        folder = tmp_path / f"seed={seed}"
+        folder.mkdir()
+        write_outcome(folder, Outcome(status, [f"seed={seed}", "+experiment=some"], "digits", reason))
+        results = {"top1": seed / 100, "top5": 0.5, "evaluation": {"test": {"loss": 0.25}}, "seconds": 90.0}
+        record = make_record(kind="measured", command="", experiment="", config={}, seed=seed, results=results)
+        write_record(folder / RECORD_FILE, record)
+    summarize(tmp_path, read_jobs(tmp_path))
+    lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["seed", "top-1", "top-5", "loss", "images/s", "minutes", "outcome"]
+    assert cells[2:] == [
+        ["2", "", "", "", "", "", "failed: no memory"],
+        ["9", "9.00%", "50.00%", "0.2500", "", "1.5", "done"],
+        ["10", "10.00%", "50.00%", "0.2500", "", "1.5", "done"],
+    ]
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in lines) and "2 done, 1 failed" in printed
+
+
+def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:
+    jobs: list[Job] = read_jobs(tmp_path)
+    summarize(tmp_path, jobs)
+    assert "outcome" in (tmp_path / SUMMARY_FILE).read_text()
