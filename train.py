@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gpipe.config import RunConfig, refuse_overruled_data, register_schemas, to_run
+from gpipe.config import RunConfig, newest_run, refuse_overruled_data, register_schemas, to_run
 from gpipe.launch.errors import one_message
 from gpipe.sweep import run_job
 
@@ -38,6 +39,8 @@ def check(composed: DictConfig, overrides: list[str]) -> RunConfig:
     """Return the checked settings; an error, such as data that is not there, comes before anything heavy is loaded."""
     refuse_overruled_data(composed, overrides)
     run = to_run(composed)
+    if run.init_from is not None:
+        run = replace(run, init_from=newest_run(run.init_from))
     if not run.trainer.dry_run:
         from gpipe.data import check_image_set
 

@@ -25,30 +25,27 @@ from matplotlib.ticker import MaxNLocator
 
 from gpipe.results.records import Record, read_records, same_settings
 from gpipe.results.reproduction import RUNS_FILE, read_paper
-from gpipe.results.table4 import table4, table4_cost, transfer_laptop
+from gpipe.results.table4 import (
+    LAPTOP_TRANSFERS,
+    data_of,
+    is_tuned,
+    paper_scale_runs,
+    reason_not_run,
+    table4,
+    table4_cost,
+    transfer_laptop,
+)
 from gpipe.results.tables import image_runs, markdown
 
 BLUE, OCHRE, GREEN = "#4878a8", "#96750f", "#7d9d5b"
 plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 FOLDER = Path("../reproductions/table4_imagenet_and_transfer")
-PAPER_SCALE = ("amoebanet_imagenet", "transfer", "transfer_table")
-LAPTOP_TRANSFERS = ("transfer_laptop", "transfer_table_laptop")
 PRE_TRAINING = "python train.py +experiment=amoebanet_fashion_mnist scale=laptop"
 TRANSFERS = "python train.py -m +experiment=transfer_table scale=laptop"
 
 records, paper = read_records(FOLDER / RUNS_FILE), read_paper(FOLDER)
 titles = {row["data"]: row["title"] for row in paper}
-
-
-def data_of(record: Record) -> str:
-    """Return the name of the data set, empty where a record is not of one."""
-    return record.config.get("data", {}).get("name", "")
-
-
-def is_tuned(run: Record) -> bool:
-    """Say whether a training began with another one's weights."""
-    return run.config.get("init_from") is not None
 
 
 def show(*paragraphs: str) -> None:
@@ -82,24 +79,21 @@ show("What there is:", markdown(["experiment", "data sets", "kind", "records"], 
 
 
 # %%
-def paper_scale_runs(data: str) -> list[float]:
+def paper_scale_top1(data: str) -> list[float]:
     """Return top-1 of each run that counts beside the paper's."""
-    runs = [run for run in measured if run.experiment in PAPER_SCALE and data_of(run) == data]
-    return [run.results["top1"] for run in runs if is_tuned(run) or run.experiment == "amoebanet_imagenet"]
+    return [run.results["top1"] for run in paper_scale_runs(records, data)]
 
 
 def why_not(data: str) -> str:
     """Return the reason on record why a data set was not run."""
-    reasons = [record for record in records if record.kind == "not run" and data_of(record) == data]
-    newest = max(reasons, key=lambda record: record.date, default=None)
-    return newest.results["reason"] if newest is not None else "no attempt on record"
+    return reason_not_run(records, data) or "no attempt on record"
 
 
 def draw_table4(axis: plt.Axes) -> None:
     """Draw a row a data set: the paper's accuracy, and ours or that there is none."""
     beyond = axis.get_yaxis_transform()  # x in widths of the axis
     for place, row in enumerate(paper):
-        expected, ours = float(row["top1"]), paper_scale_runs(row["data"])
+        expected, ours = float(row["top1"]), paper_scale_top1(row["data"])
         axis.plot(expected, place, "D", color="dimgray", markersize=8, fillstyle="none")
         label = f"{'' if place else 'paper: '}{expected:.1f}"
         axis.text(expected, place - 0.28, label, color="dimgray", ha="center", va="bottom")
@@ -134,7 +128,7 @@ def tell_missing(reasons: Mapping[str, str]) -> list[str]:
     ]
 
 
-missing = {row["data"]: why_not(row["data"]) for row in paper if not paper_scale_runs(row["data"])}
+missing = {row["data"]: why_not(row["data"]) for row in paper if not paper_scale_top1(row["data"])}
 show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} data sets.", *tell_missing(missing))
 
 # %% [markdown]

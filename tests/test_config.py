@@ -1,6 +1,7 @@
 """What composes, what is refused, and that the values of an experiment are those of its paper."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -22,7 +23,7 @@ from gpipe.config import (
     to_run,
     to_yaml,
 )
-from gpipe.config.folders import job_folder
+from gpipe.config.folders import job_folder, newest_run
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -308,3 +309,16 @@ def _schemas(schema: type) -> Iterator[type]:
             for known in (field.type, *field.type.__subclasses__()):
                 if known.__module__.startswith("gpipe."):
                     yield from _schemas(known)
+
+
+def test_of_a_folder_of_runs_the_one_that_saved_last_counts(tmp_path: Path) -> None:
+    for name, seconds in (("b", 1), ("a", 2), ("c", None)):
+        folder = tmp_path / name / "checkpoints"
+        folder.mkdir(parents=True)
+        if seconds is not None:
+            (folder / "latest").write_text("step-00000001\n")
+            os.utime(folder / "latest", (seconds, seconds))
+    assert newest_run(str(tmp_path)) == str(tmp_path / "a")
+    assert newest_run(str(tmp_path / "b")) == str(tmp_path / "b")
+    assert newest_run(str(tmp_path / "b" / "checkpoints")) == str(tmp_path / "b" / "checkpoints")
+    assert newest_run(str(tmp_path / "nowhere")) == str(tmp_path / "nowhere")

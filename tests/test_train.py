@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpipe.results.records import read_records
+from tests.data.small_sets import write_oxford_pets
 
 ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "train.py")
@@ -159,6 +160,16 @@ def test_missing_data_is_said_before_anything_is_built(tmp_path: Path) -> None:
         assert said in done.stderr
     assert done.stderr.count("error") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_set_of_other_numbers_than_the_papers_trains_with_a_warning_that_has_both(tmp_path: Path) -> None:
+    write_oxford_pets(tmp_path / "sets")
+    data = ("data=oxford_pets", f"data.root={tmp_path / 'sets'}", "data.num_classes=3", "data.num_workers=0")
+    done = start(tmp_path, *TINY, *data, "trainer.batch_size=3", "trainer.label_smoothing=0.1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("warning: ") == 3
+    assert "warning: oxford_pets has 3 classes, but Table 4 of the paper says 37" in done.stdout
+    assert "warning: oxford_pets has 5 training images, but Table 4 of the paper says 3,680" in done.stdout
 
 
 def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def test_fine_tuned_stands_beside_from_scratch_seed_by_seed() -> None:
     records.append(record("transfer_laptop", "digits", 7, 1.0))  # has no partner: no gain
     digits, mnist = cells(transfer_laptop(records))
     assert digits[:4] == ["digits", "62.50%", f"{stdev((0.5, 0.75)):.2%}", "2"]
-    assert digits[4] == "79.17%" and digits[6:] == ["3", "+6.25 (+6.25)", "same trend"]
-    assert mnist[-2:] == ["-6.25 (-6.25)", "not reproduced"]
+    assert digits[4] == "79.17%" and digits[6:] == ["3", "+6.25 (+6.25)", "it helps"]
+    assert mnist[-2:] == ["-6.25 (-6.25)", "it does not help"]
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:

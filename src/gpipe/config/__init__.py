@@ -7,6 +7,7 @@ the dataclasses.
 
 from gpipe.config.checks import ConfigError
 from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig
+from gpipe.config.folders import newest_run
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, Variant
 from gpipe.config.pipeline import (
     Device,
@@ -59,6 +60,7 @@ __all__ = [
     "TrackingMode",
     "TrainerConfig",
     "Variant",
+    "newest_run",
     "refuse_overruled_data",
     "register_schemas",
     "to_plain",

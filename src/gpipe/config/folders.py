@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 _LONGEST_NAME = 120
 
@@ -29,6 +30,15 @@ def job_folder(overrides: str) -> str:
     if name == overrides and len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 9]}-{_digest(overrides)}"
+
+
+def newest_run(folder: str) -> str:
+    """Return a run's or checkpoint's folder as it is; of a folder of runs, the one that saved a checkpoint last."""
+    path = Path(folder)
+    if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")):
+        return folder
+    saved = max(path.glob("*/checkpoints/latest"), key=lambda latest: latest.stat().st_mtime, default=None)
+    return folder if saved is None else str(saved.parent.parent)
 
 
 def _digest(text: str) -> str:

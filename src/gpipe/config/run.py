@@ -32,7 +32,8 @@ class RunConfig:
     """Everything that a run is: what is trained on what, how, and in which processes.
 
     name: the experiment's, and the folder below runs/. seed: of weights, masks, order and augmentation.
-    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from; null draws them.
+    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from, or the folder of several
+        runs, of which the newest counts; null draws them.
     reproduction: the folder in reproductions/ that a sweep adds its records to; null adds them to none.
     """
 

@@ -10,8 +10,8 @@ Paper = Sequence[Mapping[str, str]]
 """The rows of paper.csv."""
 
 # The same settings as the paper's, not a smaller model.
-_AT_PAPER_SCALE = ("amoebanet_imagenet", "transfer", "transfer_table")
-_AT_LAPTOP_SCALE = ("transfer_laptop", "transfer_table_laptop")
+PAPER_SCALE = ("amoebanet_imagenet", "transfer", "transfer_table")
+LAPTOP_TRANSFERS = ("transfer_laptop", "transfer_table_laptop")
 _TOLERANCE = 0.005  # of the accuracy, as a fraction; the paper does not give a deviation
 
 
@@ -19,14 +19,10 @@ def table4(records: Sequence[Record], paper: Paper) -> str:
     """Return the paper's accuracies beside the mean and deviation of ours, a row a data set."""
     rows = []
     for row in paper:
-        top1 = [
-            record.results["top1"]
-            for record in records
-            if record.kind == "measured" and record.experiment in _AT_PAPER_SCALE and _counts(record, row["data"])
-        ]
+        top1 = [run.results["top1"] for run in paper_scale_runs(records, row["data"])]
         expected = float(row["top1"]) / 100
         sizes = [f"{int(row[key]):,}" for key in ("train", "test", "classes")]
-        verdict = _verdict(top1, expected, records, row["data"])
+        verdict = _verdict(top1, expected, reason_not_run(records, row["data"]))
         rows.append([row["title"], *sizes, f"{expected:.1%}", *_spread(top1), verdict])
     header = ["data set", "train", "test", "classes", "paper", "ours", "deviation", "runs", "verdict"]
     return markdown(header, rows)
@@ -34,24 +30,24 @@ def table4(records: Sequence[Record], paper: Paper) -> str:
 
 def transfer_laptop(records: Sequence[Record]) -> str:
     """Return the accuracy of a small model, fine-tuned and from scratch at the same budget, a row a data set."""
-    runs = [record for record in records if record.experiment in _AT_LAPTOP_SCALE and "top1" in record.results]
+    runs = [record for record in records if record.experiment in LAPTOP_TRANSFERS and "top1" in record.results]
     rows = []
-    for data in sorted({_data(run) for run in runs}):
-        own = [run for run in runs if _data(run) == data]
-        scratch = {run.seed: run.results["top1"] for run in own if not _is_tuned(run)}
-        tuned = {run.seed: run.results["top1"] for run in own if _is_tuned(run)}
+    for data in sorted({data_of(run) for run in runs}):
+        own = [run for run in runs if data_of(run) == data]
+        scratch = {run.seed: run.results["top1"] for run in own if not is_tuned(run)}
+        tuned = {run.seed: run.results["top1"] for run in own if is_tuned(run)}
         gains = [tuned[seed] - scratch[seed] for seed in sorted(tuned.keys() & scratch.keys())]
         rows.append([data, *_spread(scratch.values()), *_spread(tuned.values()), *_gain(gains)])
     if not rows:
         return not_run("train.py -m +experiment=transfer_table scale=laptop")
     spread = ["deviation", "runs"]
-    header = ["data set", "from scratch", *spread, "fine-tuned", *spread, "gain, mean (smallest)", "verdict"]
+    header = ["data set", "from scratch", *spread, "fine-tuned", *spread, "gain, mean (smallest)", "pre-training"]
     return markdown(header, rows)
 
 
 def transfer_laptop_run(records: Sequence[Record]) -> str:
     """Return where the newest of the small transfers ran, and on what."""
-    runs = [record for record in records if record.experiment in _AT_LAPTOP_SCALE and "top1" in record.results]
+    runs = [record for record in records if record.experiment in LAPTOP_TRANSFERS and "top1" in record.results]
     return provenance(max(runs, key=lambda run: run.date, default=None), "transfers at laptop scale")
 
 
@@ -79,17 +75,33 @@ def table4_cost(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def _counts(record: Record, data: str) -> bool:
-    """Say whether a record is a result on a data set: of a transfer, a fine-tuned one."""
-    is_transfer = record.experiment != "amoebanet_imagenet"
-    return _data(record) == data and (_is_tuned(record) or not is_transfer)
+def data_of(record: Record) -> str:
+    """Return the name of a record's data set, empty where it is not of one."""
+    name: str = record.config.get("data", {}).get("name", "")
+    return name
 
 
-def _verdict(top1: Sequence[float], expected: float, records: Sequence[Record], data: str) -> str:
+def is_tuned(run: Record) -> bool:
+    """Say whether a training began with another one's weights."""
+    return run.config.get("init_from") is not None
+
+
+def paper_scale_runs(records: Sequence[Record], data: str) -> list[Record]:
+    """Return the runs on a data set that count beside the paper's: with its model, and transfers only if fine-tuned."""
+    runs = [run for run in records if run.kind == "measured" and run.experiment in PAPER_SCALE and data_of(run) == data]
+    return [run for run in runs if is_tuned(run) or run.experiment == "amoebanet_imagenet"]
+
+
+def reason_not_run(records: Sequence[Record], data: str) -> str | None:
+    """Return the newest reason on record why a data set was not run, None where there is none."""
+    reasons = [record for record in records if record.kind == "not run" and data_of(record) == data]
+    newest = max(reasons, key=lambda record: record.date, default=None)
+    return None if newest is None else str(newest.results["reason"])
+
+
+def _verdict(top1: Sequence[float], expected: float, reason: str | None) -> str:
     if not top1:
-        reasons = [record for record in records if record.kind == "not run" and _data(record) == data]
-        newest = max(reasons, key=lambda record: record.date, default=None)
-        return f"not run: {newest.results['reason']}" if newest is not None else "not run"
+        return "not run" if reason is None else f"not run: {reason}"
     return "reproduced" if fmean(top1) >= expected - _TOLERANCE else "not reproduced"
 
 
@@ -106,13 +118,4 @@ def _gain(gains: Sequence[float]) -> list[str]:
     if not gains:
         return ["", "not run: one of the two is missing"]
     points = f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})"
-    return [points, "same trend" if fmean(gains) > 0 else "not reproduced"]
-
-
-def _data(record: Record) -> str:
-    name: str = record.config.get("data", {}).get("name", "")
-    return name
-
-
-def _is_tuned(record: Record) -> bool:
-    return record.config.get("init_from") is not None
+    return [points, "it helps" if fmean(gains) > 0 else "it does not help"]
