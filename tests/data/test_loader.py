@@ -215,6 +215,17 @@ def test_batches_have_the_promised_types(make) -> None:
     assert labels.dtype == torch.int64 and labels.shape == (4,)
 
 
+def test_images_of_several_shapes_are_refused(image_set: ImageArray) -> None:
+    """Even where one could be repeated to fit the other."""
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        return torch.zeros(3 if np.asarray(image).sum() % 2 else 1, 2, 2)
+
+    loader = ImageLoader(image_set, NUM_IMAGES, transform, 0, shuffle=False, num_workers=0)
+    with pytest.raises(ValueError, match=r"images of the shapes \(\d, 2, 2\) and \(\d, 2, 2\): they must all have"):
+        list(loader)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_broken_image_is_named_in_one_line(tmp_path: Path, num_workers: int) -> None:
     for index in range(6):

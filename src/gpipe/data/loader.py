@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gpipe.data.augmentation import Transform
 from gpipe.data.image_set import BrokenImage, ImageSet
@@ -128,7 +128,7 @@ class _TransformedImages(Dataset[torch.Tensor | BrokenImage]):
         epoch, indices = request
         try:
             with preserve_generators():
-                return torch.stack([self._sample(epoch, int(index)) for index in indices])
+                return _stacked((self._sample(epoch, int(index)) for index in indices), len(indices))
         except BrokenImage as error:
             return error
 
@@ -136,6 +136,25 @@ class _TransformedImages(Dataset[torch.Tensor | BrokenImage]):
         image = self.image_set.image(index)
         seed_sample(self.seed, epoch, index)
         return self.transform(image)
+
+
+def _stacked(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
+    """Copy samples into one tensor as they come: large ones would each need fresh memory, which costs more than a copy.
+
+    Raises ValueError where their shapes differ.
+    """
+    batch: torch.Tensor | None = None
+    for position, sample in enumerate(samples):
+        if batch is None:
+            batch = torch.empty(num_samples, *sample.shape, dtype=sample.dtype)
+            if get_worker_info() is not None:
+                batch.share_memory_()  # it leaves the worker without another copy
+        if sample.shape != batch.shape[1:]:
+            shapes = f"{tuple(batch.shape[1:])} and {tuple(sample.shape)}"
+            raise ValueError(f"the transform made images of the shapes {shapes}: they must all have one shape")
+        batch[position] = sample
+    assert batch is not None, "every request has an image"
+    return batch
 
 
 def _count_batches(num_images: int, batch_size: int, num_replicas: int, drop_last: bool) -> int:

@@ -81,12 +81,69 @@ def image_runs_from(records: list[Record]) -> str:
     return provenance(max(runs, key=lambda run: run.date, default=None), "train.py")
 
 
+def input_pipeline(records: list[Record]) -> str:
+    """Return how many images a second are decoded and augmented, by our loader and by torchvision's."""
+    record = _newest(records, "input_pipeline")
+    if record is None:
+        return not_run("input_pipeline")
+    rows = [
+        [
+            str(row["image_size"]),
+            str(row["num_workers"]),
+            f"{row['ours_images_per_second']:.0f}",
+            f"{row['torchvision_images_per_second']:.0f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in record.results["grid"]
+    ]
+    header = [
+        "px",
+        "worker processes",
+        "ours, images/s",
+        "torchvision, images/s",
+        "ours / torchvision, median of pairs",
+    ]
+    return markdown(header, rows)
+
+
+def image_throughput(records: list[Record]) -> str:
+    """Return how many images a second one GPU trains on, beside torchgpipe's model at the same batch size."""
+    record = _newest(records, "image_throughput")
+    if record is None:
+        return not_run("image_throughput")
+    grid = record.results["grid"]
+    setting = ("variant", "image_size", "rematerialize", "batch_size")
+    theirs = {
+        tuple(row[name] for name in setting): row.get("images_per_second")
+        for row in grid
+        if row["code"] == "torchgpipe"
+    }
+    rows = []
+    for row in grid:
+        speed, peer = row.get("images_per_second"), theirs.get(tuple(row[name] for name in setting))
+        model = f"AmoebaNet-{row['variant'].upper()} ({row['num_layers']},{row['num_filters']})"
+        rows.append(
+            [
+                f"{model}, {row['image_size']} px",
+                row["rematerialize"],
+                row["code"] + (", compiled" if row["compiled"] else ""),
+                str(row["batch_size"]),
+                f"{speed:.1f}" if speed else row["outcome"],
+                f"{row['peak_memory_bytes'] / 2**30:.1f}" if row.get("peak_memory_bytes") else "",
+                f"{speed / peer:.2f}" if speed and peer else "",
+            ]
+        )
+    return markdown(["model", "recomputation", "code", "batch", "images/s", "GiB, peak", "of torchgpipe's"], rows)
+
+
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "engine_overhead": engine_overhead,
     "one_stage_overhead": one_stage_overhead,
     "engine_overhead_run": engine_overhead_run,
     "image_runs": image_runs,
     "image_runs_from": image_runs_from,
+    "input_pipeline": input_pipeline,
+    "image_throughput": image_throughput,
 }
 
 
