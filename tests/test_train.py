@@ -250,18 +250,27 @@ def test_a_sweep_skips_what_is_done_and_ends_with_its_table(tmp_path: Path) -> N
     done = start(tmp_path, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\njob: ") == 2
-    assert "2 done, 2 not run; the table is in runs/train/sweep-" in done.stdout
+    assert "2 done, 2 not run; the table is in runs/sweep-" in done.stdout
     records = read_records(tmp_path / "runs")
     assert sorted(record.config["pipeline"]["num_microbatches"] for record in records) == [1, 2]
-    (summary,) = (tmp_path / "runs" / "train").glob("sweep-*/summary.md")
+    (summary,) = (tmp_path / "runs").glob("sweep-*/summary.md")
     table = summary.read_text()
-    assert table in done.stdout and table.count("not run: data missing") == 2
+    assert table in done.stdout and table.count("not run: data missing (2 runs)") == 1
 
     next(summary.parent.glob("*/record.json")).unlink()  # as if it had been interrupted before its end
     again = start(tmp_path, *reversed(arguments))
     assert again.returncode == 0
     assert (again.stdout.count("\njob: "), again.stdout.count("\ndone before: ")) == (1, 1)
     assert "2 done, 2 not run" in again.stdout
+
+
+def test_a_sweep_may_go_over_experiments(tmp_path: Path) -> None:
+    experiments = "+experiment=amoebanet_imagenet,amoebanet_fashion_mnist"
+    done = start(tmp_path, "-m", experiments, "scale=laptop", "data.root=nowhere", "trainer.dry_run=true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"{name}_laptop: K=2" in done.stdout for name in ("amoebanet_imagenet", "amoebanet_fashion_mnist"))
+    (summary,) = (tmp_path / "runs").glob("sweep-*/summary.md")
+    assert "2 done" in done.stdout and summary.read_text().count("| done") == 2
 
 
 def test_a_job_that_fails_does_not_end_the_sweep_but_its_status_says_so(tmp_path: Path) -> None:
@@ -277,7 +286,7 @@ def test_the_jobs_of_a_sweep_may_run_in_processes_of_a_cluster(tmp_path: Path) -
     done = start(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     assert "2 done; the table is in" in done.stdout
-    (sweep,) = (tmp_path / "runs" / "train").iterdir()
+    (sweep,) = (tmp_path / "runs").iterdir()
     assert len(list(sweep.glob("*/record.json"))) == 2
 
 

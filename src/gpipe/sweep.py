@@ -1,6 +1,6 @@
 """Sweeps: each job of a grid or a search is done once, and a table tells what all of them came to.
 
-    runs/<name>/sweep-<id>/            the id follows from the command line: the same command again goes on here
+    runs/sweep-<id>/                   the id follows from the command line: the same command again goes on here
       data=digits,seed=0/              a run's folder, named by the job's overrides
         outcome.json                   done, failed or not run, and why
         record.json, checkpoints/ ...  where it is done

@@ -7,6 +7,7 @@ of PIL's time, and the rest is a few passes over floats, in place. The number of
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 POLICIES: dict[str, Callable[[], Callable[[Image.Image], Image.Image]] | None] = {
     "none": None,
-    "autoaugment": v2.AutoAugment,  # the ImageNet policy
-    "randaugment": v2.RandAugment,  # 2 operations of magnitude 9
+    "autoaugment": partial(v2.AutoAugment, v2.AutoAugmentPolicy.IMAGENET),
+    "randaugment": partial(v2.RandAugment, num_ops=2, magnitude=9),
 }
 
 
@@ -52,17 +53,11 @@ def training_transform(
     Deviation: the cutout lies within the image; DeVries and Taylor's may hang over the border, and is then smaller. The
     paper does not say how large its was.
     """
-    _check_crop(crop_scale, crop_aspect)
-    if not 0 <= color_jitter <= 1:
-        raise ValueError(f"color_jitter {color_jitter} must lie in [0, 1]")
-    if policy not in POLICIES:
-        raise ValueError(f"policy {policy!r} must be one of {', '.join(POLICIES)}")
     _check_size(image_size, channels)
-    if cutout and not 1 <= round(cutout * image_size) < image_size:
-        raise ValueError(f"cutout {cutout} of {image_size} pixels must be 0 or a side of 1 to {image_size - 1} pixels")
-    resize = Resize(image_size, channels)
+    _check_crop(crop_scale, crop_aspect)
+    _check_changes(image_size, color_jitter, policy, cutout)
     steps: list[Callable[[Any], Any]] = [RandomCrop(crop_scale, crop_aspect)] if crop_scale else []
-    steps.append(resize)
+    steps.append(Resize(image_size, channels))
     if flip:
         steps.append(v2.RandomHorizontalFlip())
     if make_policy := POLICIES[policy]:
@@ -178,6 +173,15 @@ def _check_crop(scale: tuple[float, float] | None, aspect: tuple[float, float]) 
         raise ValueError(f"crop_scale {scale} must be (smallest, largest) within 0 < smallest <= largest <= 1, or None")
     if not 0 < aspect[0] <= aspect[1]:
         raise ValueError(f"crop_aspect {aspect} must be (smallest, largest) with 0 < smallest <= largest")
+
+
+def _check_changes(image_size: int, color_jitter: float, policy: str, cutout: float) -> None:
+    if not 0 <= color_jitter <= 1:
+        raise ValueError(f"color_jitter {color_jitter} must lie in [0, 1]")
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} must be one of {', '.join(POLICIES)}")
+    if cutout and not 1 <= round(cutout * image_size) < image_size:
+        raise ValueError(f"cutout {cutout} of {image_size} pixels must be 0 or a side of 1 to {image_size - 1} pixels")
 
 
 def _check_size(image_size: int, channels: int) -> None:

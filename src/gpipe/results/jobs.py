@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,10 @@ def _statuses(jobs: Sequence[Job]) -> list[str]:
 
 
 def _table(jobs: Sequence[Job]) -> Table:
-    """Return a row a job: those of its overrides in which the jobs differ, its figures, and what became of it."""
+    """Return a row a job: those of its overrides in which the jobs differ, its figures, and what became of it.
+
+    Jobs that lack the same data share a row.
+    """
     settings = [dict(_pair(override) for override in job.outcome.overrides) for job in jobs]
     keys = [key for key in dict.fromkeys(key for part in settings for key in part) if _differs(key, settings)]
     table = Table(box=MARKDOWN)
@@ -87,10 +90,31 @@ def _table(jobs: Sequence[Job]) -> Table:
     for name in ("top-1", "top-5", "loss", "images/s", "minutes"):
         table.add_column(name, justify="right")
     table.add_column("outcome")
-    for job, part in zip(jobs, settings, strict=True):
-        why = f": {job.outcome.reason.splitlines()[0]}" if job.outcome.reason else ""
-        table.add_row(*(part.get(key, "") for key in keys), *_figures(job.record), f"{job.outcome.status}{why}")
+    for group in _grouped(jobs):
+        parts = [dict(map(_pair, job.outcome.overrides)) for job in group]
+        shared = [values.pop() if len(values := {part.get(key, "") for part in parts}) == 1 else "" for key in keys]
+        table.add_row(*shared, *_figures(group[0].record), _became(group))
     return table
+
+
+def _grouped(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Put the jobs together that were not run for the same reason on the same data; every other job is a group."""
+    groups: list[list[Job]] = []
+    for job in jobs:
+        outcome = job.outcome
+        other = groups[-1][0].outcome if groups else None
+        if outcome.status == "not run" and other == replace(outcome, overrides=other.overrides if other else []):
+            groups[-1].append(job)
+        else:
+            groups.append([job])
+    return groups
+
+
+def _became(group: Sequence[Job]) -> str:
+    """Say what became of the jobs of a group."""
+    outcome = group[0].outcome
+    why = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
+    return f"{outcome.status}{why}" + (f" ({len(group)} runs)" if len(group) > 1 else "")
 
 
 def _order(override: str) -> tuple[str, float, str]:

@@ -105,11 +105,10 @@ def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequenc
     reasons = {job.outcome.data: job.outcome.reason for job in jobs if job.outcome.status == "not run"}
     for data, reason in reasons.items():
         settings, results = {"data": {"name": data}}, {"reason": reason}
-        new.append(
-            make_record(
-                kind="not run", command=command, experiment=experiment, config=settings, seed=0, results=results
-            )
+        made = make_record(
+            kind="not run", command=command, experiment=experiment, config=settings, seed=0, results=results
         )
+        new.append(without_places(made))
     old = [record for record in read_records(path) if not any(_replaces(other, record) for other in new)]
     write_records(path, [*old, *new])
     render(root)
