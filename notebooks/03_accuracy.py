@@ -31,6 +31,7 @@ from gpipe.results.table4 import (
     is_tuned,
     paper_scale_runs,
     reason_not_run,
+    small_transfers,
     table4,
     table4_cost,
     transfer_laptop,
@@ -292,11 +293,12 @@ def draw_points(axis: plt.Axes, place: float, values: Sequence[float], tuned: bo
     axis.text(1.02, place + 0.1, text, transform=axis.get_yaxis_transform(), color=color, va="center")
 
 
-# As in the generated table: of two runs with the same seed, the later record counts.
-transfers: dict[str, dict[bool, dict[int, Record]]] = {}
+# As in the generated table: a learning rate each, and of two runs with the same seed the later record counts.
 small = [run for run in measured if run.experiment in LAPTOP_TRANSFERS]
-for run in sorted(small, key=data_of):
-    transfers.setdefault(data_of(run), {False: {}, True: {}})[is_tuned(run)][run.seed] = run
+transfers: dict[str, dict[bool, dict[int, Record]]] = {
+    f"{data}, rate {rate:g}": {False: scratch, True: tuned}
+    for (data, rate), (scratch, tuned) in small_transfers(small).items()
+}
 
 if transfers:
     _, axis = plt.subplots(figsize=(9, 0.7 + 1.4 * len(transfers)), layout="constrained")

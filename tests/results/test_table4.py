@@ -20,10 +20,16 @@ PAPER = [
 
 
 def record(
-    experiment: str, data: str, seed: int, top1: float | None, init_from: str | None = "x", **results: Any
+    experiment: str,
+    data: str,
+    seed: int,
+    top1: float | None,
+    init_from: str | None = "x",
+    rate: float = 0.5,
+    **results: Any,
 ) -> Record:
     figures = results if top1 is None else {"top1": top1}
-    config = {"data": {"name": data}, "init_from": init_from}
+    config = {"data": {"name": data}, "init_from": init_from, "optimizer": {"learning_rate": rate}}
     kind = "not run" if top1 is None else "measured"
     return make_record(kind=kind, command="c", experiment=experiment, config=config, seed=seed, results=figures)
 
@@ -68,9 +74,19 @@ def test_fine_tuned_stands_beside_from_scratch_seed_by_seed() -> None:
     ]
     records.append(record("transfer_laptop", "digits", 7, 1.0))  # has no partner: no gain
     digits, mnist = cells(transfer_laptop(records))
-    assert digits[:4] == ["digits", "62.50%", f"{stdev((0.5, 0.75)):.2%}", "2"]
-    assert digits[4] == "79.17%" and digits[6:] == ["3", "+6.25 (+6.25)", "it helps"]
+    assert digits[:5] == ["digits", "0.5", "62.50%", f"{stdev((0.5, 0.75)):.2%}", "2"]
+    assert digits[5] == "79.17%" and digits[7:] == ["3", "+6.25 (+6.25)", "it helps"]
     assert mnist[-2:] == ["-6.25 (-6.25)", "it does not help"]
+
+
+def test_each_learning_rate_has_a_row() -> None:
+    records = [
+        record("transfer_laptop", "digits", 0, rate + gain, init_from, rate=rate)
+        for rate in (0.25, 0.125)
+        for init_from, gain in ((None, 0), ("x", 0.5))
+    ]
+    rows = cells(transfer_laptop(records))
+    assert [(row[1], row[2], row[5]) for row in rows] == [("0.125", "12.50%", "62.50%"), ("0.25", "25.00%", "75.00%")]
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:

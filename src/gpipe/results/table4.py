@@ -29,20 +29,35 @@ def table4(records: Sequence[Record], paper: Paper) -> str:
 
 
 def transfer_laptop(records: Sequence[Record]) -> str:
-    """Return the accuracy of a small model, fine-tuned and from scratch at the same budget, a row a data set."""
-    runs = [record for record in records if record.experiment in LAPTOP_TRANSFERS and "top1" in record.results]
+    """Return the accuracy of a small model, fine-tuned and from scratch at the same budget.
+
+    A row a data set and learning rate; gains are between runs of the same seed.
+    """
     rows = []
-    for data in sorted({data_of(run) for run in runs}):
-        own = [run for run in runs if data_of(run) == data]
-        scratch = {run.seed: run.results["top1"] for run in own if not is_tuned(run)}
-        tuned = {run.seed: run.results["top1"] for run in own if is_tuned(run)}
-        gains = [tuned[seed] - scratch[seed] for seed in sorted(tuned.keys() & scratch.keys())]
-        rows.append([data, *_spread(scratch.values()), *_spread(tuned.values()), *_gain(gains)])
+    for (data, rate), (scratch, tuned) in small_transfers(records).items():
+        top1 = [{seed: run.results["top1"] for seed, run in runs.items()} for runs in (scratch, tuned)]
+        gains = [top1[1][seed] - top1[0][seed] for seed in sorted(scratch.keys() & tuned.keys())]
+        rows.append([data, f"{rate:g}", *_spread(top1[0].values()), *_spread(top1[1].values()), *_gain(gains)])
     if not rows:
         return not_run("train.py -m +experiment=transfer_table scale=laptop")
     spread = ["deviation", "runs"]
-    header = ["data set", "from scratch", *spread, "fine-tuned", *spread, "gain, mean (smallest)", "pre-training"]
-    return markdown(header, rows)
+    header = ["data set", "learning rate", "from scratch", *spread, "fine-tuned", *spread, "gain, mean (smallest)"]
+    return markdown([*header, "pre-training"], rows)
+
+
+def small_transfers(
+    records: Sequence[Record],
+) -> dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]]:
+    """Return the runs from scratch and those fine-tuned, by seed, for each data set and learning rate.
+
+    Of two runs with the same seed the later record counts.
+    """
+    found: dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]] = {}
+    for run in records:
+        if run.experiment in LAPTOP_TRANSFERS and "top1" in run.results:
+            rate = run.config["optimizer"]["learning_rate"]
+            found.setdefault((data_of(run), rate), ({}, {}))[is_tuned(run)][run.seed] = run
+    return dict(sorted(found.items()))
 
 
 def transfer_laptop_run(records: Sequence[Record]) -> str:
