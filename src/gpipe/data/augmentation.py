@@ -59,7 +59,7 @@ def training_transform(
     steps: list[Callable[[Any], Any]] = [RandomCrop(crop_scale, crop_aspect)] if crop_scale else []
     steps.append(Resize(image_size, channels))
     if flip:
-        steps.append(v2.RandomHorizontalFlip())
+        steps.append(random_flip)
     if make_policy := POLICIES[policy]:
         steps += [v2.ToPILImage(), make_policy(), v2.PILToTensor()]
     steps.append(to_pixels)
@@ -161,6 +161,11 @@ class ColorJitter:
         slope, shift = brightness * contrast, brightness - 1 + brightness * (1 - contrast) * mean
         grey.mul_(slope * (1 - saturation)).add_(shift)
         return pixels.mul_(slope * saturation).add_(grey).clamp_(-1, 1)
+
+
+def random_flip(levels: torch.Tensor) -> torch.Tensor:
+    """Mirror every second image, [c, h, w], left to right; torchvision's takes three times as long on small ones."""
+    return levels.flip(2) if torch.rand(()).item() < 0.5 else levels
 
 
 def to_pixels(levels: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""The measurement of the training's throughput, on tiny models."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe.results.records import Record, make_record
+from gpipe.results.tables import TABLES
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "image_throughput.py"
+TINY = ("--small", "--steps", "1", "--warm-up", "0", "--backend", "eager")
+STAND_IN = """
+from torch import nn
+def amoebanetd(num_classes, num_layers, num_filters):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))
+"""
+
+
+def measured(*options: str) -> Record:
+    command = [sys.executable, str(SCRIPT), *TINY, *options]
+    return Record(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """Return the record of a run beside another model in the place of torchgpipe's."""
+    models = tmp_path_factory.mktemp("torchgpipe") / "benchmarks" / "models"
+    models.mkdir(parents=True)
+    (models / "amoebanet.py").write_text(STAND_IN)
+    return measured("--torchgpipe", str(models.parents[1]))
+
+
+@pytest.mark.slow
+def test_each_mode_and_code_is_measured(record: Record) -> None:
+    grid = record.results["grid"]
+    found = [(row["variant"], row["rematerialize"], row["code"], row["compiled"]) for row in grid]
+    ours, theirs = [("ours", False), ("ours", True)], [("torchgpipe", False)]
+    expected = [("b", mode, *code) for mode in ("always", "never") for code in ours]
+    expected += [("d", mode, *code) for mode in ("always", "never") for code in theirs + ours]
+    assert found == expected
+    assert all(row["outcome"] == "measured" and row["images_per_second"] > 0 for row in grid)
+    assert record.experiment == "image_throughput" and record.config["num_microbatches"] == 4
+
+
+@pytest.mark.slow
+def test_ours_is_shown_beside_torchgpipes_at_the_same_batch(record: Record) -> None:
+    lines = TABLES["image_throughput"]([record]).splitlines()[2:]
+    ratios = [line.split(" | ")[-1].removesuffix(" |").strip() for line in lines]
+    speeds = [row["images_per_second"] for row in record.results["grid"]]
+    assert ratios[:5] == ["", "", "", "", "1.00"]
+    assert ratios[5] == f"{speeds[5] / speeds[4]:.2f}" and ratios[9] == f"{speeds[9] / speeds[7]:.2f}"
+
+
+def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:
+    fixed = {"variant": "d", "num_layers": 18, "num_filters": 256, "image_size": 224, "rematerialize": "never"}
+    fixed |= {"compiled": False, "batch_size": 512}
+    grid = [
+        fixed | {"code": code, "outcome": outcome}
+        for code, outcome in (("torchgpipe", "not run"), ("ours", "out of memory"))
+    ]
+    record = make_record(
+        kind="measured", command="x", experiment="image_throughput", config={}, seed=0, results={"grid": grid}
+    )
+    lines = TABLES["image_throughput"]([record]).splitlines()[2:]
+    assert lines[0] == "| AmoebaNet-D (18,256), 224 px | never | torchgpipe | 512 | not run |  |  |"
+    assert lines[1] == "| AmoebaNet-D (18,256), 224 px | never | ours | 512 | out of memory |  |  |"
+    assert TABLES["image_throughput"]([]) == "Not run: image_throughput.\n"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the script as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("image_throughput")
+
+
+def test_a_peer_that_is_not_there_has_a_row_all_the_same(script: ModuleType) -> None:
+    options = Namespace(torchgpipe=None, backend="eager")
+    row = next(script.rows_of(script.SMALL[1], "never", options, torch.device("cpu")))
+    assert row["code"] == "torchgpipe" and row["outcome"] == "not run"
+
+
+def test_the_batch_is_halved_until_everything_fits(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def our_step(*arguments: object) -> tuple[Callable[..., None], nn.Module]:
+        compiled = arguments[-1] is not None
+
+        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+            if len(images) > (8 if compiled else 16):
+                raise RuntimeError("a layer failed") from torch.OutOfMemoryError("too much")
+
+        return step, nn.Linear(1, 1)
+
+    monkeypatch.setattr(script, "our_step", our_step)
+    options = Namespace(torchgpipe=None, backend="eager", steps=1, warm_up=0)
+    setting = script.Setting("b", 3, 8, 4, 32)
+    rows = list(script.rows_of(setting, "always", options, torch.device("cpu")))
+    found = [(row["batch_size"], row["compiled"], row["outcome"]) for row in rows]
+    out, fits = "out of memory", "measured"
+    assert found == [(32, False, out), (16, False, fits), (16, True, out), (8, False, fits), (8, True, fits)]
+
+
+def test_without_a_gpu_only_the_small_run_starts() -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1 and done.stderr == "not run: no GPU; --small tries the script on the CPU\n"

@@ -1,0 +1,30 @@
+"""The measurement of the input pipeline, on a handful of images."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from gpipe.results.records import Record
+from gpipe.results.tables import TABLES
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "input_pipeline.py"
+TINY = ("--dry", "--num-images", "6", "--batch-size", "4", "--image-sizes", "32", "48", "--rounds", "1")
+
+
+def test_both_loaders_are_measured_and_shown() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), *TINY], capture_output=True, text=True, check=True)
+    record = Record(**json.loads(done.stdout))
+    assert record.experiment == "input_pipeline" and record.kind == "measured"
+    assert record.config["num_images"] == 6 and record.config["batch_size"] == 4
+    assert 90_000 < record.results["mean_file_bytes"] < 140_000
+    grid = record.results["grid"]
+    assert [(row["image_size"], row["num_workers"]) for row in grid] == [(32, 0), (32, 2), (48, 0), (48, 2)]
+    assert all(row[f"{loader}_images_per_second"] > 0 for row in grid for loader in ("ours", "torchvision"))
+    assert all(row["ratio"] > 0 for row in grid)
+    lines = TABLES["input_pipeline"]([record]).splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [["| 32", "0"], ["| 32", "2"], ["| 48", "0"], ["| 48", "2"]]
+
+
+def test_without_a_record_the_table_says_so() -> None:
+    assert TABLES["input_pipeline"]([]) == "Not run: input_pipeline.\n"
