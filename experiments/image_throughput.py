@@ -5,9 +5,8 @@
 AmoebaNet-B (18,512) at 480 px and AmoebaNet-D (18,256) at 224 px in bfloat16 autocast, channels last, one stage, four
 micro-batches; a step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository, whose benchmarks have
 an AmoebaNet-D of 15.2 billion multiplications an image, ours has 14.2; without it its rows say that they were not run.
-The batch is halved until all rows of a setting fit, and what did not fit stays as a row. Appends a record to
-reproductions/table4_imagenet_and_transfer/runs.jsonl and renders its README. Needs a GPU; --small prints a record of
-tiny models on the CPU instead.
+The batch is halved until all rows of a setting fit; what did not stays as a row. Appends a record to Table 4's in
+reproductions/ and renders its README. Needs a GPU; --small prints a record of tiny models on the CPU instead.
 """
 
 from __future__ import annotations
