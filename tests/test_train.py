@@ -266,9 +266,9 @@ def test_a_sweep_skips_what_is_done_and_ends_with_its_table(tmp_path: Path) -> N
 
 def test_a_sweep_may_go_over_experiments(tmp_path: Path) -> None:
     experiments = "+experiment=amoebanet_imagenet,amoebanet_fashion_mnist"
-    done = start(tmp_path, "-m", experiments, "scale=laptop", "data.root=nowhere", "trainer.dry_run=true")
+    done = start(tmp_path, "-m", experiments, "trainer.dry_run=true")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"{name}_laptop: K=2" in done.stdout for name in ("amoebanet_imagenet", "amoebanet_fashion_mnist"))
+    assert "amoebanet_imagenet: K=4" in done.stdout and "amoebanet_fashion_mnist: K=1" in done.stdout
     (summary,) = (tmp_path / "runs").glob("sweep-*/summary.md")
     assert "2 done" in done.stdout and summary.read_text().count("| done") == 2
 

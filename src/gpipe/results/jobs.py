@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,11 @@ def _table(jobs: Sequence[Job]) -> Table:
 
 def _grouped(jobs: Sequence[Job]) -> list[list[Job]]:
     """Put the jobs together that were not run for the same reason on the same data; every other job is a group."""
-    groups: list[list[Job]] = []
+    groups: dict[object, list[Job]] = {}
     for job in jobs:
-        outcome = job.outcome
-        other = groups[-1][0].outcome if groups else None
-        if outcome.status == "not run" and other == replace(outcome, overrides=other.overrides if other else []):
-            groups[-1].append(job)
-        else:
-            groups.append([job])
-    return groups
+        is_run = job.outcome.status != "not run"
+        groups.setdefault(job.folder if is_run else (job.outcome.data, job.outcome.reason), []).append(job)
+    return list(groups.values())
 
 
 def _became(group: Sequence[Job]) -> str:
