@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gpipe
-from gpipe.results.records import append_record, make_record
-from gpipe.results.reproduction import render
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 GRID = [(2, 8), (4, 16), (8, 32)]
 STEPS = 3  # in a row, as in training: one stage's end may overlap with another's next beginning
@@ -124,9 +124,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=11, help=f"turns of each engine, of {STEPS} steps, that count")
     options = parser.parse_args()
     settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "rounds": options.rounds, "steps": STEPS}
-    append_record(
-        ROOT / "reproductions" / "bubble" / "runs.jsonl",
+    add_record(
+        ROOT, "bubble",
         make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="engine_overhead",
                     config=settings, seed=0, results={"grid": measure_grid(options.rounds)}),
     )  # fmt: skip
-    render(ROOT)

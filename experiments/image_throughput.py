@@ -27,8 +27,8 @@ import torch
 from amoebanet_steps import NUM_CLASSES, NUM_MICROBATCHES, Step, memory_format, our_step, torchgpipe_step
 from torch import nn
 
-from gpipe.results.records import append_record, make_record
-from gpipe.results.reproduction import render
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 ROOT = Path(__file__).parent.parent
 
@@ -141,8 +141,7 @@ def main() -> None:
     if options.small:
         print(json.dumps(asdict(record)))
         return
-    append_record(ROOT / "reproductions" / "table4_imagenet_and_transfer" / "runs.jsonl", record)
-    render(ROOT)
+    add_record(ROOT, "table4_imagenet_and_transfer", record)
 
 
 if __name__ == "__main__":

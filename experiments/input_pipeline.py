@@ -28,8 +28,8 @@ from PIL import Image
 
 import gpipe._torchvision  # noqa: F401  (before torchvision)
 from gpipe.data import ImageFiles, ImageLoader, training_transform
-from gpipe.results.records import append_record, make_record
-from gpipe.results.reproduction import render
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 # isort: split
 from torch.utils.data import DataLoader
@@ -126,8 +126,7 @@ def main() -> None:
     if options.dry:
         print(json.dumps(asdict(record)))
         return
-    append_record(ROOT / "reproductions" / "table4_imagenet_and_transfer" / "runs.jsonl", record)
-    render(ROOT)
+    add_record(ROOT, "table4_imagenet_and_transfer", record)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch import nn
 
 import gpipe
 from gpipe.models import amoebanet_d
-from gpipe.results.records import append_record, make_record
-from gpipe.results.reproduction import render
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 ROOT = Path(__file__).parent.parent
 NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32, 64
@@ -65,9 +65,8 @@ if __name__ == "__main__":
         "rounds": options.rounds, "num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS, "batch_size": BATCH_SIZE,
         "num_microbatches": NUM_MICROBATCHES, "image_size": IMAGE_SIZE,
     }  # fmt: skip
-    append_record(
-        ROOT / "reproductions" / "bubble" / "runs.jsonl",
+    add_record(
+        ROOT, "bubble",
         make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="one_stage_overhead",
                     config=settings, seed=0, results=results),
     )  # fmt: skip
-    render(ROOT)

@@ -18,8 +18,8 @@ from hydra import compose, initialize_config_dir
 
 from gpipe.build import build_layers, build_plan
 from gpipe.config import register_schemas, to_run
-from gpipe.results.records import append_record, make_record
-from gpipe.results.reproduction import RUNS_FILE, read_paper, render
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record, read_paper
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
@@ -65,8 +65,7 @@ def main() -> None:
         seed=0,
         results={"rows": rows},
     )
-    append_record(FOLDER / RUNS_FILE, record)
-    render(ROOT)
+    add_record(ROOT, FOLDER.name, record)
 
 
 if __name__ == "__main__":

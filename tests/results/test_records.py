@@ -130,8 +130,10 @@ def test_the_same_settings_elsewhere_are_the_same() -> None:
 @pytest.mark.parametrize("path", ["/home/somebody/sets/fashion-mnist", "/home/somebody/sets/fashion-mnist/"])
 def test_a_published_record_has_no_folders_of_the_machine(path: str) -> None:
     config = {"data": {"root": path}, "init_from": "runs/name/2026-01-01", "learning_rate": 0.5}
-    record = replace(some_record(), config=config, command=f"python train.py data.root={path} init_from=runs/name/x")
+    record = replace(
+        some_record(), config=config, command=f"python x.py data.root={path} --clone {path} y=runs/z a / b"
+    )
     published = without_places(record)
     assert published.config == {**config, "data": {"root": "<...>/fashion-mnist"}}
-    assert published.command == "python train.py data.root=<...>/fashion-mnist init_from=runs/name/x"
+    assert published.command == "python x.py data.root=<...>/fashion-mnist --clone <...>/fashion-mnist y=runs/z a / b"
     assert replace(published, config=config, command=record.command) == record

@@ -19,8 +19,8 @@ KINDS = ("measured", "simulated", "planned", "not run")
 _WHEREABOUTS = {
     "launch", "tracking", "reproduction", "trainer.resume_from", "data.root", "data.num_workers", "data.prefetch_factor"
 }  # fmt: skip
-# In JSON text, the folders of a path and its last name: of a whole string, or behind the = of an override.
-_ABSOLUTE_PATH = re.compile(r"""(["=])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
+# In JSON text, the folders of a path and its last name: of a whole string, an argument, or an override.
+_ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
 _PACKAGES = ("torch", "timm")
 
 

@@ -48,7 +48,7 @@ def rendered(readme: Path, records: list[Record], tables: Mapping[str, Table] = 
     Raises ValueError where the README asks for a table that nobody can make, or for none.
     """
 
-    def replace(block: re.Match[str]) -> str:
+    def fill(block: re.Match[str]) -> str:
         name = block["name"]
         if name in BESIDE_PAPER:
             return f"{block[1]}{BESIDE_PAPER[name](records, read_paper(readme.parent))}{block[3]}"
@@ -56,7 +56,7 @@ def rendered(readme: Path, records: list[Record], tables: Mapping[str, Table] = 
             raise ValueError(f"{readme} asks for the table {name!r}; there are {', '.join((*tables, *BESIDE_PAPER))}.")
         return f"{block[1]}{tables[name](records)}{block[3]}"
 
-    text, count = _BLOCK.subn(replace, readme.read_text(encoding="utf-8"))
+    text, count = _BLOCK.subn(fill, readme.read_text(encoding="utf-8"))
     if count == 0:
         raise ValueError(f"{readme} has no table; write <!-- table: NAME --> and <!-- end --> into it.")
     return text
@@ -90,6 +90,12 @@ def render(root: Path) -> None:
     """Rewrite the tables of every README from the records."""
     for readme, records in readmes(root).items():
         readme.write_text(rendered(readme, records), encoding="utf-8")
+
+
+def add_record(root: Path, name: str, record: Record) -> None:
+    """Add a record to a reproduction, without this machine's folders, and render every README."""
+    append_record(root / "reproductions" / name / RUNS_FILE, without_places(record))
+    render(root)
 
 
 def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequence[Job]) -> None:
