@@ -1,17 +1,30 @@
 """Fixtures that tests of several folders use."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from hydra import initialize_config_dir
 
+from gpipe.config import register_schemas
 from tests.process_pool import ProcessPool
+
+CONF = Path(__file__).parents[1] / "conf"
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Compute with as many threads as each process of a pipeline does, so that bits can be compared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def composer() -> Iterator[None]:
+    """Let Hydra compose from conf/."""
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,27 +1,19 @@
 """Settings become the objects that they describe."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from gpipe.build import build_layers, build_pipeline, build_plan, build_tracker, build_trainer, name_processes
-from gpipe.config import ConfigError, RunConfig, register_schemas, to_run
+from gpipe.config import ConfigError, RunConfig, to_run
 from gpipe.launch.processes import Place
 from gpipe.training.trainer import Trainer
 
-CONF = Path(__file__).parents[1] / "conf"
+pytestmark = pytest.mark.usefixtures("composer")
 ALONE = Place(None, "cpu")
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "tracking=disabled")
-
-
-@pytest.fixture(autouse=True)
-def _hydra() -> Iterator[None]:
-    register_schemas()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
 
 
 def run_of(*overrides: str) -> RunConfig:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -18,7 +18,6 @@ from gpipe.config import (
     ModelConfig,
     RunConfig,
     refuse_overruled_data,
-    register_schemas,
     to_plain,
     to_run,
     to_yaml,
@@ -27,19 +26,13 @@ from gpipe.config.folders import job_folder, newest_run
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
+pytestmark = pytest.mark.usefixtures("composer")
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
 GROUPS = ("model", "data", "pipeline", "optimizer", "launch", "tracking")
 # What an experiment cannot do without and does not choose.
 GIVEN = {"transfer": ["init_from=null"], "transfer_table": ["init_from=null"]}
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
-
-
-@pytest.fixture(autouse=True)
-def _hydra() -> Iterator[None]:
-    register_schemas()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
 
 
 def composed(*overrides: str) -> DictConfig:

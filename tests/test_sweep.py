@@ -1,27 +1,19 @@
 """A job of a sweep is done once, goes on where it was cut short, and says why it could not be done."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
-from gpipe.config import RunConfig, register_schemas, to_plain, to_run, to_yaml
+from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.results.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
 from gpipe.results.records import RECORD_FILE, make_record, write_record
 from gpipe.sweep import run_job
 
-CONF = Path(__file__).parents[1] / "conf"
+pytestmark = pytest.mark.usefixtures("composer")
 OVERRIDES = ["data=digits", "seed=3"]
-
-
-@pytest.fixture(autouse=True)
-def _hydra() -> Iterator[None]:
-    register_schemas()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
 
 
 def run_of(*overrides: str) -> RunConfig:
