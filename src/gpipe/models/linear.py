@@ -2,24 +2,29 @@
 
 from torch import nn
 
-from gpipe.models.initialization import fill_truncated_normal
+from gpipe.models.initialization import fill_normal, fill_truncated_normal
 
 
 class Linear(nn.Linear):
-    """Fully connected layer with bias; weights of variance 1 / fan-in, bias 0.
+    """Fully connected layer with bias; weights of variance 1 / fan-in, bias 0."""
 
-    Deviation: the public TPU code of AmoebaNet takes 2 / fan-out, which with few classes starts at a loss far above
-    chance.
+    def reset_parameters(self) -> None:
+        """Draw the weights anew and clear the bias."""
+        fill_normal(self.weight, 1.0 / self.in_features)
+        nn.init.zeros_(self.bias)
+
+
+class Softmax(nn.Linear):
+    """Fully connected layer with bias that makes the logits; the softmax itself is the loss's.
+
+    Weights of variance 1 / fan-in, bias 0. Deviation: the public TPU code of AmoebaNet takes 2 / fan-out, which with
+    few classes starts at a loss far above chance.
     """
 
     def reset_parameters(self) -> None:
         """Draw the weights anew and clear the bias."""
         fill_truncated_normal(self.weight, 1.0 / self.in_features)
         nn.init.zeros_(self.bias)
-
-
-class Softmax(Linear):
-    """The fully connected layer that makes the logits; the softmax itself is the loss's."""
 
 
 def softmax_names(layers: nn.ModuleDict) -> set[str]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe.models.attention import CausalSelfAttention
-from gpipe.models.initialization import fill_truncated_normal
+from gpipe.models.initialization import fill_normal
 from gpipe.models.linear import Linear
 
 _LONGEST_WAVE = 10_000  # positions, over 2 pi (Vaswani et al. 2017, section 3.5)
@@ -25,7 +25,7 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Draw the table anew."""
-        fill_truncated_normal(self.weight, 1.0 / self.embedding_dim)
+        fill_normal(self.weight, 1.0 / self.embedding_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
         states = super().forward(tokens) * math.sqrt(self.embedding_dim)
