@@ -139,6 +139,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Pla
         run.pipeline.num_microbatches,
         rematerialize=run.pipeline.rematerialize.value,
         schedule=run.pipeline.schedule.value,
+        stages_per_device=run.pipeline.stages_per_device,
         devices=place.devices(run.pipeline.num_stages),
         mesh=place.mesh,
         seed=run.seed,

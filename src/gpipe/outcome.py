@@ -61,8 +61,8 @@ def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measu
     The simulation gives every task its measured mean time, and each stage a device of its own, linked at no cost.
     """
     num_microbatches = 1 + max(event.task.micro_batch for event in measured.events)
-    rematerialize = Rematerialize(pipeline["rematerialize"])
-    schedule = SCHEDULES[pipeline["schedule"]](measured.num_stages, num_microbatches, rematerialize)
+    shape = pipeline["num_stages"], num_microbatches, Rematerialize(pipeline["rematerialize"])
+    schedule = SCHEDULES[pipeline["schedule"]](*shape, pipeline["stages_per_device"])
     simulated = simulate(schedule, measured.mean_seconds())
     measured.write_trace(folder / TRACE_FILE)
     plot({"measured": measured, "simulated": simulated}, folder / PICTURE_FILE)

@@ -1,8 +1,9 @@
-"""GPipe's tasks are those of the paper, and one process can run them in an order that respects what they need."""
+"""The tasks are those of the papers, no device waits for ever, and one process can run them in an order that works."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -14,19 +15,54 @@ from gpipe.pipeline.schedule import (
     Rematerialize,
     Schedule,
     Task,
+    check_stages_per_device,
     dependencies,
     gpipe,
     inference,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
     sequential,
 )
+from gpipe.pipeline.timeline import simulate
 
 LETTERS = {"F": Kind.FORWARD, "R": Kind.RECOMPUTE, "B": Kind.BACKWARD}
-SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 8), st.sampled_from(Rematerialize))
+ALWAYS, EXCEPT_LAST, NEVER = Rematerialize
 
 
-def tasks(text: str, stage: int) -> list[Task]:
-    """Read tasks as the drawings have them: F0 R0 B0."""
-    return [Task(LETTERS[word[0]], stage, int(word[1:])) for word in text.split()]
+@dataclass(frozen=True)
+class Shape:
+    """A schedule of P devices with v stages each, and M micro-batches."""
+
+    name: str
+    num_devices: int
+    stages_per_device: int
+    num_microbatches: int
+    mode: Rematerialize
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_devices * self.stages_per_device
+
+    def schedule(self) -> Schedule:
+        return SCHEDULES[self.name](self.num_stages, self.num_microbatches, self.mode, self.stages_per_device)
+
+    def inference(self) -> Schedule:
+        return inference(self.num_stages, self.num_microbatches, self.stages_per_device)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    name = draw(st.sampled_from(list(SCHEDULES)))
+    stages_per_device = draw(st.integers(2, 4)) if name == "interleaved_1f1b" else 1
+    mode = draw(st.sampled_from(Rematerialize))
+    return Shape(name, draw(st.integers(1, 6)), stages_per_device, draw(st.integers(1, 14)), mode)
+
+
+def tasks(text: str, stage: int, num_devices: int = 0) -> list[Task]:
+    """Read tasks as the drawings have them: F0 R0 B0; small letters are the device's second stage."""
+    return [
+        Task(LETTERS[word[0].upper()], stage + num_devices * word[0].islower(), int(word[1:])) for word in text.split()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +85,53 @@ def test_every_stage_has_the_tasks_written_down_by_hand(num_microbatches: int, m
         assert gpipe(num_stages, num_microbatches, mode) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_microbatches", "mode", "texts"),
+    [
+        (4, NEVER, ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]),
+        (
+            4,
+            ALWAYS,
+            [
+                "F0 F1 F2 R0 B0 F3 R1 B1 R2 B2 R3 B3",
+                "F0 F1 R0 B0 F2 R1 B1 F3 R2 B2 R3 B3",
+                "F0 R0 B0 F1 R1 B1 F2 R2 B2 F3 R3 B3",
+            ],
+        ),
+        (2, EXCEPT_LAST, ["F0 F1 R0 B0 R1 B1", "F0 F1 R0 B0 R1 B1", "F0 B0 F1 B1"]),
+        (1, EXCEPT_LAST, ["F0 B0", "F0 B0", "F0 B0"]),
+    ],
+)
+def test_1f1b_runs_forwards_and_backwards_in_turns(
+    num_microbatches: int, mode: Rematerialize, texts: list[str]
+) -> None:
+    expected = [tasks(text, stage) for stage, text in enumerate(texts)]
+    assert one_forward_one_backward(3, num_microbatches, mode) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "mode", "texts"),
+    [
+        (
+            4,
+            NEVER,
+            ["F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3", "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3"],
+        ),
+        (3, NEVER, ["F0 F1 f0 f1 b0 F2 b1 f2 B0 B1 b2 B2", "F0 F1 f0 b0 f1 b1 F2 B0 f2 B1 b2 B2"]),
+        (2, EXCEPT_LAST, ["F0 F1 f0 f1 r0 b0 r1 b1 R0 B0 R1 B1", "F0 F1 f0 b0 f1 b1 R0 B0 R1 B1"]),
+        (1, ALWAYS, ["F0 f0 r0 b0 R0 B0", "F0 f0 r0 b0 R0 B0"]),
+    ],
+)
+def test_interleaved_1f1b_runs_rounds_through_each_stage_of_a_device(
+    num_microbatches: int, mode: Rematerialize, texts: list[str]
+) -> None:
+    expected = [tasks(text, device, 2) for device, text in enumerate(texts)]
+    assert interleaved_one_forward_one_backward(4, num_microbatches, mode) == expected
+
+
 def test_evaluation_has_the_forwards_alone() -> None:
     assert inference(2, 3) == [tasks("F0 F1 F2", 0), tasks("F0 F1 F2", 1)]
+    assert inference(4, 3, 2) == [tasks("F0 F1 f0 f1 F2 f2", device, 2) for device in (0, 1)]
 
 
 def test_a_forward_needs_the_stage_before_and_a_backward_the_one_after() -> None:
@@ -64,37 +145,76 @@ def test_a_recomputation_waits_for_no_gradient() -> None:
     assert [dependencies(Task(Kind.RECOMPUTE, stage, 0), 3) for stage in range(3)] == [[], [], []]
 
 
-@given(SHAPES)
-def test_each_micro_batch_goes_forward_is_recomputed_and_goes_backward(
-    shape: tuple[int, int, Rematerialize],
-) -> None:
-    for schedule in (function(*shape) for function in SCHEDULES.values()):
-        for stage, order in enumerate(schedule):
-            assert {task.stage for task in order} == {stage}
-            for micro_batch in range(shape[1]):
-                kinds = [task.kind for task in order if task.micro_batch == micro_batch]
-                assert kinds in (
-                    [Kind.FORWARD, Kind.BACKWARD],
-                    [Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD],
-                )
+@given(shapes())
+def test_each_micro_batch_goes_forward_is_recomputed_and_goes_backward(shape: Shape) -> None:
+    schedule = shape.schedule()
+    assert len(schedule) == shape.num_devices
+    for device, order in enumerate(schedule):
+        stages = range(device, shape.num_stages, shape.num_devices)
+        assert {task.stage for task in order} == set(stages)
+        for stage, micro_batch in itertools.product(stages, range(shape.num_microbatches)):
+            places = [i for i, task in enumerate(order) if task[1:] == (stage, micro_batch)]
+            forward, *recomputation, backward = places
+            assert [order[i].kind for i in (forward, backward)] == [Kind.FORWARD, Kind.BACKWARD]
+            if shape.mode is ALWAYS or (shape.mode is EXCEPT_LAST and backward - forward > 1):
+                assert recomputation == [backward - 1]
+                assert order[backward - 1].kind is Kind.RECOMPUTE
+            else:
+                assert recomputation == []
 
 
-@given(SHAPES)
-def test_one_process_runs_every_task_once_and_after_what_it_needs(shape: tuple[int, int, Rematerialize]) -> None:
-    for schedule in (gpipe(*shape), inference(*shape[:2])):
+@given(shapes())
+def test_one_process_runs_every_task_once_and_after_what_it_needs(shape: Shape) -> None:
+    for schedule in (shape.schedule(), shape.inference()):
         order = sequential(schedule)
         assert sorted(order) == sorted(itertools.chain(*schedule))
         place = {task: i for i, task in enumerate(order)}
         for task in order:
-            assert all(place[needed] < place[task] for needed in dependencies(task, shape[0]))
-        for stage, own in enumerate(schedule):
-            assert [task for task in order if task.stage == stage] == own
+            assert all(place[needed] < place[task] for needed in dependencies(task, shape.num_stages))
+        for device, own in enumerate(schedule):
+            assert [task for task in order if task.stage % shape.num_devices == device] == own
 
 
-@given(SHAPES)
-def test_one_process_never_holds_two_recomputed_graphs(shape: tuple[int, int, Rematerialize]) -> None:
+@given(shapes())
+def test_no_device_waits_for_ever(shape: Shape) -> None:
+    for schedule in (shape.schedule(), shape.inference()):
+        timeline = simulate(schedule, lambda _: 1.0, lambda _: 0.3)
+        assert sorted(event.task for event in timeline.events) == sorted(itertools.chain(*schedule))
+
+
+@given(shapes())
+def test_both_ends_of_a_boundary_see_the_micro_batches_in_one_order(shape: Shape) -> None:
+    for schedule in (shape.schedule(), shape.inference()):
+        orders = {
+            (kind, stage): [task.micro_batch for tasks in schedule for task in tasks if task[:2] == (kind, stage)]
+            for kind, stage in itertools.product((Kind.FORWARD, Kind.BACKWARD), range(shape.num_stages))
+        }
+        for (kind, stage), order in orders.items():
+            assert order == orders[kind, 0]
+            assert order in (sorted(order), sorted(order, reverse=True)), stage
+
+
+@given(shapes())
+def test_in_1f1b_a_stage_holds_no_more_than_the_stages_after_it_take(shape: Shape) -> None:
+    for device, order in enumerate(shape.schedule()):
+        held = most = 0
+        for task in order:
+            held += {Kind.FORWARD: 1, Kind.RECOMPUTE: 0, Kind.BACKWARD: -1}[task.kind]
+            most = max(most, held)
+        num_stages = shape.num_devices * shape.stages_per_device
+        bound = {
+            "gpipe": shape.num_microbatches,
+            "1f1b": num_stages - device,
+            # Narayanan et al., 2021: all of a device's stages for a round, and 2 more for each device after it.
+            "interleaved_1f1b": num_stages - shape.num_devices + 2 * (shape.num_devices - 1 - device) + 1,
+        }[shape.name]
+        assert most <= bound
+
+
+@given(shapes())
+def test_one_process_never_holds_two_recomputed_graphs(shape: Shape) -> None:
     waiting: set[tuple[int, int]] = set()
-    for kind, stage, micro_batch in sequential(gpipe(*shape)):
+    for kind, stage, micro_batch in sequential(shape.schedule()):
         if kind is Kind.RECOMPUTE:
             waiting.add((stage, micro_batch))
         elif kind is Kind.BACKWARD:
@@ -121,5 +241,23 @@ def test_stages_take_turns_in_one_process() -> None:
     ],
 )
 def test_a_schedule_that_cannot_proceed_is_refused(schedule: Schedule) -> None:
-    with pytest.raises(ValueError, match="the schedule cannot proceed: every stage waits for a task"):
+    with pytest.raises(ValueError, match="the schedule cannot proceed: every device waits for a task"):
         sequential(schedule)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "stages_per_device", "message"),
+    [
+        ("gpipe", 4, 2, r"^stages_per_device is 2, but the schedule gpipe has one stage a device; make it 1, or use"),
+        ("1f1b", 4, 2, r"^stages_per_device is 2, but the schedule 1f1b has one stage a device;"),
+        ("interleaved_1f1b", 4, 1, r"^stages_per_device is 1, but the schedule interleaved_1f1b needs at least 2;"),
+        ("interleaved_1f1b", 5, 2, r"^the partitions are 5, which devices with 2 stages each cannot share evenly;"),
+    ],
+)
+def test_a_number_of_stages_that_a_device_cannot_have_is_refused(
+    name: str, num_stages: int, stages_per_device: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_stages_per_device(name, num_stages, stages_per_device)
+    with pytest.raises(ValueError, match=message):
+        SCHEDULES[name](num_stages, 4, ALWAYS, stages_per_device)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipe
-from gpipe.pipeline.schedule import Kind, Rematerialize, Task, dependencies
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task, dependencies
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
 from gpipe.pipeline.timeline import Event, Timeline, plot, simulate
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 SECONDS = {F: 1.0, R: 1.0, B: 2.0}
+NAMES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)])
 
 
 def spans(timeline: Timeline) -> dict[tuple[str, int, int], tuple[float, float]]:
@@ -79,21 +80,62 @@ def test_a_transfer_delays_the_stage_that_waits_for_it() -> None:
     }
 
 
-@given(st.integers(1, 8), st.integers(1, 12))
-def test_the_bubble_of_equal_stages_is_that_of_the_paper(num_stages: int, num_microbatches: int) -> None:
-    schedule = gpipe_schedule(num_stages, num_microbatches, Rematerialize.NEVER)
-    bubble = simulate(schedule, lambda task: SECONDS[task.kind]).bubble
-    assert bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+def test_a_link_carries_one_result_at_a_time() -> None:
+    schedule = gpipe_schedule(2, 3, Rematerialize.NEVER)
+    found = spans(simulate(schedule, lambda task: SECONDS[task.kind], lambda _: 1.5))
+    assert [found["f", 1, m][0] for m in range(3)] == [2.5, 4.0, 5.5]  # made at 1, 2, 3
+    assert [found["b", 0, m][0] for m in (2, 1, 0)] == [10.0, 12.0, 14.0]  # made at 8.5, 10.5, 12.5
 
 
-@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(Rematerialize), st.randoms(use_true_random=False))
+def test_a_shared_link_serves_first_what_was_made_first() -> None:
+    schedule = SCHEDULES["1f1b"](2, 3, Rematerialize.NEVER, 1)
+    found = spans(simulate(schedule, lambda _: 1.0, lambda _: 1.5, lambda _: "bus"))
+    assert found == {
+        ("f", 0, 0): (0, 1),  # on the bus until 2.5
+        ("f", 0, 1): (1, 2),  # from 2.5 until 4
+        ("f", 1, 0): (2.5, 3.5),
+        ("b", 1, 0): (3.5, 4.5),  # from 4.5 until 6
+        ("f", 1, 1): (4.5, 5.5),
+        ("b", 1, 1): (5.5, 6.5),  # from 6.5 until 8
+        ("b", 0, 0): (6, 7),
+        ("f", 0, 2): (7, 8),  # after that, until 9.5
+        ("b", 0, 1): (8, 9),
+        ("f", 1, 2): (9.5, 10.5),
+        ("b", 1, 2): (10.5, 11.5),
+        ("b", 0, 2): (13, 14),
+    }
+
+
+def test_nothing_travels_between_the_stages_of_one_device() -> None:
+    schedule = SCHEDULES["interleaved_1f1b"](3, 2, Rematerialize.NEVER, 3)
+    assert simulate(schedule, lambda _: 1.0, lambda _: 5.0).makespan_seconds == 12
+
+
+@given(st.integers(1, 8), st.integers(1, 12), NAMES)
+def test_the_bubble_of_equal_stages_is_that_of_the_papers(
+    num_devices: int, num_microbatches: int, name: tuple[str, int]
+) -> None:
+    schedule, stages_per_device = name
+    if stages_per_device > 1:
+        num_microbatches *= num_devices  # whole rounds
+    tasks = SCHEDULES[schedule](
+        num_devices * stages_per_device, num_microbatches, Rematerialize.NEVER, stages_per_device
+    )
+    bubble = simulate(tasks, lambda task: SECONDS[task.kind]).bubble
+    work = num_microbatches * stages_per_device
+    assert bubble == pytest.approx((num_devices - 1) / (work + num_devices - 1))
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(Rematerialize), NAMES, st.randoms(use_true_random=False))
 def test_no_simulated_task_starts_before_what_it_needs(
-    num_stages: int, num_microbatches: int, mode: Rematerialize, source: object
+    num_devices: int, num_microbatches: int, mode: Rematerialize, name: tuple[str, int], source: object
 ) -> None:
     durations: dict[Task, float] = {}
-    schedule = gpipe_schedule(num_stages, num_microbatches, mode)
+    num_stages = num_devices * name[1]
+    travel = 0.25 if num_devices > 1 else 0.0
+    schedule = SCHEDULES[name[0]](num_stages, num_microbatches, mode, name[1])
     for task in itertools.chain(*schedule):
-        durations[task] = source.uniform(0.1, 3)  # type: ignore[attr-defined]
+        durations[task] = source.uniform(0.3, 3)  # longer than a transfer: no link is ever busy  # type: ignore[attr-defined]
     timeline = simulate(schedule, durations.__getitem__, lambda _: 0.25)
     when = {event.task: event for event in timeline.events}
     assert len(when) == len(timeline.events) == len(durations)
@@ -101,8 +143,9 @@ def test_no_simulated_task_starts_before_what_it_needs(
         for before, after in itertools.pairwise(tasks):
             assert when[after].start >= when[before].end
     for task, event in when.items():
-        earliest = [when[other].end + 0.25 for other in dependencies(task, num_stages)]
-        earliest += [e.end for t, e in when.items() if t.stage == task.stage and e.end <= event.start]
+        earliest = [when[other].end + travel for other in dependencies(task, num_stages)]
+        same_row = [e for t, e in when.items() if timeline.row(t) == timeline.row(task)]
+        earliest += [e.end for e in same_row if e.end <= event.start]
         assert event.start == max(earliest, default=0.0)
 
 
@@ -139,6 +182,15 @@ def test_the_trace_has_one_complete_event_a_task(tmp_path: Path) -> None:
     assert names == {0: "stage 0", 1: "stage 1"}
 
 
+def test_a_device_with_several_stages_has_one_row() -> None:
+    schedule = SCHEDULES["interleaved_1f1b"](4, 2, Rematerialize.NEVER, 2)
+    timeline = simulate(schedule, lambda task: SECONDS[task.kind] * (1 + task.stage))
+    assert timeline.row_names() == ["stages 0, 2", "stages 1, 3"]
+    assert timeline.busy_seconds(F) == [2 * (1 + 3), 2 * (2 + 4)]
+    assert timeline.bubble == pytest.approx(1 - (24 + 36) / (2 * timeline.makespan_seconds))
+    assert Timeline.from_json(timeline.to_json(), 2).busy_seconds() == timeline.busy_seconds()
+
+
 @pytest.mark.parametrize("num_timelines", [1, 2])
 def test_the_picture_is_a_png_that_fits_a_page(num_timelines: int, tmp_path: Path) -> None:
     timeline = simulate(gpipe_schedule(4, 8), lambda task: SECONDS[task.kind])
@@ -152,17 +204,22 @@ def test_the_picture_is_a_png_that_fits_a_page(num_timelines: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", Rematerialize)
-def test_a_measured_step_has_every_task_once_in_the_order_of_the_schedule(mode: Rematerialize) -> None:
-    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [1, 1, 1], 4, rematerialize=str(mode))
+@pytest.mark.parametrize(("name", "stages_per_device"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_a_measured_step_has_every_task_once_in_the_order_of_the_schedule(
+    name: str, stages_per_device: int, mode: Rematerialize
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3), nn.Identity())
+    settings = {"rematerialize": str(mode), "schedule": name, "stages_per_device": stages_per_device}
+    pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [1, 1, 1, 1], 4, **settings)
     batch = torch.randn(7, 4), torch.arange(7) % 3
     assert pipeline.train_step(batch).timeline is None
     timeline = pipeline.train_step(batch, record_timeline=True).timeline
     assert timeline is not None
-    schedule = gpipe_schedule(3, 4, mode)
-    for stage, tasks in enumerate(schedule):
+    schedule = SCHEDULES[name](4, 4, mode, stages_per_device)
+    assert timeline.num_devices == len(schedule)
+    for row, tasks in enumerate(schedule):
         events = sorted(
-            (event for event in timeline.events if event.task.stage == stage), key=lambda event: event.start
+            (event for event in timeline.events if timeline.row(event.task) == row), key=lambda event: event.start
         )
         assert [event.task for event in events] == tasks
     ordered = sorted(timeline.events, key=lambda event: event.start)

@@ -16,10 +16,8 @@ class Rematerialize(Enum):
     never = "never"
 
 
-class PipelineSchedule(Enum):
-    """The order of a step's tasks."""
-
-    gpipe = "gpipe"
+# The order of a step's tasks. In a class statement no member could be called 1f1b.
+PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved_1f1b": "interleaved_1f1b"})
 
 
 class PartitionBy(Enum):
@@ -49,6 +47,7 @@ class Device(Enum):
 class PipelineConfig:
     """K stages, M micro-batches, and how the layers are cut into partitions.
 
+    stages_per_device: how many stages a process or GPU has; more than 1 where the schedule is interleaved.
     memory_limit_bytes: most bytes of parameters in one partition; null is no limit.
     partitions: the number of layers of each stage, instead of the cut that the fields above give; null is that cut.
     timeout_seconds: how long a stage waits for a silent neighbour.
@@ -57,6 +56,7 @@ class PipelineConfig:
     num_stages: int = MISSING
     num_microbatches: int = MISSING
     schedule: PipelineSchedule = MISSING
+    stages_per_device: int = MISSING
     rematerialize: Rematerialize = MISSING
     partition_by: PartitionBy = MISSING
     objective: Objective = MISSING
@@ -68,12 +68,23 @@ class PipelineConfig:
         """Refuse settings that are wrong in themselves; that K fits the layers is checked where these are known."""
         at_least("pipeline.num_stages", self.num_stages, 1)
         at_least("pipeline.num_microbatches", self.num_microbatches, 1)
+        self._check_stages_per_device()
         above("pipeline.timeout_seconds", self.timeout_seconds, 0)
         optional_at_least("pipeline.memory_limit_bytes", self.memory_limit_bytes, 1)
         if self.partitions is not None:
             fits = len(self.partitions) == self.num_stages and min(self.partitions, default=0) >= 1
             expected = f"{self.num_stages} (pipeline.num_stages) numbers of layers, each 1 or more"
             require(fits, "pipeline.partitions", self.partitions, expected)
+
+    def _check_stages_per_device(self) -> None:
+        setting, number = "pipeline.stages_per_device", self.stages_per_device
+        if self.schedule is PipelineSchedule["interleaved_1f1b"]:
+            at_least(setting, number, 2)
+            divides = self.num_stages % number == 0
+            require(divides, setting, number, f"a divisor of pipeline.num_stages={self.num_stages}")
+        else:
+            others = f"1 with pipeline.schedule={self.schedule.name}; interleaved_1f1b takes more"
+            require(number == 1, setting, number, others)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from gpipe.pipeline.placement import (
 from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
@@ -55,9 +55,10 @@ class Pipeline:
         partitions: the number of layers of each stage, such as `partition_layers` returns.
         num_microbatches: M, into which each mini-batch is cut; smaller mini-batches make fewer, never empty ones.
         rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations.
-        schedule: the name of a schedule of `gpipe.pipeline.schedule`.
+        schedule: "gpipe", "1f1b" or "interleaved_1f1b" (`gpipe.pipeline.schedule`).
+        stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, P = K / this.
         devices: of each stage, for one process; or of this process. Default: where the layers are; on a mesh, its type.
-        mesh: R x K processes with the dimensions ("replica", "stage"); None: this process plays all stages.
+        mesh: R x P processes with the dimensions ("replica", "stage"); None: this process plays all stages.
         seed: of initial weights (with the layer) and masks (with the step, the micro-batch and the layer).
         loss_weight: targets of a micro-batch -> how much its mean counts; default: its number of examples.
         timeout_seconds: after which a silent peer is named and the step given up.
@@ -79,6 +80,7 @@ class Pipeline:
         *,
         rematerialize: str = "always",
         schedule: str = "gpipe",
+        stages_per_device: int = 1,
         devices: Devices = None,
         mesh: DeviceMesh | None = None,
         seed: int = 0,
@@ -97,7 +99,8 @@ class Pipeline:
         self.rematerialize = _one_of(rematerialize, Rematerialize, "rematerialize")
         self._schedule = SCHEDULES[_one_of(schedule, SCHEDULES, "schedule")]
         self.partitions = tuple(partitions)
-        self.num_layers, self.num_stages = len(layers), len(partitions)
+        self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
+        check_stages_per_device(schedule, self.num_stages, stages_per_device)
         self.seed, self.step = seed, 0
         self._loss, self._loss_weight = loss, loss_weight
         self._broken: str | None = None
@@ -130,7 +133,7 @@ class Pipeline:
         for stage in self._stages.values():
             stage.replicas = self._replicas
         check = self._processes.watch.check if self._processes else None
-        self._executor = Executor(self._stages, self.num_stages, self._transfer, check)
+        self._executor = Executor(self._stages, self.num_stages, stages_per_device, self._transfer, check)
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         # Gloo forgets what it has not delivered yet when its sender lets go of it, or exits.
         messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
@@ -148,9 +151,9 @@ class Pipeline:
         return self.num_stages - 1 in self._stages
 
     @property
-    def stage_index(self) -> int | None:
-        """The stage of this process; None where it plays all of them."""
-        return self._processes.stage if self._processes else None
+    def num_devices(self) -> int:
+        """P, the number of devices that the schedule has work for: K, or fewer where it is interleaved."""
+        return self.num_stages // self.stages_per_device
 
     @property
     def replica_index(self) -> int:
@@ -190,7 +193,7 @@ class Pipeline:
             if self._replicas is not None:
                 self._replicas.start_step()
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
-            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
+            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize, self.stages_per_device
             self._executor.train(make_plan(self._schedule, *shape, tuple(self._stages)), self.step, loss, clock)
             totals = self.broadcast(loss.totals() if loss else None, self.num_stages - 1)
             self._finish_step(totals["loss"])
@@ -312,10 +315,10 @@ class Pipeline:
 
     def _gathered_timeline(self, clock: Clock) -> Timeline:
         events = clock.events()
-        rows = [row for part in self.gather(Timeline(tuple(events), self.num_stages).to_json()) for row in part]
+        rows = [row for part in self.gather(Timeline(tuple(events), self.num_devices).to_json()) for row in part]
         origin = min(row[3] for row in rows)
         moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
-        return Timeline.from_json(moved, self.num_stages)
+        return Timeline.from_json(moved, self.num_devices)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -12,7 +12,16 @@ from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.microbatch import merge, microbatch_sizes, split
 from gpipe.pipeline.minibatch_loss import MiniBatchLoss
 from gpipe.pipeline.payload import Payload
-from gpipe.pipeline.schedule import Kind, Rematerialize, Schedule, ScheduleFunction, Task, inference, sequential
+from gpipe.pipeline.schedule import (
+    Kind,
+    Rematerialize,
+    Schedule,
+    ScheduleFunction,
+    Task,
+    count_stages,
+    inference,
+    sequential,
+)
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.transfer import MiniBatch, Transfer
 
@@ -33,8 +42,9 @@ class Executor:
     """Executes the tasks of this process's stages, in the schedule's order.
 
     Args:
-        stages: of this process, by index: one, or all.
+        stages: of this process, by index: those of one device, or all.
         num_stages: K.
+        stages_per_device: 1 unless the schedule is interleaved.
         transfer: to and from the other stages.
         check: called before each task; may raise to end the step.
     """
@@ -43,11 +53,12 @@ class Executor:
         self,
         stages: dict[int, Stage],
         num_stages: int,
+        stages_per_device: int,
         transfer: Transfer,
         check: Callable[[], None] | None = None,
     ) -> None:
         self._stages = stages
-        self._num_stages = num_stages
+        self._num_stages, self._stages_per_device = num_stages, stages_per_device
         self._transfer = transfer
         self._check = check or _nothing
         self._parts: list[Any] = []  # the inputs of each micro-batch, in the first stage
@@ -82,7 +93,8 @@ class Executor:
     def evaluate(self, num_microbatches: int, layers: nn.ModuleDict) -> Any:
         """Run `layers` forward; return the outputs of the mini-batch where this process holds the last stage."""
         outputs: list[Payload] = []
-        for task in own_tasks(inference(self._num_stages, num_microbatches), tuple(self._stages)):
+        schedule = inference(self._num_stages, num_microbatches, self._stages_per_device)
+        for task in own_tasks(schedule, tuple(self._stages)):
             self._check()
             stage, micro_batch = self._stages[task.stage], task.micro_batch
             own = {index: layers[str(index)] for index in stage.layers}
@@ -140,20 +152,22 @@ def make_plan(
     num_stages: int,
     num_microbatches: int,
     rematerialize: Rematerialize,
+    stages_per_device: int,
     stages: tuple[int, ...],
 ) -> Plan:
     """Plan a training step for the process of some stages."""
-    found = schedule(num_stages, num_microbatches, rematerialize)
-    recomputed = {(t.stage, t.micro_batch) for tasks in found for t in tasks if t.kind is Kind.RECOMPUTE}
+    found = schedule(num_stages, num_microbatches, rematerialize, stages_per_device)
+    tasks = own_tasks(found, stages)
+    recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
     return Plan(
-        tuple((task, (task.stage, task.micro_batch) not in recomputed) for task in own_tasks(found, stages)),
-        {stage: [t.micro_batch for t in found[stage] if t.kind is Kind.BACKWARD][-1] for stage in stages},
+        tuple((task, (task.stage, task.micro_batch) not in recomputed) for task in tasks),
+        {task.stage: task.micro_batch for task in tasks if task.kind is Kind.BACKWARD},  # the last one of each counts
     )
 
 
 def own_tasks(schedule: Schedule, stages: tuple[int, ...]) -> list[Task]:
-    """Return the tasks of a process: those of one stage, or all."""
-    return sequential(schedule) if len(stages) == len(schedule) else [task for k in stages for task in schedule[k]]
+    """Return the tasks of a process: those of one device, which its first stage has the number of, or all."""
+    return sequential(schedule) if len(stages) == count_stages(schedule) else schedule[min(stages)]
 
 
 def _nothing() -> None:

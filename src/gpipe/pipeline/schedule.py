@@ -1,18 +1,17 @@
-"""The tasks of a step, stage by stage: the engine executes them, the simulator times them, the plots draw them.
+"""The tasks of a step, device by device: the engine executes them, the simulator times them, the plots draw them.
 
-GPipe with K = 3 stages and M = 3 micro-batches (F forward, R recompute, B backward; a column is a moment):
+A device is what works on its own: a process, or a GPU. It has one stage; in an interleaved schedule of P devices it has
+several, and stage s is on device s % P. A device's tasks run in the order of its list, each as soon as the tasks that
+it depends on are done. The two ends of a boundary see the micro-batches in the same order.
 
-    stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0
-    stage 1      F0 F1 F2   R2 B2 R1 . B1 R0 . B0
-    stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0
-
-A stage's tasks run in the order of its list, each as soon as the tasks that it depends on are done.
+In the drawings of the schedules F is a forward, R a recomputation, B a backward, and a column a moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 
@@ -28,7 +27,7 @@ class Rematerialize(StrEnum):
     """Which micro-batches drop their activations after the forward pass and recompute them for the backward pass."""
 
     ALWAYS = "always"
-    EXCEPT_LAST = "except_last"  # the micro-batch whose backward comes first is kept
+    EXCEPT_LAST = "except_last"  # kept is one whose backward is its device's next task: the last one in GPipe
     NEVER = "never"
 
 
@@ -40,46 +39,180 @@ class Task(NamedTuple):
     micro_batch: int
 
 
+CANNOT_PROCEED = "the schedule cannot proceed: every device waits for a task that no device will run"
+
 Schedule: TypeAlias = list[list[Task]]
-"""The ordered tasks of each stage."""
+"""The ordered tasks of each device."""
 
 
-def gpipe(num_stages: int, num_microbatches: int, rematerialize: Rematerialize = Rematerialize.ALWAYS) -> Schedule:
+def gpipe(
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    stages_per_device: int = 1,
+) -> Schedule:
     """Return GPipe's schedule: all forwards, then all backwards in reverse order (section 2.2).
+
+        stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0
+        stage 1      F0 F1 F2   R2 B2 R1 . B1 R0 . B0
+        stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0
 
     A recomputation stands before its backward and does not depend on the gradient, so that it runs while the gradient
     is awaited.
     """
-    last = num_microbatches - 1
-    recomputed = {
-        Rematerialize.ALWAYS: range(num_microbatches),
-        Rematerialize.EXCEPT_LAST: range(last),
-        Rematerialize.NEVER: range(0),
-    }[rematerialize]
+    check_stages_per_device("gpipe", num_stages, stages_per_device)
     schedule = inference(num_stages, num_microbatches)
     for stage, tasks in enumerate(schedule):
-        for micro_batch in reversed(range(num_microbatches)):
-            if micro_batch in recomputed:
-                tasks.append(Task(Kind.RECOMPUTE, stage, micro_batch))
-            tasks.append(Task(Kind.BACKWARD, stage, micro_batch))
+        tasks += [Task(Kind.BACKWARD, stage, micro_batch) for micro_batch in reversed(range(num_microbatches))]
+    return [_with_recomputations(tasks, rematerialize) for tasks in schedule]
+
+
+def one_forward_one_backward(
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    stages_per_device: int = 1,
+) -> Schedule:
+    """Return 1F1B: as soon as a stage can run a backward, it runs forwards and backwards in turns (PipeDream-flush).
+
+        stage 0   F0 F1 F2 R0       B0 F3 R1 B1 R2    B2 R3    B3
+        stage 1      F0 F1 R0    B0 F2 R1 B1 F3 R2 B2 R3    B3
+        stage 2         F0 R0 B0 F1 R1 B1 F2 R2 B2 F3 R3 B3
+
+    The bubble is GPipe's, but stage k holds at most K - k micro-batches instead of M (Narayanan et al., 2021,
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1).
+    """
+    check_stages_per_device("1f1b", num_stages, stages_per_device)
+    return _in_turns(num_stages, num_microbatches, rematerialize, num_devices=num_stages, eagerness=1)
+
+
+def interleaved_one_forward_one_backward(
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    stages_per_device: int = 2,
+) -> Schedule:
+    """Return interleaved 1F1B: with v stages a device, the bubble is v times smaller (the same paper, section 2.2.2).
+
+    K = 4 stages on P = 2 devices, M = 4, nothing recomputed; small letters are the devices' second stages, 2 and 3:
+
+        device 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1    b2    b3 B2 B3
+        device 1      F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
+
+    The micro-batches go in rounds of at most P: each device runs a round through its first stage, then through its
+    second one. Where M is not a multiple of P, the last round is smaller, and a device runs fewer forwards ahead: with
+    Megatron's number, which assumes full rounds, devices would wait for each other for ever. With the smaller number,
+    forwards wait for forwards alone until all have run, and backwards of whole rounds.
+    """
+    check_stages_per_device("interleaved_1f1b", num_stages, stages_per_device)
+    num_devices = num_stages // stages_per_device
+    # What runs ahead hides the time of the transfers, and takes memory.
+    eagerness = 2 if num_microbatches % num_devices == 0 else 1
+    return _in_turns(num_stages, num_microbatches, rematerialize, num_devices=num_devices, eagerness=eagerness)
+
+
+def inference(num_stages: int, num_microbatches: int, stages_per_device: int = 1) -> Schedule:
+    """Return the forwards alone, for evaluation."""
+    num_devices = num_stages // stages_per_device
+    return [
+        _in_rounds(Kind.FORWARD, range(device, num_stages, num_devices), num_microbatches, num_devices)
+        for device in range(num_devices)
+    ]
+
+
+ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialize, int], Schedule]
+"""(K, M, what is recomputed, stages a device) -> the tasks of a training step."""
+
+SCHEDULES: dict[str, ScheduleFunction] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved_1f1b": interleaved_one_forward_one_backward,
+}
+
+
+def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: int) -> None:
+    """Refuse a number of stages a device that a schedule cannot have.
+
+    Raises:
+        ValueError: interleaving needs at least 2, which divide K; the other schedules need 1.
+    """
+    if schedule != "interleaved_1f1b":
+        if stages_per_device != 1:
+            raise ValueError(
+                f"stages_per_device is {stages_per_device}, but the schedule {schedule} has one stage a device; make "
+                "it 1, or use the schedule interleaved_1f1b"
+            )
+    elif stages_per_device < 2:
+        raise ValueError(
+            f"stages_per_device is {stages_per_device}, but the schedule interleaved_1f1b needs at least 2; raise it, "
+            "or use the schedule 1f1b"
+        )
+    elif num_stages % stages_per_device != 0:
+        raise ValueError(
+            f"the partitions are {num_stages}, which devices with {stages_per_device} stages each cannot share evenly; "
+            f"make them a multiple of stages_per_device"
+        )
+
+
+def _in_turns(
+    num_stages: int, num_microbatches: int, rematerialize: Rematerialize, *, num_devices: int, eagerness: int
+) -> Schedule:
+    """Return some forwards of each device, then a forward and a backward in turns, then the backwards that are left.
+
+    The last device runs ahead through all its stages but one; each device before it runs `eagerness` forwards more.
+    """
+    schedule = []
+    for device in range(num_devices):
+        stages = range(device, num_stages, num_devices)
+        forwards = _in_rounds(Kind.FORWARD, stages, num_microbatches, num_devices)
+        backwards = _in_rounds(Kind.BACKWARD, stages[::-1], num_microbatches, num_devices)
+        ahead = (len(stages) - 1) * num_devices + eagerness * (num_devices - 1 - device)
+        tasks = forwards[:ahead]
+        for position, backward in enumerate(backwards, ahead):
+            tasks += [*forwards[position : position + 1], backward]
+        schedule.append(_with_recomputations(tasks, rematerialize))
     return schedule
 
 
-def inference(num_stages: int, num_microbatches: int) -> Schedule:
-    """Return the forwards alone, for evaluation."""
-    return [[Task(Kind.FORWARD, stage, m) for m in range(num_microbatches)] for stage in range(num_stages)]
+def _in_rounds(kind: Kind, stages: Iterable[int], num_microbatches: int, num_devices: int) -> list[Task]:
+    """Return a device's tasks of one kind: rounds of a micro-batch a device, each through all its stages in turn."""
+    return [
+        Task(kind, stage, micro_batch)
+        for first in range(0, num_microbatches, num_devices)
+        for stage in stages
+        for micro_batch in range(first, min(first + num_devices, num_microbatches))
+    ]
 
 
-ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialize], Schedule]
-"""(K, M, what is recomputed) -> the tasks of a training step."""
+def _with_recomputations(tasks: list[Task], rematerialize: Rematerialize) -> list[Task]:
+    """Put a recomputation directly before each backward that needs one; a device's first task is no backward."""
+    if rematerialize is Rematerialize.NEVER:
+        return tasks
+    found = tasks[:1]
+    for before, task in pairwise(tasks):
+        follows = before == Task(Kind.FORWARD, task.stage, task.micro_batch)
+        if task.kind is Kind.BACKWARD and not (follows and rematerialize is Rematerialize.EXCEPT_LAST):
+            found.append(Task(Kind.RECOMPUTE, task.stage, task.micro_batch))
+        found.append(task)
+    return found
 
-SCHEDULES: dict[str, ScheduleFunction] = {"gpipe": gpipe}
+
+def count_stages(schedule: Schedule) -> int:
+    """Return K."""
+    return 1 + max(task.stage for tasks in schedule for task in tasks)
+
+
+def name_stages(stages: Iterable[int]) -> str:
+    """Return "stage 1", or "stages 1, 3"."""
+    numbers = [str(stage) for stage in stages]
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def dependencies(task: Task, num_stages: int) -> list[Task]:
     """Return the tasks of other stages that must be done before `task`.
 
-    Within a stage the order of the list decides: a forward comes before its recomputation, that before its backward.
+    Within a stage the order of the device's list decides: a forward comes before its recomputation, that before its
+    backward.
     """
     kind, stage, micro_batch = task
     if kind is Kind.FORWARD and stage > 0:
@@ -92,26 +225,29 @@ def dependencies(task: Task, num_stages: int) -> list[Task]:
 def sequential(schedule: Schedule) -> list[Task]:
     """Return one order of all stages' tasks, for a process that plays all stages.
 
-    The stages take turns, as they would in time. A recomputation waits until its backward can follow at once: one
-    process gains nothing by recomputing early, and so it never holds the activations of two stages.
+    The devices take turns, as they would in time. A recomputation waits until its backward can follow at once: one
+    process gains nothing by recomputing early, and so it never holds two recomputed graphs.
+
+    Raises:
+        ValueError: a task waits for one that never runs.
     """
-    num_stages = len(schedule)
-    positions = [0] * num_stages
+    num_stages = count_stages(schedule)
+    positions = [0] * len(schedule)
     done: set[Task] = set()
     order: list[Task] = []
     total = sum(len(tasks) for tasks in schedule)
     while len(order) < total:
         ready = []
-        for tasks, position in zip(schedule, positions, strict=True):
-            batch = _next_tasks(tasks, position)
+        for device, tasks in enumerate(schedule):
+            batch = _next_tasks(tasks, positions[device])
             if batch and all(needed in done for task in batch for needed in dependencies(task, num_stages)):
-                ready.append(batch)
+                ready.append((device, batch))
         if not ready:
-            raise ValueError("the schedule cannot proceed: every stage waits for a task that no stage will run")
-        for batch in ready:
-            positions[batch[0].stage] += len(batch)
+            raise ValueError(CANNOT_PROCEED)
+        for device, batch in ready:
+            positions[device] += len(batch)
             order.extend(batch)
-        done.update(task for batch in ready for task in batch)
+            done.update(batch)
     return order
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe.pipeline.schedule import Kind, Schedule, Task, dependencies
+from gpipe.pipeline.schedule import CANNOT_PROCEED, Kind, Schedule, Task, count_stages, dependencies, name_stages
 
 _COLORS = {Kind.FORWARD: "#4878a8", Kind.RECOMPUTE: "#c9a227", Kind.BACKWARD: "#7d9d5b"}
 
@@ -23,15 +24,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step, of all stages.
+    """The events of one step, of all stages, in a row for each device: stage s is in row s % P.
 
     Attributes:
         events: in any order.
-        num_stages: K, also where a stage has no event.
+        num_devices: P, also where a device has no event; K where each stage has its own.
     """
 
     events: tuple[Event, ...]
-    num_stages: int
+    num_devices: int
 
     @property
     def makespan_seconds(self) -> float:
@@ -39,17 +40,27 @@ class Timeline:
         return max(event.end for event in self.events) - min(event.start for event in self.events)
 
     def busy_seconds(self, kind: Kind | None = None) -> list[float]:
-        """Return the seconds that each stage spent in tasks (of one kind)."""
-        busy = [0.0] * self.num_stages
+        """Return the seconds that each device spent in tasks (of one kind)."""
+        busy = [0.0] * self.num_devices
         for task, start, end in self.events:
             if kind is None or task.kind is kind:
-                busy[task.stage] += end - start
+                busy[self.row(task)] += end - start
         return busy
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time in which they had no task: 1 - busy / (K x makespan)."""
-        return 1 - sum(self.busy_seconds()) / (self.num_stages * self.makespan_seconds)
+        """The share of the devices' time in which they had no task: 1 - busy / (P x makespan)."""
+        return 1 - sum(self.busy_seconds()) / (self.num_devices * self.makespan_seconds)
+
+    def row(self, task: Task) -> int:
+        """Return the device that ran a task."""
+        return task.stage % self.num_devices
+
+    def row_names(self) -> list[str]:
+        """Return which stages each device has: "stage 1", or "stages 1, 3"."""
+        num_stages = 1 + max(event.task.stage for event in self.events)
+        last = max(num_stages, self.num_devices)
+        return [name_stages(range(row, last, self.num_devices)) for row in range(self.num_devices)]
 
     def mean_seconds(self) -> Callable[[Task], float]:
         """Return each task's expected seconds: the mean over the micro-batches of its kind and stage."""
@@ -65,17 +76,16 @@ class Timeline:
         return [[str(task.kind), task.stage, task.micro_batch, start, end] for task, start, end in ordered]
 
     @classmethod
-    def from_json(cls, rows: Iterable[Sequence[Any]], num_stages: int) -> Timeline:
+    def from_json(cls, rows: Iterable[Sequence[Any]], num_devices: int) -> Timeline:
         """Read what `to_json` wrote."""
         events = (Event(Task(Kind(kind), stage, m), start, end) for kind, stage, m, start, end in rows)
-        return cls(tuple(events), num_stages)
+        return cls(tuple(events), num_devices)
 
     def write_trace(self, path: Path) -> None:
         """Write a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open."""
-        stages = range(self.num_stages)
         rows: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
-            for stage in stages
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
+            for row, name in enumerate(self.row_names())
         ]
         rows += [
             {
@@ -83,10 +93,10 @@ class Timeline:
                 "cat": str(task.kind),
                 "ph": "X",
                 "pid": 0,
-                "tid": task.stage,
+                "tid": self.row(task),
                 "ts": start * 1e6,
                 "dur": (end - start) * 1e6,
-                "args": {"micro_batch": task.micro_batch},
+                "args": {"stage": task.stage, "micro_batch": task.micro_batch},
             }
             for task, start, end in self.events
         ]
@@ -94,44 +104,68 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, seconds: Callable[[Task], float], transfer_seconds: Callable[[Task], float] = lambda _: 0.0
+    schedule: Schedule,
+    seconds: Callable[[Task], float],
+    transfer_seconds: Callable[[Task], float] = lambda _: 0.0,
+    link: Callable[[Task], Hashable] = lambda task: (task.kind, task.stage),
 ) -> Timeline:
-    """Return when each task of a schedule runs if every task takes its time and nothing else does.
+    """Return when each task of a schedule runs if every task and every transfer takes its time and nothing else does.
 
     Args:
-        schedule: the tasks of each stage, in order.
+        schedule: the tasks of each device, in order.
         seconds: how long a task takes.
-        transfer_seconds: how long its result travels to the stage that waits for it; links are never congested.
+        transfer_seconds: how long its result travels to the device that waits for it, over a free link.
+        link: which link the result travels over. A link carries one result at a time, first come first served. By
+            default each direction of each boundary has its own; `lambda _: "bus"` lets all of them share one.
 
     Raises:
         ValueError: a task waits for one that never runs.
     """
-    num_stages = len(schedule)
-    finished: dict[Task, float] = {}
-    free = [0.0] * num_stages
-    positions = [0] * num_stages
+    num_devices, num_stages = len(schedule), count_stages(schedule)
+    links = _Links(transfer_seconds, link)
+    travelling = {needed for tasks in schedule for task in tasks for needed in dependencies(task, num_stages)}
+    arrivals: dict[Task, float] = {}  # of results, where they are waited for
+    waiting = dict.fromkeys(range(num_devices), 0.0)  # devices that run nothing, and since when
+    positions = [0] * num_devices
+    running: list[tuple[float, int]] = []  # a heap of the tasks' ends, with the devices
     events: list[Event] = []
-    progress = True
-    while progress:
-        progress = False
-        for stage, tasks in enumerate(schedule):
-            while positions[stage] < len(tasks):
-                task = tasks[positions[stage]]
-                needed = dependencies(task, num_stages)
-                if not all(other in finished for other in needed):
-                    break
-                start = max([free[stage], *(finished[other] + transfer_seconds(other) for other in needed)])
-                free[stage] = finished[task] = start + seconds(task)
-                events.append(Event(task, start, finished[task]))
-                positions[stage] += 1
-                progress = True
-    if len(events) < sum(len(tasks) for tasks in schedule):
-        raise ValueError("the schedule cannot proceed: every stage waits for a task that no stage will run")
-    return Timeline(tuple(events), num_stages)
+    while waiting or running:
+        for device, since in list(waiting.items()):
+            task = schedule[device][positions[device]]
+            needed = dependencies(task, num_stages)
+            if all(other in arrivals for other in needed):
+                start = max([since, *(arrivals[other] for other in needed)])
+                events.append(Event(task, start, start + seconds(task)))
+                heapq.heappush(running, (events[-1].end, device))
+                del waiting[device]
+        if not running:
+            raise ValueError(CANNOT_PROCEED)
+        end, device = heapq.heappop(running)
+        task = schedule[device][positions[device]]
+        if task in travelling:
+            arrivals[task] = links.arrival(task, end) if num_devices > 1 else end
+        positions[device] += 1
+        if positions[device] < len(schedule[device]):
+            waiting[device] = end
+    return Timeline(tuple(events), num_devices)
+
+
+class _Links:
+    """Carry results, one at a time over each link; they must be asked for in the order of time."""
+
+    def __init__(self, seconds: Callable[[Task], float], link: Callable[[Task], Hashable]) -> None:
+        self._seconds, self._link = seconds, link
+        self._free: dict[Hashable, float] = {}  # since when
+
+    def arrival(self, task: Task, end: float) -> float:
+        """Return when the result of a task that ends now arrives."""
+        key = self._link(task)
+        self._free[key] = max(self._free.get(key, 0.0), end) + self._seconds(task)
+        return self._free[key]
 
 
 def plot(timelines: dict[str, Timeline], path: Path) -> None:
-    """Draw timelines below each other on one scale of time, a row a stage, and write a PNG.
+    """Draw timelines below each other on one scale of time, a row a device, and write a PNG.
 
     Args:
         timelines: by title, such as "measured" and "simulated".
@@ -140,7 +174,7 @@ def plot(timelines: dict[str, Timeline], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state of pyplot
     from matplotlib.figure import Figure
 
-    rows = sum(timeline.num_stages for timeline in timelines.values())
+    rows = sum(timeline.num_devices for timeline in timelines.values())
     figure = Figure(figsize=(11, 1.1 * len(timelines) + 0.42 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
@@ -155,13 +189,13 @@ def plot(timelines: dict[str, Timeline], path: Path) -> None:
 def _draw(axis: Any, title: str, timeline: Timeline) -> None:
     begin = min(event.start for event in timeline.events)
     for task, start, end in timeline.events:
-        left, width = (start - begin) * 1e3, (end - start) * 1e3
-        axis.barh(task.stage, width, left=left, height=0.82, color=_COLORS[task.kind], edgecolor="white", linewidth=0.6)
+        row, left, width = timeline.row(task), (start - begin) * 1e3, (end - start) * 1e3
+        strength = 0.75 ** (task.stage // timeline.num_devices)  # a device's later stages are paler
+        style = {"height": 0.82, "color": _COLORS[task.kind], "alpha": strength, "edgecolor": "white", "linewidth": 0.6}
+        axis.barh(row, width, left=left, **style)
         if width > 0.018 * timeline.makespan_seconds * 1e3:
-            axis.text(
-                left + width / 2, task.stage, str(task.micro_batch), ha="center", va="center", fontsize=7, color="white"
-            )
-    axis.set_yticks(range(timeline.num_stages), [f"stage {stage}" for stage in range(timeline.num_stages)])
+            axis.text(left + width / 2, row, str(task.micro_batch), ha="center", va="center", fontsize=7, color="white")
+    axis.set_yticks(range(timeline.num_devices), timeline.row_names())
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
     milliseconds = timeline.makespan_seconds * 1e3

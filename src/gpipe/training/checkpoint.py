@@ -55,7 +55,7 @@ def save_checkpoint(
     if pipeline.replica_index != 0:
         return path
     partial = folder / f".{path.name}.partial"
-    leads = pipeline.stage_index in (None, 0)
+    leads = pipeline.is_first
     together(pipeline, lambda: _make_empty(partial) if leads else None)
     written = together(pipeline, lambda: _write_own(partial, pipeline, optimizer, ema))
     manifest = Manifest(
