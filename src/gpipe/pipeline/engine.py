@@ -136,7 +136,7 @@ class Pipeline:
             for stage in self._stages.values():
                 stage.averaging = Averaging(stage.layers, self._replicas)
         check = self._processes.watch.check if self._processes else None
-        self._executor = Executor(self._stages, self.num_stages, stages_per_device, self._transfer, check)
+        self._executor = Executor(self._stages, self.num_stages, self._transfer, check, stages_per_device)
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         # Gloo forgets what it has not delivered yet when its sender lets go of it, or exits.
         messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
@@ -194,8 +194,9 @@ class Pipeline:
         with self._guarded():
             mini_batch = self._start(inputs, training=True)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
-            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize, self.stages_per_device
-            self._executor.train(make_plan(self._schedule, *shape, tuple(self._stages)), self.step, loss, clock)
+            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
+            plan = make_plan(self._schedule, *shape, tuple(self._stages), self.stages_per_device)
+            self._executor.train(plan, self.step, loss, clock)
             totals = self.broadcast(loss.totals() if loss else None, self.num_stages - 1)
             self._finish_step(totals["loss"])
             timeline = self._gathered_timeline(clock) if record_timeline else None
