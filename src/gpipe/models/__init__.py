@@ -2,7 +2,18 @@
 
 import gpipe._torchvision  # first, because timm imports torchvision
 import gpipe.models.amoebanet_timm  # noqa: F401  (registers the models)
-from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, softmax_names
+from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
 from gpipe.models.drop_path import set_drop_path
+from gpipe.models.linear import softmax_names
+from gpipe.models.transformer import transformer_lm
 
-__all__ = ["AmoebaNet", "amoebanet_a", "amoebanet_b", "amoebanet_c", "amoebanet_d", "set_drop_path", "softmax_names"]
+__all__ = [
+    "AmoebaNet",
+    "amoebanet_a",
+    "amoebanet_b",
+    "amoebanet_c",
+    "amoebanet_d",
+    "set_drop_path",
+    "softmax_names",
+    "transformer_lm",
+]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from gpipe.models.amoebanet_cells import Cell
 from gpipe.models.amoebanet_genotypes import GENOTYPES
-from gpipe.models.amoebanet_heads import STEM_CHANNELS, AuxiliaryHead, Classifier, Linear, Stem, auxiliary_map_size
+from gpipe.models.amoebanet_heads import STEM_CHANNELS, AuxiliaryHead, Classifier, Stem, auxiliary_map_size
+from gpipe.models.linear import Softmax
 
 
 class AmoebaNet(nn.Sequential):
@@ -45,7 +46,7 @@ class AmoebaNet(nn.Sequential):
     def num_classes(self) -> int:
         """The number of logits, 0 where the softmax layer was taken off."""
         layer = self.classifier.fully_connected
-        return layer.out_features if isinstance(layer, Linear) else 0
+        return layer.out_features if isinstance(layer, Softmax) else 0
 
     def get_classifier(self) -> nn.Module:
         """Return the softmax layer."""
@@ -60,13 +61,13 @@ class AmoebaNet(nn.Sequential):
         if global_pool not in (None, "avg"):
             raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
         weight = next(self.classifier.parameters(), next(self.parameters()))
-        linear = partial(Linear, device=weight.device, dtype=weight.dtype)
-        self.classifier.fully_connected = linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        softmax = partial(Softmax, device=weight.device, dtype=weight.dtype)
+        self.classifier.fully_connected = softmax(self.num_features, num_classes) if num_classes else nn.Identity()
         for layer in self:
             if isinstance(layer, Cell) and layer.auxiliary_head is not None:
                 head = layer.auxiliary_head
                 if num_classes:
-                    head.fully_connected = linear(head.fully_connected.in_features, num_classes)
+                    head.fully_connected = softmax(head.fully_connected.in_features, num_classes)
                 else:
                     layer.auxiliary_head = None
 
@@ -82,20 +83,6 @@ class AmoebaNet(nn.Sequential):
         pooled = self.classifier.pool(features)
         logits: Tensor = pooled if pre_logits else self.get_classifier()(pooled)
         return logits
-
-
-def softmax_names(layers: nn.ModuleDict) -> set[str]:
-    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which belong to one set of classes.
-
-    layers: any part of a model by layer index, such as `pipeline.layers`. The auxiliary head has a softmax layer too.
-    """
-    return {
-        f"layers.{index}.{path}.{name}"
-        for index, layer in layers.items()
-        for path, module in layer.named_modules()
-        if isinstance(module, Linear)
-        for name, _ in module.named_parameters()
-    }
 
 
 def _check(

@@ -19,17 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpipe.models.initialization import fill_truncated_normal
+
 NormFactory = Callable[[int], nn.BatchNorm2d]
 """Makes the batch norm of a number of channels."""
-
-
-def fill_truncated_normal(weight: Tensor, variance: float) -> None:
-    """Fill `weight` in place with a normal of mean 0 and about this variance, cut at two standard deviations.
-
-    The factor 1.3 makes up for the variance that the cut takes away, as in TensorFlow's variance scaling.
-    """
-    std = math.sqrt(1.3 * variance)
-    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 class Conv2d(nn.Conv2d):

@@ -173,7 +173,10 @@ def _blame(index: int, layer: nn.Module, failure: str, remedy: str) -> Iterator[
     try:
         yield
     except Exception as error:
-        cause = str(error).strip().partition("\n")[0].rstrip(". ")
-        raise ValueError(
-            f"Layer {index} ({type(layer).__name__}) {failure} ({type(error).__name__}: {cause}); {remedy}."
-        ) from error
+        raise layer_error(f"Layer {index} ({type(layer).__name__})", error, failure, remedy) from error
+
+
+def layer_error(name: str, error: Exception, failure: str, remedy: str) -> ValueError:
+    """Return an error of one sentence that says which layer failed at what, why, and what to do."""
+    cause = str(error).strip().partition("\n")[0].rstrip(". ")
+    return ValueError(f"{name} {failure} ({type(error).__name__}: {cause}); {remedy}.")

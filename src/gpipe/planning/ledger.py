@@ -1,0 +1,132 @@
+"""What operations allocate and compute, counted while they run on tensors without data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten = torch.ops.aten
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Work(NamedTuple):
+    """One operation's work: FLOPs (a multiply-add is 2; products, convolutions, attention) and bytes read or written."""
+
+    flops: int
+    bytes_moved: int
+
+
+class Ledger(TorchDispatchMode):
+    """Notes every operation inside: which storages are alive, the most that ever was, and the work.
+
+    A storage lives from the operation that returns it to the moment when nobody refers to it any more: what a graph
+    keeps for backward is alive. What an operation takes and frees inside of itself, such as a convolution's workspace,
+    is not seen.
+
+    Args:
+        elsewhere: tensors that outlive the ledger and are counted by somebody else, such as parameters.
+
+    Attributes:
+        live_bytes: now.
+        peak_bytes: the most since `reset_peak`.
+        added_bytes: what the caller says would be alive besides; `reset_peak` makes it 0.
+        peak_with_added_bytes: the most of both together.
+        work: of each operation since `take_work`.
+        on_free: called with the id of a storage that died.
+    """
+
+    def __init__(self, elsewhere: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._elsewhere = {tensor.untyped_storage()._cdata for tensor in elsewhere}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.added_bytes = 0
+        self.peak_with_added_bytes = 0
+        self.work: list[Work] = []
+        self.on_free: Callable[[int], None] = lambda _: None
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made outside, such as a mini-batch, as alive."""
+        for tensor in tensors:
+            self._see(tensor)
+
+    def reset_peak(self) -> None:
+        """Measure the peak from here."""
+        self.added_bytes = 0
+        self.peak_bytes = self.peak_with_added_bytes = self.live_bytes
+
+    def take_work(self) -> tuple[Work, ...]:
+        """Return the work since the last call."""
+        taken, self.work = tuple(self.work), []
+        return taken
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note what it did."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not outputs:
+            return result
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not func.is_view:
+            moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, outputs))
+            self.work.append(Work(_flops(func, args, kwargs, result), moved))
+        for tensor in outputs:
+            self._see(tensor)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive or key in self._elsewhere:
+            return
+
+        def free(_: Any) -> None:
+            if self._alive.pop(key, None) is not None:
+                self.live_bytes -= size
+                self.on_free(key)
+
+        self._alive[key] = weakref.ref(storage, free)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_with_added_bytes = max(self.peak_with_added_bytes, self.live_bytes + self.added_bytes)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    packet = func.overloadpacket
+    if packet in _ATTENTION:
+        return _ATTENTION[packet](args)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0
+
+
+def _attention(args: tuple[Any, ...]) -> int:
+    query, key, value = (tuple(tensor.shape) for tensor in args[:3])
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(args: tuple[Any, ...]) -> int:
+    gradient, query, key, value = (tuple(tensor.shape) for tensor in args[:4])
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+# The processor's fused attention, which torch's own counter does not know.
+_ATTENTION: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

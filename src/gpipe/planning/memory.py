@@ -1,0 +1,170 @@
+"""The memory of a step on each device: parameters, boundary inputs, graphs, and the peaks of computing.
+
+A device walks through its tasks; between two of them it holds, of each of its stages,
+
+    weights, buffers, optimiser state      always
+    gradients                              from the first backward on
+    the boundary inputs (stash)            of each micro-batch between its forward and its backward
+    the graph                              of those that were kept, or are just recomputed
+
+and during a task what the profile of its layers says. Everything here is a sum over the layers of a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpipe.pipeline.schedule import Kind, Task
+from gpipe.planning.profile import LayerProfile
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What one stage holds; the peaks of its tasks are above what it held before, its input not counted.
+
+    Attributes:
+        parameter_bytes: of weights and buffers.
+        gradient_bytes: of the gradients of the trainable ones.
+        statistics_bytes: that its batch norms note of each micro-batch until the step ends.
+        input_bytes: of one micro-batch's boundary input.
+        kept_bytes: of one micro-batch's graph.
+        quiet_peak_bytes: of a forward without a graph.
+        forward_peak_bytes: of a forward with a graph, or a recomputation.
+        backward_peak_bytes: of a backward, with all gradients there already; they are not counted.
+        first_backward_peak_bytes: of the first backward of a step, which makes the gradients; these are counted.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    statistics_bytes: int
+    input_bytes: int
+    kept_bytes: int
+    quiet_peak_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    first_backward_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory that one device needs in a step, in bytes.
+
+    Attributes:
+        parameter_bytes: weights, buffers, gradients, optimiser state and averages: 12 a parameter for the paper's
+            RMSProp in float32.
+        stash_bytes: the most boundary inputs at once.
+        activation_bytes: the most of everything that is not parameters: stash, graphs, what computing takes.
+        peak_bytes: the most at once of all; below the sum where the peak comes before all gradients are there.
+    """
+
+    parameter_bytes: int
+    stash_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+
+
+def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> StageMemory:
+    """Add up the stage of layers first ... end - 1; `profiles` are of all layers, and the loss.
+
+    The last stage computes the loss too.
+    """
+    if end == len(profiles) - 1:
+        end += 1
+    own = profiles[first:end]
+    freed = dict[int, int]()  # what the plain model frees of the stage's input, by layer; the stage holds it
+    for offset, size in own[0].freed_inputs:
+        freed[offset] = freed.get(offset, 0) + size
+    kept, quiet, forward, backward, first_backward = 0, 0, 0, 0, 0
+    gradients = sum(profile.trainable_bytes for profile in own)
+    later_gradients = gradients
+    for offset, profile in enumerate(own):
+        given = 0 if offset == 0 else profile.input_bytes
+        quiet = max(quiet, given + profile.quiet_peak_bytes)
+        forward = max(forward, kept + profile.forward_peak_bytes + freed.get(offset, 0))
+        kept += profile.kept_bytes + freed.get(offset, 0)
+        later_gradients -= profile.trainable_bytes
+        backward = max(backward, kept + profile.backward_peak_bytes)
+        first_backward = max(first_backward, kept + profile.first_backward_peak_bytes + later_gradients)
+    return StageMemory(
+        parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
+        gradient_bytes=gradients,
+        statistics_bytes=sum(profile.statistics_bytes for profile in own),
+        input_bytes=own[0].input_bytes,
+        kept_bytes=kept,
+        quiet_peak_bytes=quiet,
+        forward_peak_bytes=forward,
+        backward_peak_bytes=backward,
+        first_backward_peak_bytes=first_backward,
+    )
+
+
+def device_memory(
+    tasks: Sequence[Task], stages: Mapping[int, StageMemory], num_microbatches: int, state_ratio: float
+) -> DeviceMemory:
+    """Walk through the tasks of one device and return what it needs at most.
+
+    Args:
+        tasks: in order.
+        stages: those of the device, by index.
+        num_microbatches: M, of which the first stage holds all inputs throughout.
+        state_ratio: bytes of optimiser state and averages for each byte of trainable parameters.
+    """
+    recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
+    walk = _Walk(stages, num_microbatches)
+    for task in tasks:
+        stage = stages[task.stage]
+        if task.kind is Kind.FORWARD:
+            walk.forward(task.stage, stage, keeps_graph=(task.stage, task.micro_batch) not in recomputed)
+        elif task.kind is Kind.RECOMPUTE:
+            walk.recompute(stage)
+        else:
+            walk.backward(task.stage, stage)
+    fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
+    return DeviceMemory(
+        parameter_bytes=fixed + walk.gradients,
+        stash_bytes=walk.most_stash,
+        activation_bytes=walk.most_activations,
+        peak_bytes=fixed + max(walk.most, walk.gradients),  # the update: all gradients, no activations
+    )
+
+
+class _Walk:
+    """The bytes that a device holds between two tasks, and the most so far during one; parameters are not counted."""
+
+    def __init__(self, stages: Mapping[int, StageMemory], num_microbatches: int) -> None:
+        # The first stage holds the inputs of the whole mini-batch all the time.
+        self.stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
+        self.graphs = self.gradients = 0
+        self.most_stash = self.most_activations = self.most = 0
+        self._begun: set[int] = set()
+
+    def forward(self, index: int, stage: StageMemory, *, keeps_graph: bool) -> None:
+        """Take a boundary input and compute."""
+        self.stash += stage.input_bytes if index > 0 else 0
+        self._note(stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes)
+        self.graphs += stage.statistics_bytes + (stage.kept_bytes if keeps_graph else 0)
+
+    def recompute(self, stage: StageMemory) -> None:
+        """Compute a graph again."""
+        self._note(stage.forward_peak_bytes)
+        self.graphs += stage.kept_bytes
+
+    def backward(self, index: int, stage: StageMemory) -> None:
+        """Turn a graph into gradients, and let go of the boundary input."""
+        self.graphs -= stage.kept_bytes
+        if index in self._begun:
+            self._note(stage.backward_peak_bytes)
+        else:
+            self._begun.add(index)
+            self._note(stage.backward_peak_bytes, stage.first_backward_peak_bytes)
+            self.gradients += stage.gradient_bytes
+        self.stash -= stage.input_bytes if index > 0 else 0
+
+    def _note(self, activations: int, with_gradients: int | None = None) -> None:
+        """Note the peak of a task; `with_gradients` where it makes gradients that stay."""
+        held = self.stash + self.graphs
+        self.most_stash = max(self.most_stash, self.stash)
+        self.most_activations = max(self.most_activations, held + activations)
+        task = activations if with_gradients is None else with_gradients
+        self.most = max(self.most, held + task + self.gradients)

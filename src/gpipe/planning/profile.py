@@ -1,0 +1,257 @@
+"""What every layer does in a step with a micro-batch of a given size: its work, and what it keeps in memory.
+
+The whole model runs once forward and backward on tensors that have shapes and no data (torch's FakeTensorMode), so a
+giant is described in seconds and nothing is allocated. The figures are such that any partition's follow by adding up:
+see memory.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
+from gpipe.pipeline.cost import layer_error
+from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.randomness import preserved_generators
+from gpipe.planning.ledger import Ledger, Work
+from gpipe.planning.repeats import Shortened
+
+_PASSES = ("quiet", "forward", "backward", "first_backward")
+_FAILURE = "cannot be described without data"
+_REMEDY = "check the example's shape; a layer that looks at the values of its input cannot be planned"
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer, or the loss, with a micro-batch; bytes are of tensors, peaks are above what was held before.
+
+    Attributes:
+        parameters: their number, frozen ones too.
+        parameter_bytes: theirs.
+        trainable_bytes: of those that get a gradient.
+        buffer_bytes: of its buffers.
+        statistics_bytes: that its batch norms note of each micro-batch until the step ends.
+        forward: the work of each operation of the forward function.
+        backward: likewise of the backward pass.
+        input_bytes: of what it takes from the layer before, which would travel over a boundary.
+        freed_inputs: (after how many layers, bytes) for each part of its input that the plain model frees before the
+            backward pass; a stage that begins here holds it nevertheless.
+        kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
+        forward_peak_bytes: in its forward function, with a graph.
+        quiet_peak_bytes: in its forward function, without a graph.
+        backward_peak_bytes: in its backward pass, above what the graph held when its forward function ended; a
+            parameter's gradient is gone as soon as it could be added to the one of an earlier micro-batch.
+        first_backward_peak_bytes: likewise in the first backward pass of a step, whose gradients stay.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    trainable_bytes: int
+    buffer_bytes: int
+    statistics_bytes: int
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    input_bytes: int
+    freed_inputs: tuple[tuple[int, int], ...]
+    kept_bytes: int
+    forward_peak_bytes: int
+    quiet_peak_bytes: int
+    backward_peak_bytes: int
+    first_backward_peak_bytes: int
+
+
+def profile_layers(
+    layers: nn.Sequential,
+    loss: Callable[[Any, Any], Any],
+    example: tuple[Any, Any],
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[LayerProfile]:
+    """Describe each layer in training mode, and after them the loss; nothing is computed or allocated.
+
+    The layers, the example and torch's global generators stay as they are. Of a run of equal layers three are looked
+    at: the first, the second and the last.
+
+    Args:
+        layers: the whole model, in order, on any device.
+        loss: as for `Pipeline`.
+        example: (inputs, targets) of a micro-batch; only shapes and types are looked at.
+        autocast: makes the context in which the layers run, for the "cpu" type of device.
+
+    Raises:
+        ValueError: a layer cannot be described without data, as one that looks at the values of its input.
+    """
+    shortened = Shortened.of(layers)
+    found = _profile(shortened.layers, loss, example, autocast)
+    if shortened.is_legal([profile.input_bytes for profile in found]):
+        return shortened.expand(found)
+    return _profile(list(layers), loss, example, autocast)
+
+
+class _Chain:
+    """The plain model at work, layer by layer, with a ledger of what that takes."""
+
+    def __init__(self, layers: Sequence[nn.Module], loss: Callable[[Any, Any], Any], ledger: Ledger) -> None:
+        self.layers = [*layers, None]
+        self.loss = loss
+        self.ledger = ledger
+        self.position = 0
+        self.input_bytes: list[int] = []
+        self.freed: list[list[tuple[int, int]]] = [[] for _ in self.layers]
+        self.live_after = [0] * len(self.layers)
+        self.peaks: dict[str, list[int]] = {name: [0] * len(self.layers) for name in _PASSES}
+        self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in self.peaks}
+
+    def forward(self, value: Any, targets: Any, kind: str) -> Tensor:
+        """Run all layers and the loss; note peaks and work under `kind`: "quiet" or "forward"."""
+        ledger, open_boundaries = self.ledger, dict[int, list[int]]()
+
+        def free(key: int) -> None:
+            for boundary in open_boundaries.pop(key, ()):
+                self.freed[boundary].append((self.position - boundary, sizes[key]))
+
+        sizes: dict[int, int] = {}
+        payload = Payload.of(value)
+        ledger.hold(payload.tensors)
+        if kind == "forward":
+            ledger.on_free = free
+        for index, layer in enumerate(self.layers):
+            self.position = index
+            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in payload.tensors}
+            if kind == "forward":
+                sizes.update(storages)
+                for key in storages:
+                    open_boundaries.setdefault(key, []).append(index)
+                self.input_bytes.append(sum(storages.values()))
+            before = ledger.live_bytes
+            ledger.reset_peak()
+            payload = self._run(index, layer, payload, targets, announce=kind == "forward")
+            self.peaks[kind][index] = ledger.peak_bytes - before
+            self.work[kind][index] = ledger.take_work()
+            self.live_after[index] = ledger.live_bytes
+        ledger.on_free = lambda _: None
+        return payload.tensors[0]
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass; note peaks and work."""
+        self.ledger.reset_peak()
+        self.position = len(self.layers) - 1
+        with self._blamed():
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._note_backward()
+
+    def _run(self, index: int, layer: nn.Module | None, payload: Payload, targets: Any, *, announce: bool) -> Payload:
+        passed_by = [tensor.grad_fn for tensor in payload.tensors]
+        with self._blamed():
+            if layer is None:
+                found = self.loss(payload.value(), targets)
+                return Payload.of(found[0] if isinstance(found, tuple) else found)
+            payload = Payload.of(layer(payload.value()))
+        if announce:
+            for tensor in payload.tensors:
+                if tensor.grad_fn is not None and tensor.grad_fn not in passed_by:
+                    tensor.register_hook(lambda _: self._begin_backward(index))
+        return payload
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            layer = self.layers[self.position]
+            name = "The loss" if layer is None else f"Layer {self.position} ({type(layer).__name__})"
+            raise layer_error(name, error, _FAILURE, _REMEDY) from error
+
+    def let_go(self, parameter: Tensor) -> None:
+        """Drop a gradient that has just been computed, and note what keeping it would have cost."""
+        assert parameter.grad is not None
+        self.ledger.added_bytes += _num_bytes(parameter.grad)
+        parameter.grad = None
+
+    def _begin_backward(self, index: int) -> None:
+        if index != self.position:
+            self._note_backward()
+            self.position = index
+            self.ledger.reset_peak()
+
+    def _note_backward(self) -> None:
+        at = self.position
+        found = {"backward": self.ledger.peak_bytes, "first_backward": self.ledger.peak_with_added_bytes}
+        for kind, peak in found.items():
+            self.peaks[kind][at] = max(self.peaks[kind][at], peak - self.live_after[at])
+        self.work["backward"][at] += self.ledger.take_work()
+
+
+def _profile(
+    layers: Sequence[nn.Module],
+    loss: Callable[[Any, Any], Any],
+    example: tuple[Any, Any],
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> list[LayerProfile]:
+    with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
+        fakes = nn.ModuleList(_fake_copy(layer) for layer in layers)
+        chain_ = _Chain(fakes, loss, Ledger(chain(fakes.parameters(), fakes.buffers())))
+        for parameter in fakes.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(chain_.let_go)
+        inputs, targets = (_fake_payload(part) for part in example)
+        with chain_.ledger, microbatch_phase(converted_batch_norms(fakes), recompute=True):
+            chain_.ledger.hold(targets.tensors)
+            with autocast(), torch.no_grad():
+                chain_.forward(inputs.value(), targets.value(), "quiet")
+            start = chain_.ledger.live_bytes
+            with autocast(), torch.enable_grad():
+                value = chain_.forward(inputs.value(), targets.value(), "forward")
+            chain_.backward(value)
+    return [_layer_profile(chain_, index, start) for index in range(len(layers) + 1)]
+
+
+def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
+    layer = chain_.layers[index]
+    parameters = [] if layer is None else list(layer.parameters())
+    norms = [] if layer is None else converted_batch_norms([layer])
+    before = chain_.live_after[index - 1] if index > 0 else start
+    return LayerProfile(
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(map(_num_bytes, parameters)),
+        trainable_bytes=sum(_num_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        buffer_bytes=0 if layer is None else sum(map(_num_bytes, layer.buffers())),
+        statistics_bytes=sum(_num_bytes(buffer) for norm in norms for buffer in norm.buffers() if buffer.ndim > 0),
+        forward=chain_.work["forward"][index],
+        backward=chain_.work["backward"][index],
+        input_bytes=chain_.input_bytes[index],
+        freed_inputs=tuple(chain_.freed[index]),
+        kept_bytes=chain_.live_after[index] - before,
+        forward_peak_bytes=chain_.peaks["forward"][index],
+        quiet_peak_bytes=chain_.peaks["quiet"][index],
+        backward_peak_bytes=chain_.peaks["backward"][index],
+        first_backward_peak_bytes=chain_.peaks["first_backward"][index],
+    )
+
+
+def _fake_copy(layer: nn.Module) -> nn.Module:
+    """Copy a layer with tensors of the same shapes and no data; called inside of FakeTensorMode."""
+    memo: dict[int, Any] = {id(buffer): torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
+    for parameter in layer.parameters():
+        fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(layer, memo).train()
+
+
+def _fake_payload(value: Any) -> Payload:
+    payload = Payload.of(value)
+    payload.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in payload.tensors]
+    return payload
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
