@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +15,32 @@ from torch import nn
 
 from tests.process_pool import ProcessPool
 from tests.random_layers import DEPENDS_ON_MICROBATCH, KINDS, build
-from tests.transparency_case import Case, assert_bitwise_equal, batch, cuts, run, run_in_processes
+from tests.transparency_case import Case, Outcome, assert_bitwise_equal, batch, cuts, run, run_in_processes
 
 MODES = ("always", "except_last", "never")
 EVERYTHING = (
     "conv", "norm", "branch", "dropout", "conv", "channels_last", "nest", "frozen", "drop_path", "norm", "join",
     "sometimes", "unused", "linear",
 )  # fmt: skip
-CUTS = {1: (15,), 2: (7, 8), 3: (3, 4, 8), 4: (1, 6, 5, 3)}
+CUTS = {1: (15,), 2: (7, 8), 3: (3, 4, 8), 4: (1, 6, 5, 3), 6: (2, 2, 3, 2, 1, 5), 8: (1, 2, 2, 2, 2, 2, 2, 2)}
+PLAIN = [(name, num_devices, 1) for name in ("gpipe", "1f1b") for num_devices in (1, 2, 3, 4)]
+INTERLEAVED = [("interleaved_1f1b", num_devices, each) for num_devices, each in ((1, 2), (2, 2), (2, 4), (3, 2))]
+
+
+def everything(
+    name: str, num_devices: int, stages_per_device: int, num_microbatches: int, batch_size: int, mode: str
+) -> Case:
+    """Return a case of all kinds of layers."""
+    cut = CUTS[num_devices * stages_per_device]
+    return Case(EVERYTHING, cut, num_microbatches, batch_size, mode, schedule=name, stages_per_device=stages_per_device)
+
+
+def oracle(case: Case) -> Outcome:
+    """Run a case without a pipeline; cases that differ in how they are cut share one run."""
+    return run_once(case.one_stage())
+
+
+run_once = functools.cache(run)
 
 
 @st.composite
@@ -28,11 +48,14 @@ def cases(
     draw: st.DrawFn,
     kinds: tuple[str, ...] = tuple(KINDS),
     dtype: torch.dtype = torch.float32,
-    num_stages: int | None = None,
+    num_devices: int | None = None,
 ) -> Case:
-    """Draw a sequence of layers, a way to cut it, M, N and a mode."""
-    sequence = tuple(draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=9)))
-    num_stages = num_stages or draw(st.integers(1, 4))
+    """Draw a schedule, a sequence of layers, a way to cut it, M, N and a mode."""
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved_1f1b")))
+    num_devices = num_devices or draw(st.integers(1, 4))
+    stages_per_device = 2 if schedule == "interleaved_1f1b" else 1
+    num_stages = num_devices * stages_per_device
+    sequence = tuple(draw(st.lists(st.sampled_from(kinds), min_size=max(3, num_stages - 1), max_size=9)))
     return Case(
         sequence,
         draw(st.sampled_from(cuts(len(sequence) + 1, num_stages))),
@@ -40,49 +63,50 @@ def cases(
         draw(st.sampled_from((1, 2, 3, 5, 8))),
         draw(st.sampled_from(MODES)),
         dtype,
+        schedule,
+        stages_per_device,
     )
 
 
 @pytest.mark.parametrize(("num_microbatches", "batch_size"), list(itertools.product((1, 2, 4), (8, 7, 3))))
 def test_one_process_trains_as_one_stage_does(num_microbatches: int, batch_size: int) -> None:
-    for num_stages, mode in itertools.product(CUTS, MODES):
-        case = Case(EVERYTHING, CUTS[num_stages], num_microbatches, batch_size, mode)
-        assert_bitwise_equal(run(case), run(case.one_stage()), f"K={num_stages}, {mode}")
+    for layout, mode in itertools.product(PLAIN + INTERLEAVED, MODES):
+        case = everything(*layout, num_microbatches, batch_size, mode)
+        assert_bitwise_equal(run(case), oracle(case), str(case))
 
 
-@pytest.mark.parametrize("num_stages", CUTS)
-def test_one_process_a_stage_trains_as_one_stage_does(num_stages: int, processes: ProcessPool) -> None:
-    settings_ = itertools.product((1, 2, 4), (8, 7, 3), MODES)
-    all_cases = [Case(EVERYTHING, CUTS[num_stages], m, n, mode) for m, n, mode in settings_]
-    expected = [run(case.one_stage()) for case in all_cases]
-    for rank, outcomes in enumerate(processes.run(num_stages, run_in_processes, all_cases)):
-        for case, outcome, oracle in zip(all_cases, outcomes, expected, strict=True):
-            assert_bitwise_equal(outcome, oracle, f"{case}, rank {rank}")
+@pytest.mark.parametrize("layout", PLAIN + INTERLEAVED, ids=str)
+def test_one_process_a_device_trains_as_one_stage_does(layout: tuple[str, int, int], processes: ProcessPool) -> None:
+    name, num_devices, _ = layout
+    sizes = itertools.product((1, 2, 4), (8, 7, 3)) if name == "gpipe" else ((4, 8), (4, 7), (4, 3), (1, 8))
+    all_cases = [everything(*layout, m, n, mode) for (m, n), mode in itertools.product(sizes, MODES)]
+    for rank, outcomes in enumerate(processes.run(num_devices, run_in_processes, all_cases)):
+        for case, outcome in zip(all_cases, outcomes, strict=True):
+            assert_bitwise_equal(outcome, oracle(case), f"{case}, rank {rank}")
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases())
 def test_random_layers_in_one_process_train_as_one_stage_does(case: Case) -> None:
-    assert_bitwise_equal(run(case), run(case.one_stage()), str(case))
+    assert_bitwise_equal(run(case), oracle(case), str(case))
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.data(), st.integers(2, 4))
 def test_random_layers_in_processes_train_as_one_stage_does(
-    processes: ProcessPool, data: st.DataObject, num_stages: int
+    processes: ProcessPool, data: st.DataObject, num_devices: int
 ) -> None:
-    several = data.draw(st.lists(cases(num_stages=num_stages), min_size=4, max_size=4))
-    expected = [run(case.one_stage()) for case in several]
-    for rank, outcomes in enumerate(processes.run(num_stages, run_in_processes, several)):
-        for case, outcome, oracle in zip(several, outcomes, expected, strict=True):
-            assert_bitwise_equal(outcome, oracle, f"{case}, rank {rank}")
+    several = data.draw(st.lists(cases(num_devices=num_devices), min_size=4, max_size=4))
+    for rank, outcomes in enumerate(processes.run(num_devices, run_in_processes, several)):
+        for case, outcome in zip(several, outcomes, strict=True):
+            assert_bitwise_equal(outcome, oracle(case), f"{case}, rank {rank}")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases(tuple(sorted(set(KINDS) - DEPENDS_ON_MICROBATCH)), torch.float64))
 def test_micro_batches_change_no_gradient_beyond_rounding(case: Case) -> None:
     found = run(case)
-    expected = run(Case(case.kinds, case.one_stage().partitions, 1, case.batch_size, "never", torch.float64))
+    expected = oracle(replace(case, num_microbatches=1, schedule="gpipe"))
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     for name, gradient in expected.gradients.items():
         if gradient is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,10 +26,18 @@ class Case:
     batch_size: int
     rematerialize: str
     dtype: torch.dtype = torch.float32
+    schedule: str = "gpipe"
+    stages_per_device: int = 1
 
     def one_stage(self) -> Case:
-        """Return the same training without a pipeline: the oracle."""
-        return Case(self.kinds, (len(self.kinds) + 1,), self.num_microbatches, self.batch_size, "never", self.dtype)
+        """Return the same training without a pipeline: the oracle. Interleaving has the order of 1F1B in each stage."""
+        return replace(
+            self,
+            partitions=(len(self.kinds) + 1,),
+            rematerialize="never",
+            schedule="gpipe" if self.schedule == "gpipe" else "1f1b",
+            stages_per_device=1,
+        )
 
 
 @dataclass
@@ -64,6 +73,8 @@ def run(case: Case, mesh: Any = None) -> Outcome:
         case.partitions,
         case.num_microbatches,
         rematerialize=case.rematerialize,
+        schedule=case.schedule,
+        stages_per_device=case.stages_per_device,
         mesh=mesh,
         seed=3,
         timeout_seconds=10,
@@ -88,8 +99,8 @@ def run(case: Case, mesh: Any = None) -> Outcome:
 
 
 def run_in_processes(rank: int, cases: list[Case]) -> list[Outcome]:
-    """Run cases with one process a stage; all have the same number of stages."""
-    mesh = init_device_mesh("cpu", (len(cases[0].partitions),), mesh_dim_names=("stage",))
+    """Run cases with one process a device; all have the same number of devices."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("stage",))
     return [run(case, mesh) for case in cases]
 
 

@@ -15,9 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.pipeline.stage import Stage
 
 MODES = ("always", "except_last", "never")
 PARTITIONS = ([5], [2, 3], [1, 3, 1], [1, 1, 2, 1])
+LAYOUTS = [
+    *((name, partitions, 1) for name in ("gpipe", "1f1b") for partitions in PARTITIONS),
+    *(("interleaved_1f1b", partitions, 2) for partitions in PARTITIONS if len(partitions) % 2 == 0),
+]
 PADDING = -1
 
 
@@ -53,10 +58,13 @@ def assert_same_gradients(found: nn.Module, expected: nn.Module, atol: float = 1
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("partitions", PARTITIONS)
-def test_gradients_and_sgd_updates_are_the_plain_models(partitions: list[int], mode: str) -> None:
+@pytest.mark.parametrize(("schedule", "partitions", "stages_per_device"), LAYOUTS)
+def test_gradients_and_sgd_updates_are_the_plain_models(
+    schedule: str, partitions: list[int], stages_per_device: int, mode: str
+) -> None:
     layers, plain = build(), build()
-    pipeline = pipeline_of(layers, partitions, rematerialize=mode)
+    settings = {"rematerialize": mode, "schedule": schedule, "stages_per_device": stages_per_device}
+    pipeline = pipeline_of(layers, partitions, **settings)
     optimizers = [torch.optim.SGD(parameters, lr=0.3) for parameters in (pipeline.parameters(), plain.parameters())]
     for step, batch_size in enumerate((9, 2, 11, 1, 7)):  # also below M, and larger than the first
         inputs, targets = batch(batch_size, step)
@@ -71,6 +79,27 @@ def test_gradients_and_sgd_updates_are_the_plain_models(partitions: list[int], m
         for optimizer in optimizers:
             optimizer.step()
     assert pipeline.step == 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_device", "most"),
+    [("gpipe", 1, [8, 8, 8, 8]), ("1f1b", 1, [4, 3, 2, 1]), ("interleaved_1f1b", 2, [4, 3, 2, 1])],
+)
+def test_a_stage_holds_as_many_micro_batches_as_its_schedule_needs(
+    schedule: str, stages_per_device: int, most: list[int], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, found = Stage.forward, [0] * 4
+
+    def watched(stage: Stage, *args: Any, **options: Any) -> Any:
+        outputs = forward(stage, *args, **options)
+        found[stage.index] = max(found[stage.index], stage.num_kept)
+        return outputs
+
+    monkeypatch.setattr(Stage, "forward", watched)
+    settings = {"rematerialize": mode, "schedule": schedule, "stages_per_device": stages_per_device}
+    pipeline_of(build(), [1, 1, 2, 1], num_microbatches=8, **settings).train_step(batch(8))
+    assert found == most
 
 
 def test_two_steps_without_zeroing_add_up() -> None:

@@ -206,7 +206,22 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
             lambda: build(rematerialize="sometimes"),
             "rematerialize is 'sometimes'; it must be one of always, except_last, never",
         ),
-        (lambda: build(schedule="1f1b"), "schedule is '1f1b'; it must be one of gpipe"),
+        (
+            lambda: build(schedule="2f2b"),
+            "schedule is '2f2b'; it must be one of gpipe, 1f1b, interleaved_1f1b",
+        ),
+        (
+            lambda: build(stages_per_device=2),
+            "stages_per_device is 2, but the schedule gpipe has one stage a device; make it 1, or use the schedule",
+        ),
+        (
+            lambda: build(schedule="interleaved_1f1b"),
+            "stages_per_device is 1, but the schedule interleaved_1f1b needs at least 2; raise it, or use",
+        ),
+        (
+            lambda: build(schedule="interleaved_1f1b", stages_per_device=3),
+            "the partitions are 2, which devices with 3 stages each cannot share evenly; make them a multiple of",
+        ),
         (lambda: build(devices=["cpu"] * 3), "3 devices for 2 stages; give one a stage (the same one may stand there"),
         (
             lambda: build(layers=nn.ModuleList([Keep(), Keep()])),

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
-from gpipe.pipeline.schedule import Rematerialize, dependencies
-from gpipe.pipeline.schedule import gpipe as gpipe_schedule
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, dependencies
 from gpipe.pipeline.timeline import Event, Timeline
 from tests.process_pool import ProcessPool
 
@@ -252,12 +251,15 @@ def mixed_layers() -> nn.Sequential:
         )
 
 
-def make_calls(rank: int, partitions: tuple[int, ...], mode: str, mesh: DeviceMesh | None = None) -> list[Any]:
+def make_calls(
+    rank: int, partitions: tuple[int, ...], mode: str, schedule: str = "gpipe", stages_per_device: int = 1
+) -> list[Any]:
     """Make all calls; return the loss or the outputs of each, and the gradients after it."""
-    mesh = stages(len(partitions)) if rank >= 0 else None
+    mesh = stages(len(partitions) // stages_per_device) if rank >= 0 else None
     pipeline = gpipe.Pipeline(
-        mixed_layers(), mean_output, partitions, 4, rematerialize=mode, mesh=mesh, timeout_seconds=10
-    )
+        mixed_layers(), mean_output, partitions, 4, rematerialize=mode, schedule=schedule,
+        stages_per_device=stages_per_device, mesh=mesh, timeout_seconds=10,
+    )  # fmt: skip
     results: list[Any] = []
     for number, call in enumerate(CALLS):
         inputs = images(call.num_examples, call.size, number) if pipeline.is_first else None
@@ -276,9 +278,32 @@ def make_calls(rank: int, partitions: tuple[int, ...], mode: str, mesh: DeviceMe
 @pytest.mark.parametrize("partitions", [(3, 3), (2, 1, 3), (1, 1, 1, 3)], ids=str)
 def test_sizes_may_change_from_call_to_call(partitions: tuple[int, ...], mode: str, processes: ProcessPool) -> None:
     expected = make_calls(-1, (6,), mode)
-    for rank, results in enumerate(processes.run(len(partitions), make_calls, partitions, mode)):
+    assert_same_results(processes.run(len(partitions), make_calls, partitions, mode), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "stages_per_device"),
+    [
+        ("1f1b", (1, 1, 1, 3), 1),
+        ("interleaved_1f1b", (1, 1, 1, 3), 2),
+        ("interleaved_1f1b", (1, 1, 1, 1, 1, 1), 2),
+        ("interleaved_1f1b", (3, 3), 2),  # one process has all stages
+    ],
+)
+def test_sizes_may_change_under_every_schedule(
+    schedule: str, partitions: tuple[int, ...], stages_per_device: int, mode: str, processes: ProcessPool
+) -> None:
+    expected = make_calls(-1, (6,), mode, "1f1b")
+    num_devices = len(partitions) // stages_per_device
+    found = processes.run(num_devices, make_calls, partitions, mode, schedule, stages_per_device)
+    assert_same_results(found, expected)
+
+
+def assert_same_results(found: list[list[Any]], expected: list[Any]) -> None:
+    for rank, results in enumerate(found):
         for call, (value, gradients), (oracle, all_gradients) in zip(CALLS, results, expected, strict=True):
-            assert value == oracle or (value is None and rank < len(partitions) - 1), f"rank {rank}, {call}"
+            assert value == oracle or (value is None and rank < len(found) - 1), f"rank {rank}, {call}"
             for name, gradient in gradients.items():
                 assert np.array_equal(gradient, all_gradients[name]), f"rank {rank}, {call}, {name}"
 
@@ -312,30 +337,35 @@ def test_only_the_last_stage_sees_outputs_and_only_the_ends_need_data(processes:
 # The timeline.
 
 
-def record_timeline(rank: int, mode: str) -> list[list[Any]]:
+def record_timeline(rank: int, mode: str, schedule: str, stages_per_device: int) -> list[list[Any]]:
+    num_stages = 3 * stages_per_device
     pipeline = gpipe.Pipeline(
-        mixed_layers(), mean_output, (2, 2, 2), 4, rematerialize=mode, mesh=stages(3), timeout_seconds=10
-    )
+        mixed_layers(), mean_output, [6 // num_stages] * num_stages, 4, rematerialize=mode, schedule=schedule,
+        stages_per_device=stages_per_device, mesh=stages(3), timeout_seconds=10,
+    )  # fmt: skip
     timeline = pipeline.train_step((images(4), torch.ones(4, 1)), record_timeline=True).timeline
     pipeline.close()
-    assert timeline is not None and timeline.num_stages == 3
+    assert timeline is not None and timeline.num_devices == 3
     return timeline.to_json()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_timeline_has_every_task_once_in_an_order_that_the_schedule_allows(mode: str, processes: ProcessPool) -> None:
-    first, *others = processes.run(3, record_timeline, mode)
+@pytest.mark.parametrize(("name", "stages_per_device"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_a_timeline_has_every_task_once_in_an_order_that_the_schedule_allows(
+    name: str, stages_per_device: int, mode: str, processes: ProcessPool
+) -> None:
+    first, *others = processes.run(3, record_timeline, mode, name, stages_per_device)
     assert all(rows == first for rows in others), "the processes disagree about the step"
     events = {event.task: event for event in Timeline.from_json(first, 3).events}
-    schedule = gpipe_schedule(3, 4, Rematerialize(mode))
+    schedule = SCHEDULES[name](3 * stages_per_device, 4, Rematerialize(mode), stages_per_device)
     by_start = sorted(events.values(), key=lambda event: event.start)
-    for stage, tasks in enumerate(schedule):
-        assert [event.task for event in by_start if event.task.stage == stage] == tasks
+    for device, tasks in enumerate(schedule):
+        assert [event.task for event in by_start if event.task.stage % 3 == device] == tasks
     assert len(first) == len(events)
     assert min(event.start for event in by_start) == 0
     for event in by_start:
         assert event.start <= event.end
-        for needed in dependencies(event.task, 3):
+        for needed in dependencies(event.task, 3 * stages_per_device):
             assert _ends_before(events[needed], event), f"{event.task} began before {needed} was done"
 
 
@@ -458,6 +488,11 @@ def _other_number_of_stages(rank: int) -> None:
     gpipe.Pipeline(mixed_layers(), mean_output, (3, 3), 4, mesh=stages(3), timeout_seconds=10)
 
 
+def _other_number_of_devices(rank: int) -> None:
+    settings = {"schedule": "interleaved_1f1b", "stages_per_device": 3, "mesh": stages(3)}
+    gpipe.Pipeline(mixed_layers(), mean_output, (1, 1, 1, 1, 1, 1), 4, timeout_seconds=10, **settings)
+
+
 def _other_names(rank: int) -> None:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
     gpipe.Pipeline(mixed_layers(), mean_output, (2, 2, 2), 4, mesh=mesh, timeout_seconds=10)
@@ -470,7 +505,7 @@ def _too_few_processes(rank: int) -> None:
 
 MISTAKES = {function.__name__: function for function in (
     _other_targets, _other_num_microbatches, _other_partitions, _unfit_payload, _sparse_payload,
-    _other_number_of_stages, _other_names, _too_few_processes,
+    _other_number_of_stages, _other_number_of_devices, _other_names, _too_few_processes,
 )}  # fmt: skip
 
 
@@ -482,7 +517,8 @@ MISTAKES = {function.__name__: function for function in (
         ("_other_partitions", "ValueError", None, "partitions is [2, 2, 2] in stage 0 and [1, 3, 2] in stage 2"),
         ("_unfit_payload", "PipelineError", 1, "the payload['numbers'] is of type set ({1, 2})"),
         ("_sparse_payload", "PipelineError", 1, "the payload is a tensor of layout torch.sparse_coo"),
-        ("_other_number_of_stages", "ValueError", None, "the mesh has 3 stages and the partitions are 2"),
+        ("_other_number_of_stages", "ValueError", None, "the mesh has 3 stages, but 2 partitions need 2 with stages"),
+        ("_other_number_of_devices", "ValueError", None, "3 stages, but 6 partitions need 2 with stages_per_device=3;"),
         ("_other_names", "ValueError", None, "the mesh has the dimensions ('pp',)"),
         ("_too_few_processes", "ValueError", None, "the mesh holds 2 of the job's 3 processes"),
     ],

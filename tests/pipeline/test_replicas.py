@@ -17,7 +17,25 @@ from tests.process_pool import ProcessPool
 
 PADDING = -100
 MODES = ("always", "except_last", "never")
-SHAPES = {(2, 1): (5,), (2, 2): (2, 3)}  # (R, K): partitions
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Two replicas of a pipeline of so many processes."""
+
+    num_devices: int
+    partitions: tuple[int, ...]
+    schedule: str = "gpipe"
+
+    @property
+    def stages_per_device(self) -> int:
+        return len(self.partitions) // self.num_devices
+
+    def run(self, processes: ProcessPool, cases: list[Case]) -> list[list[Outcome]]:
+        return processes.run(2 * self.num_devices, train, self, cases)
+
+
+LAYOUTS = (Layout(1, (5,)), Layout(2, (2, 3)), Layout(2, (1, 1, 1, 2), "interleaved_1f1b"))
 
 
 class Gate(nn.Module):
@@ -130,15 +148,16 @@ def whole_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def train(rank: int, shape: tuple[int, int], cases: list[Case]) -> list[Outcome]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "stage"))
-    return [_train(case, mesh, SHAPES[shape]) for case in cases]
+def train(rank: int, layout: Layout, cases: list[Case]) -> list[Outcome]:
+    mesh = init_device_mesh("cpu", (2, layout.num_devices), mesh_dim_names=("replica", "stage"))
+    return [_train(case, mesh, layout) for case in cases]
 
 
-def _train(case: Case, mesh: Any, partitions: tuple[int, ...]) -> Outcome:
+def _train(case: Case, mesh: Any, layout: Layout) -> Outcome:
     layers = gpipe.convert_batch_norm(case.layers())
     pipeline = gpipe.Pipeline(
-        layers, loss, partitions, case.num_microbatches, rematerialize=case.mode, mesh=mesh,
+        layers, loss, layout.partitions, case.num_microbatches, rematerialize=case.mode, mesh=mesh,
+        schedule=layout.schedule, stages_per_device=layout.stages_per_device,
         loss_weight=num_tokens if case.weighted else None, timeout_seconds=10,
     )  # fmt: skip
     for index in case.frozen_at_first:
@@ -189,8 +208,8 @@ def plain(case: Case) -> Outcome:
     return outcome
 
 
-def assert_equal_to_plain(processes: ProcessPool, shape: tuple[int, int], cases: list[Case]) -> None:
-    answers = processes.run(shape[0] * shape[1], train, shape, cases)
+def assert_equal_to_plain(processes: ProcessPool, layout: Layout, cases: list[Case]) -> None:
+    answers = layout.run(processes, cases)
     for number, case in enumerate(cases):
         expected = plain(case)
         for rank, outcomes in enumerate(answers):
@@ -211,56 +230,58 @@ def _close(found: np.ndarray | None, expected: np.ndarray | None, what: str) -> 
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12, err_msg=what)
 
 
-@pytest.fixture(params=SHAPES, ids=str)
-def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
-    shape: tuple[int, int] = request.param
-    return shape
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout.schedule}-{layout.partitions}")
+def layout(request: pytest.FixtureRequest) -> Layout:
+    layout: Layout = request.param
+    return layout
 
 
-def test_gradients_are_those_of_all_mini_batches_together(shape: tuple[int, int], processes: ProcessPool) -> None:
+def test_gradients_are_those_of_all_mini_batches_together(layout: Layout, processes: ProcessPool) -> None:
     sizes = ((8, 8), (7, 2), (1, 4))  # even; uneven in sum and in parts; fewer than micro-batches
     cases = [Case(each, mode, weighted=weighted) for each in sizes for mode in MODES for weighted in (False, True)]
-    assert_equal_to_plain(processes, shape, cases)
+    assert_equal_to_plain(processes, layout, cases)
 
 
-def test_a_parameter_may_be_unused_in_a_replica_or_a_micro_batch(
-    shape: tuple[int, int], processes: ProcessPool
-) -> None:
+def test_gradients_are_so_under_1f1b(processes: ProcessPool) -> None:
+    cases = [Case(sizes, mode) for sizes in ((7, 2), (1, 4)) for mode in MODES]
+    assert_equal_to_plain(processes, Layout(2, (2, 3), "1f1b"), cases)
+
+
+def test_a_parameter_may_be_unused_in_a_replica_or_a_micro_batch(layout: Layout, processes: ProcessPool) -> None:
     # Of 8 examples a replica, in micro-batches of 2: used in one replica's last, first, and middle micro-batch; in the
     # last of one and the first of the other; nowhere.
     used = ((7,), (0,), (10,), (6, 8), (0, 15), ())
     cases = [Case((8, 8), mode, gated=gated, num_steps=2) for gated in used for mode in MODES]
-    assert_equal_to_plain(processes, shape, cases)
+    assert_equal_to_plain(processes, layout, cases)
 
 
-def test_a_stage_may_have_no_parameter_that_is_used(shape: tuple[int, int], processes: ProcessPool) -> None:
+def test_a_stage_may_have_no_parameter_that_is_used(layout: Layout, processes: ProcessPool) -> None:
     used = ((7,), (0,), (8,), ())
     cases = [Case((8, 8), mode, gated=gated, num_steps=2, layers=gates_alone) for gated in used for mode in MODES]
-    assert_equal_to_plain(processes, shape, cases)
+    assert_equal_to_plain(processes, layout, cases)
 
 
-def test_a_boundary_output_may_have_no_use(shape: tuple[int, int], processes: ProcessPool) -> None:
+def test_a_boundary_output_may_have_no_use(layout: Layout, processes: ProcessPool) -> None:
     cases = [Case((4, 3), mode, gated=(0, 5), num_steps=2, layers=output_that_nobody_uses) for mode in MODES]
-    assert_equal_to_plain(processes, shape, cases)
+    assert_equal_to_plain(processes, layout, cases)
 
 
-def test_two_steps_without_zeroing_add_up(shape: tuple[int, int], processes: ProcessPool) -> None:
+def test_two_steps_without_zeroing_add_up(layout: Layout, processes: ProcessPool) -> None:
     cases = [Case((4, 3), mode, gated=(0,), num_steps=3, zero_grad=False) for mode in MODES]
-    assert_equal_to_plain(processes, shape, cases)
+    assert_equal_to_plain(processes, layout, cases)
 
 
-def test_a_layer_may_be_unfrozen_between_steps(shape: tuple[int, int], processes: ProcessPool) -> None:
+def test_a_layer_may_be_unfrozen_between_steps(layout: Layout, processes: ProcessPool) -> None:
     some = [Case((4, 3), mode, num_steps=3, frozen_at_first=(1, 4)) for mode in MODES]
     whole_stage = Case((4, 3), num_steps=3, frozen_at_first=(0, 1, 2))
-    assert_equal_to_plain(processes, shape, [*some, whole_stage])
+    assert_equal_to_plain(processes, layout, [*some, whole_stage])
 
 
-def test_weights_stay_bitwise_equal_across_replicas(shape: tuple[int, int], processes: ProcessPool) -> None:
+def test_weights_stay_bitwise_equal_across_replicas(layout: Layout, processes: ProcessPool) -> None:
     cases = [Case((5, 2), mode, gated=(1, 6), num_steps=4) for mode in MODES]
-    answers = processes.run(shape[0] * shape[1], train, shape, cases)
-    num_stages = shape[1]
-    for stage in range(num_stages):
-        for first, second in zip(answers[stage], answers[num_stages + stage], strict=True):
+    answers = layout.run(processes, cases)
+    for rank in range(layout.num_devices):
+        for first, second in zip(answers[rank], answers[layout.num_devices + rank], strict=True):
             assert first.state.keys() == second.state.keys()
             for name, value in first.state.items():
                 assert np.array_equal(value, second.state[name]), name
@@ -268,10 +289,10 @@ def test_weights_stay_bitwise_equal_across_replicas(shape: tuple[int, int], proc
 
 @pytest.mark.parametrize("layers", [normalized_layers, normalized_in_the_middle])
 def test_moving_averages_are_those_of_one_update_on_everything(
-    layers: Callable[[], nn.Sequential], shape: tuple[int, int], processes: ProcessPool
+    layers: Callable[[], nn.Sequential], layout: Layout, processes: ProcessPool
 ) -> None:
     cases = [Case(sizes, mode, 2, layers=layers) for sizes in ((8, 8), (7, 4)) for mode in MODES]
-    answers = processes.run(shape[0] * shape[1], train, shape, cases)
+    answers = layout.run(processes, cases)
     for number, case in enumerate(cases):
         expected = plain(case).state
         for outcomes in answers:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
 from gpipe.pipeline.autocast import uncached_autocast
+from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor, make_plan
 from gpipe.pipeline.failure import LostPeer, NonFiniteError, PipelineError
@@ -33,7 +34,7 @@ from gpipe.pipeline.placement import (
 from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device, name_stages
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
@@ -111,17 +112,18 @@ class Pipeline:
             self._transfer = LocalTransfer(list(places.values()))
         else:
             device = process_device(devices, mesh)
-            self._processes = Processes(mesh, self.num_stages, device, timeout_seconds)
+            self._processes = Processes(mesh, self.num_stages, stages_per_device, device, timeout_seconds)
             self._processes.require_agreement(
                 {
                     "partitions": list(partitions),
                     "num_microbatches": num_microbatches,
                     "rematerialize": rematerialize,
                     "schedule": schedule,
+                    "stages_per_device": stages_per_device,
                     "seed": seed,
                 }
             )
-            places = {self._processes.stage: device}
+            places = dict.fromkeys(self._processes.stages, device)
             self._transfer = self._processes.transfer()
         self.layers = nn.ModuleDict(
             {str(i): materialize(layers[i], i, seed, place) for k, place in places.items() for i in ranges[k]}
@@ -129,11 +131,12 @@ class Pipeline:
         self._stages = {
             k: Stage(k, {i: self.layers[str(i)] for i in ranges[k]}, place, seed) for k, place in places.items()
         }
-        self._replicas = self._processes.replicas(self.layers) if self._processes else None
-        for stage in self._stages.values():
-            stage.replicas = self._replicas
+        self._replicas = self._processes.replicas() if self._processes else None
+        if self._replicas is not None:
+            for stage in self._stages.values():
+                stage.averaging = Averaging(stage.layers, self._replicas)
         check = self._processes.watch.check if self._processes else None
-        self._executor = Executor(self._stages, self.num_stages, stages_per_device, self._transfer, check)
+        self._executor = Executor(self._stages, self.num_stages, self._transfer, check, stages_per_device)
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         # Gloo forgets what it has not delivered yet when its sender lets go of it, or exits.
         messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
@@ -190,11 +193,10 @@ class Pipeline:
         clock = Clock(cuda=record_timeline)
         with self._guarded():
             mini_batch = self._start(inputs, training=True)
-            if self._replicas is not None:
-                self._replicas.start_step()
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
-            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize, self.stages_per_device
-            self._executor.train(make_plan(self._schedule, *shape, tuple(self._stages)), self.step, loss, clock)
+            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
+            plan = make_plan(self._schedule, *shape, tuple(self._stages), self.stages_per_device)
+            self._executor.train(plan, self.step, loss, clock)
             totals = self.broadcast(loss.totals() if loss else None, self.num_stages - 1)
             self._finish_step(totals["loss"])
             timeline = self._gathered_timeline(clock) if record_timeline else None
@@ -249,7 +251,7 @@ class Pipeline:
             PipelineError: the norm is not finite; nothing was scaled.
         """
         parts = self.gather(gradient_norm.gradient_norms(self.named_parameters()))
-        norms = [(name, norm) for part in parts for name, norm in part]
+        norms = gradient_norm.in_layer_order(parts)
         try:
             norm = gradient_norm.global_norm(norms)
         except ValueError as error:
@@ -263,7 +265,7 @@ class Pipeline:
             stage.compile(**options)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values that the stages' processes passed, in stage order, to each; values are JSON's."""
+        """Return the values that the processes passed, in the order of their first stages; values are JSON's."""
         if self._processes is None:
             return [value]
         with self._guarded_exchange():
@@ -274,7 +276,7 @@ class Pipeline:
         if self._processes is None:
             return value
         with self._guarded_exchange():
-            return self._processes.messenger.broadcast(value, from_stage)
+            return self._processes.messenger.broadcast(value, self._processes.process_of(from_stage))
 
     def abort(self, error: BaseException) -> None:
         """Tell the other processes of the pipeline that this one stops, and why, so that they stop at once."""
@@ -352,8 +354,8 @@ class Pipeline:
         if self._processes is None or self._broken is not None:
             return
         if not isinstance(error, PipelineError):
-            stage = self._processes.stage
-            error = PipelineError(f"stage {stage}: {type(error).__name__}: {error}", stage=stage)
+            name = name_stages(self._processes.stages)
+            error = PipelineError(f"{name}: {type(error).__name__}: {error}", stage=self._processes.stage)
         self._broken = str(error)
         self._close.detach()  # what was sent will not be asked for any more
         failure = self._processes.watch.report(error)

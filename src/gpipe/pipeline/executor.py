@@ -44,18 +44,18 @@ class Executor:
     Args:
         stages: of this process, by index: those of one device, or all.
         num_stages: K.
-        stages_per_device: 1 unless the schedule is interleaved.
         transfer: to and from the other stages.
         check: called before each task; may raise to end the step.
+        stages_per_device: more than 1 where the schedule is interleaved.
     """
 
     def __init__(
         self,
         stages: dict[int, Stage],
         num_stages: int,
-        stages_per_device: int,
         transfer: Transfer,
         check: Callable[[], None] | None = None,
+        stages_per_device: int = 1,
     ) -> None:
         self._stages = stages
         self._num_stages, self._stages_per_device = num_stages, stages_per_device
@@ -152,8 +152,8 @@ def make_plan(
     num_stages: int,
     num_microbatches: int,
     rematerialize: Rematerialize,
-    stages_per_device: int,
     stages: tuple[int, ...],
+    stages_per_device: int = 1,
 ) -> Plan:
     """Plan a training step for the process of some stages."""
     found = schedule(num_stages, num_microbatches, rematerialize, stages_per_device)

@@ -23,6 +23,15 @@ def gradient_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple
     return norms
 
 
+def in_layer_order(parts: Iterable[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
+    """Put together the norms of all processes, whose layers are not neighbours in an interleaved schedule.
+
+    Names are layers.<index>.<name>; within a layer the order is kept.
+    """
+    norms = [(name, norm) for part in parts for name, norm in part]
+    return sorted(norms, key=lambda pair: int(pair[0].split(".")[1]))
+
+
 def global_norm(norms: Sequence[tuple[str, float]]) -> float:
     """Return the norm of all gradients together from those of each parameter.
 

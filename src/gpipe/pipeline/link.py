@@ -1,4 +1,4 @@
-"""A connection between two neighbouring stages: one direction of one boundary, and how its messages are told apart."""
+"""A connection between two stages' processes: one direction of one boundary, and how its messages are told apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe.pipeline.message_format import NOTHING, PREFIX_BYTES, MessageFormat
-from gpipe.pipeline.messages import Messenger, Tag
+from gpipe.pipeline.messages import Messenger
 
 SMALLEST_BYTES = 512  # of a message, so that a notice usually fits into one
 
@@ -29,7 +29,7 @@ class Link:
     Attributes:
         messenger: carries the messages.
         peer: the rank of the other end in the messenger's group.
-        tag: the stream of this direction.
+        tag: the stream of this direction of this boundary.
         nccl: a group of the two ends alone, for this direction alone; None on a CPU. With a communicator to itself a
             direction's transfers are ordered by micro-batch on both ends, so they cannot block each other.
         device: where this end computes.
@@ -37,7 +37,7 @@ class Link:
 
     messenger: Messenger
     peer: int
-    tag: Tag
+    tag: int
     nccl: dist.ProcessGroup | None
     device: torch.device
 

@@ -27,6 +27,10 @@ class Tag(IntEnum):
     FORWARD = 2
     BACKWARD = 3
 
+    def of_boundary(self, number: int) -> int:
+        """Return the tag of one direction of one boundary: two processes may have several boundaries in common."""
+        return self + 2 * number
+
 
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
@@ -91,7 +95,7 @@ class Messenger:
             self.wait(self.post_receive(part, peer, Tag.CONTROL), peer)
         return part.numpy().tobytes()
 
-    def post_send(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
+    def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Start sending a contiguous CPU tensor.
 
         Raises:
@@ -100,7 +104,7 @@ class Messenger:
         with LostPeer.named([self._ranks[peer]]):
             return self.group.send([tensor], peer, tag)
 
-    def post_receive(self, tensor: Tensor, peer: int, tag: Tag) -> dist.Work:
+    def post_receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Start receiving into a contiguous CPU tensor.
 
         Raises:

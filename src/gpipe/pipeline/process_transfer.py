@@ -1,4 +1,4 @@
-"""Boundary activations forward, gradients back, between processes of one stage each.
+"""Boundary activations forward, gradients back, between processes of one stage, or of several that are no neighbours.
 
 Both ends of a stream predict the format of its next message: that of the same micro-batch in the step before. While the
 prediction holds, a payload is one message of known size, whose receive is posted ahead and arrives while the stage
@@ -15,6 +15,7 @@ The messages go over Gloo from host to host. Between GPUs they carry no data: th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,57 +28,56 @@ from gpipe.pipeline.transfer import MiniBatch
 
 
 class ProcessTransfer:
-    """The transfer of one stage that has a process to itself.
+    """The transfer of a process whose stages' neighbours are all in other processes.
 
     Args:
-        previous: links to the stage before: receiving forward, sending backward; None in the first stage.
-        following: links to the stage after: sending forward, receiving backward; None in the last stage.
+        previous: of each stage but the first of all, links to the one before: receiving forward, sending backward.
+        following: of each stage but the last of all, links to the one after: sending forward, receiving backward.
     """
 
-    def __init__(self, previous: tuple[Link, Link] | None, following: tuple[Link, Link] | None) -> None:
-        self._inputs = Receiver(previous[0]) if previous else None
-        self._input_gradients = Sender(previous[1]) if previous else None
-        self._outputs = Sender(following[0]) if following else None
-        self._output_gradients = Receiver(following[1]) if following else None
-        self._senders = [sender for sender in (self._outputs, self._input_gradients) if sender is not None]
-        self._receivers = [receiver for receiver in (self._inputs, self._output_gradients) if receiver is not None]
+    def __init__(self, previous: Mapping[int, tuple[Link, Link]], following: Mapping[int, tuple[Link, Link]]) -> None:
+        self._inputs = {stage: Receiver(forward) for stage, (forward, _) in previous.items()}
+        self._input_gradients = {stage: Sender(backward) for stage, (_, backward) in previous.items()}
+        self._outputs = {stage: Sender(forward) for stage, (forward, _) in following.items()}
+        self._output_gradients = {stage: Receiver(backward) for stage, (_, backward) in following.items()}
+        self._senders = [*self._outputs.values(), *self._input_gradients.values()]
+        self._receivers = [*self._inputs.values(), *self._output_gradients.values()]
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
         """Begin a step; behind the first stage, wait for the first boundary input, which tells the mini-batch."""
         for sender in self._senders:
             sender.start(training=training)
-        if self._inputs is not None:
-            self._inputs.start(training=training, num_payloads=None)
-            batch = self._inputs.first()
-        assert batch is not None
+        expecting = [self._inputs[stage] for stage in sorted(self._inputs)]
+        if batch is None:
+            first, *expecting = expecting
+            first.start(training=training, num_payloads=None)
+            batch = first.first()
         self._batch = batch
-        if training and self._output_gradients is not None:
-            self._output_gradients.start(training=training, num_payloads=batch.num_microbatches)
+        if training:
+            expecting += self._output_gradients.values()
+        for receiver in expecting:
+            receiver.start(training=training, num_payloads=batch.num_microbatches)
         return batch
 
     def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
         """Send a boundary output to the process of the next stage, without waiting."""
-        assert self._outputs is not None
-        self._outputs.send(payload, self._batch)
+        self._outputs[stage].send(payload, self._batch)
 
     def receive_forward(self, stage: int, micro_batch: int) -> Payload:
-        """Wait for the boundary input of this process's stage."""
-        assert self._inputs is not None
-        return self._inputs.receive()
+        """Wait for the boundary input of a stage."""
+        return self._inputs[stage].receive()
 
     def send_backward(self, stage: int, micro_batch: int, payload: Payload) -> None:
         """Send gradients to the process of the previous stage, without waiting."""
-        assert self._input_gradients is not None
-        self._input_gradients.send(payload, self._batch)
+        self._input_gradients[stage].send(payload, self._batch)
 
     def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
-        """Wait for the gradients of this process's boundary outputs."""
-        assert self._output_gradients is not None
-        return list(self._output_gradients.receive().value())
+        """Wait for the gradients of a stage's boundary outputs."""
+        return list(self._output_gradients[stage].receive().value())
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the neighbours why this stage sends nothing any more, and end the threads without waiting for them."""
+        """Tell the neighbours why this process sends nothing any more, and end the threads without waiting for them."""
         for sender in self._senders:
             sender.fail(failure)
         for receiver in self._receivers:

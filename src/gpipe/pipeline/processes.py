@@ -1,4 +1,4 @@
-"""The processes of R replicas x K stages, and the connections of the one that this is."""
+"""The processes of R replicas x P devices, and the connections of the one that this is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -16,27 +15,41 @@ from gpipe.pipeline.link import Link
 from gpipe.pipeline.messages import Messenger, Tag
 from gpipe.pipeline.process_transfer import ProcessTransfer
 from gpipe.pipeline.replicas import Replicas
+from gpipe.pipeline.schedule import name_stages
+from gpipe.pipeline.transfer import LocalTransfer, Transfer
 from gpipe.pipeline.watch import Watch
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Processes:
-    """Connects this process with the others of its pipeline and with the replicas of its stage.
+    """Connects this process with the others of its pipeline and with the replicas of its stages.
 
     Every process of the job makes one, in the same order; the mesh holds all of them.
 
     Args:
         mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
-        num_stages: K, which the mesh must have room for.
+        num_stages: K.
+        stages_per_device: of which each process has so many; stage s is in process s % P of its pipeline.
         device: where this process computes.
         timeout_seconds: how long a process may make no progress before it is named as hanging.
 
     Raises:
-        ValueError: the mesh has other dimensions, or another number of stages.
+        ValueError: the mesh has other dimensions, or another number of processes.
+
+    Attributes:
+        stages: of this process, ascending.
+        replica: which of the R pipelines it belongs to.
     """
 
-    def __init__(self, mesh: DeviceMesh, num_stages: int, device: torch.device, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        num_stages: int,
+        stages_per_device: int,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
         if mesh.mesh_dim_names not in (("replica", "stage"), ("stage",)):
             raise ValueError(
                 f"the mesh has the dimensions {mesh.mesh_dim_names}; it needs ('replica', 'stage'): "
@@ -47,20 +60,33 @@ class Processes:
                 f"the mesh holds {mesh.mesh.numel()} of the job's {dist.get_world_size()} processes; start as many as "
                 "replicas x stages"
             )
-        if mesh.mesh.shape[-1] != num_stages:
+        num_devices = num_stages // stages_per_device
+        if mesh.mesh.shape[-1] != num_devices:
             raise ValueError(
-                f"the mesh has {mesh.mesh.shape[-1]} stages and the partitions are {num_stages}; make them equal"
+                f"the mesh has {mesh.mesh.shape[-1]} stages, but {num_stages} partitions need {num_devices} with "
+                f"stages_per_device={stages_per_device}; make them equal"
             )
         self._device = device
         self._timeout_seconds = timeout_seconds
-        ranks = mesh.mesh.view(-1, mesh.mesh.shape[-1])  # [R, K]
-        ((replica, stage),) = (ranks == dist.get_rank()).nonzero().tolist()
-        self.stage, self.replica, self.num_stages = int(stage), int(replica), num_stages
+        ranks = mesh.mesh.view(-1, num_devices)  # [R, P]
+        ((self.replica, self._index),) = (ranks == dist.get_rank()).nonzero().tolist()
+        self.stages = tuple(range(self._index, num_stages, num_devices))
+        self._num_stages, self._num_devices = num_stages, num_devices
         self._ranks: list[list[int]] = ranks.tolist()
         self._columns = [list(column) for column in zip(*self._ranks, strict=True)]
-        name = f"stage {stage}" + (f" of replica {replica}" if len(self._ranks) > 1 else "")
+        name = name_stages(self.stages) if stages_per_device == 1 else f"the process of {name_stages(self.stages)}"
+        name += f" of replica {self.replica}" if len(self._ranks) > 1 else ""
         self.watch = Watch(_board(), dist.get_rank(), self.stage, name, timeout_seconds)
         self.messenger = Messenger(self._my_group(self._ranks, "gloo"), self.watch)
+
+    @property
+    def stage(self) -> int | None:
+        """The stage of this process, for errors; None where it has several."""
+        return self.stages[0] if len(self.stages) == 1 else None
+
+    def process_of(self, stage: int) -> int:
+        """Return which process of the pipeline has a stage."""
+        return stage % self._num_devices
 
     def require_agreement(self, settings: dict[str, Any]) -> None:
         """Compare settings, of JSON's types, with those that the other stages were given.
@@ -81,30 +107,33 @@ class Processes:
                         f"{name} is {value} in stage 0 and {other[name]} in stage {stage}; give every process the same"
                     )
 
-    def transfer(self) -> ProcessTransfer:
-        """Return this stage's connections to its neighbours."""
-        boundaries = [self._boundary(before) for before in range(self.num_stages - 1)]
-        previous = boundaries[self.stage - 1] if self.stage > 0 else None
-        following = boundaries[self.stage] if self.stage < self.num_stages - 1 else None
+    def transfer(self) -> Transfer:
+        """Return the connections of this process's stages to their neighbours."""
+        if self._num_devices == 1:
+            return LocalTransfer([self._device] * self._num_stages)
+        boundaries = [self._boundary(before) for before in range(self._num_stages - 1)]
+        previous = {after: links for after, links in enumerate(boundaries, 1) if links and after in self.stages}
+        following = {before: links for before, links in enumerate(boundaries) if links and before in self.stages}
         return ProcessTransfer(previous, following)
 
-    def replicas(self, layers: nn.ModuleDict) -> Replicas | None:
-        """Return the replicas of this stage, None where there is only one."""
+    def replicas(self) -> Replicas | None:
+        """Return the replicas of this process, None where there is only one."""
         if len(self._ranks) == 1:
             return None
         messenger = Messenger(self._my_group(self._columns, "gloo"), self.watch)
-        return Replicas(layers, self._my_group(self._columns, _BACKENDS[self._device.type]), messenger, self.watch)
+        return Replicas(self._my_group(self._columns, _BACKENDS[self._device.type]), messenger, self.watch)
 
     def _boundary(self, before: int) -> tuple[Link, Link] | None:
         """Return this end of the links between stages `before` and `before + 1`: forward, backward."""
-        pairs = [row[before : before + 2] for row in self._ranks]
+        sender, receiver = self.process_of(before), self.process_of(before + 1)
+        pairs = [[row[sender], row[receiver]] for row in self._ranks]
         cuda = self._device.type == "cuda"
         groups = [self._my_group(pairs, "nccl") if cuda else None for _ in ("forward", "backward")]
-        if self.stage not in (before, before + 1):
+        if self._index not in (sender, receiver):
             return None
-        peer = before if self.stage > before else before + 1
+        peer = receiver if self._index == sender else sender
         forward, backward = (
-            Link(self.messenger, peer, tag, group, self._device)
+            Link(self.messenger, peer, tag.of_boundary(before), group, self._device)
             for tag, group in zip((Tag.FORWARD, Tag.BACKWARD), groups, strict=True)
         )
         return forward, backward

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gpipe.pipeline.autocast import without_autocast
+from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.failure import LostPeer, PipelineError
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.randomness import derive_seed, seed_generators
-from gpipe.pipeline.replicas import Replicas
 
 MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those of initial weights
 
@@ -69,7 +69,7 @@ class Stage:
         self.seed = seed
         self.step = 0
         self.loss: Loss | None = None  # set in the last stage for the time of a training step
-        self.replicas: Replicas | None = None
+        self.averaging: Averaging | None = None
         self.final_micro_batch = 0  # the one whose backward ends the step
         self.trainable = False
         self._batch_norms = converted_batch_norms(self.layers.values())
@@ -94,6 +94,8 @@ class Stage:
         self.loss = loss
         self.final_micro_batch = final_micro_batch
         self.trainable = any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
+        if self.averaging is not None:
+            self.averaging.start_step()
 
     def reset(self) -> None:
         """Let go of everything, after a step that failed."""
@@ -142,8 +144,8 @@ class Stage:
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         try:
             with without_autocast(self.device):
-                if kept.outputs is not None and self.replicas is not None:
-                    self._backward_averaged(pairs, kept.outputs, gradients, self.replicas)
+                if kept.outputs is not None and self.averaging is not None:
+                    self._backward_averaged(pairs, kept.outputs, gradients, self.averaging)
                 elif pairs:
                     torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         except (PipelineError, LostPeer):
@@ -158,14 +160,14 @@ class Stage:
         pairs: list[tuple[GradientEdge, Tensor | None]],
         outputs: list[Tensor],
         gradients: list[Tensor | None] | None,
-        replicas: Replicas,
+        averaging: Averaging,
     ) -> None:
         if gradients is not None:  # one that no gradient comes back for takes no part in this backward
             outputs = [t for t, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-        extra = replicas.average_in_backward([t for t in outputs if t.requires_grad])
+        extra = averaging.average_in_backward([t for t in outputs if t.requires_grad])
         pairs = pairs + [(get_gradient_edge(tensor), None) for tensor in extra]
         if pairs:
-            with replicas.exchange():
+            with averaging.replicas.exchange():
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
 
     def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Payload:
@@ -184,7 +186,7 @@ class Stage:
                 except Exception as error:
                     raise self._at(error, micro_batch, "loss") from error
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
-        if self.replicas is not None and micro_batch == self.final_micro_batch:
+        if self.averaging is not None and micro_batch == self.final_micro_batch:
             kept.outputs = outputs.tensors
         return outputs
 

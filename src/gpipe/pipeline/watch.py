@@ -47,12 +47,12 @@ class Watch:
     Args:
         store: reachable by all processes.
         rank: this process's rank in the job; all ranks here are such.
-        stage: this process's stage.
+        stage: this process's stage; None where it has several.
         name: what messages call this process.
         timeout_seconds: for how long a process may make no progress while this one waits for it.
     """
 
-    def __init__(self, store: Store, rank: int, stage: int, name: str, timeout_seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, stage: int | None, name: str, timeout_seconds: float) -> None:
         self._store, self._rank, self._timeout_seconds = store, rank, timeout_seconds
         self._progress = 0
         self._wait: _Wait | None = None
