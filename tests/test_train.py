@@ -204,6 +204,19 @@ def test_help_is_for_newcomers(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_stages_that_share_a_process_train_as_one_stage_does_under_1f1b(tmp_path: Path) -> None:
+    one, shared = tmp_path / "one", tmp_path / "shared"
+    one.mkdir()
+    shared.mkdir()
+    assert start(one, *TINY, "pipeline.schedule=1f1b", "pipeline.num_stages=1").returncode == 0
+    done = start(shared, *TINY, "pipeline=interleaved", "launch=process_per_stage")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert metrics(shared) == metrics(one)
+    expected, found = weights(run_folder(one)), weights(run_folder(shared))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_a_transfer_keeps_all_but_the_softmax_layer(
     two_processes: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
