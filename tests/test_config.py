@@ -155,6 +155,8 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
         ("pipeline.partitions=[9,0]", "pipeline.partitions is [9, 0], expected"),
         ("pipeline.timeout_seconds=0", "pipeline.timeout_seconds is 0.0, expected a number above 0"),
         ("launch.num_processes=3", "launch.num_processes is 3, expected 1, or 2 for one process a stage"),
+        ("pipeline.stages_per_device=2", "pipeline.stages_per_device is 2, expected 1 with pipeline.schedule=gpipe;"),
+        ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_device is 1, expected 2 or more"),
         ("launch.num_threads=0", "launch.num_threads is 0, expected 1 or more, or null"),
         ("model.num_layers=4", "model.num_layers is 4, expected a multiple of 3"),
         ("model.dropout=1", "model.dropout is 1.0, expected a number from 0 to less than 1"),
@@ -193,6 +195,23 @@ def test_a_transfer_sees_whole_images_at_the_papers_size(data: str) -> None:
     assert run["data"]["image_size"] == (64 if data == "digits" else 480)
     laptop = to_plain(run_of("+experiment=transfer", f"data={data}", "init_from=null", "scale=laptop"))
     assert (laptop["data"]["name"], laptop["data"]["image_size"], laptop["data"]["channels"]) == (data, 64, 1)
+
+
+def test_1f1b_is_a_name_like_any_other() -> None:
+    run = run_of("pipeline.schedule=1f1b")
+    assert run.pipeline.schedule.value == to_plain(run)["pipeline"]["schedule"] == "1f1b"
+
+
+def test_an_interleaved_pipeline_has_a_process_for_several_stages() -> None:
+    interleaved = ["pipeline=interleaved", "pipeline.num_stages=6", "launch=process_per_stage"]
+    assert run_of(*interleaved).launch.num_processes == 3
+    assert run_of(*interleaved, "pipeline.stages_per_device=3").launch.num_processes == 2
+    assert "is 4, expected a divisor of pipeline.num_stages=6:" in refusal_of(
+        *interleaved, "pipeline.stages_per_device=4"
+    )
+    assert "launch.num_processes is 6, expected 1, or 3 for one process every 2 stages" in refusal_of(
+        *interleaved, "launch.num_processes=6"
+    )
 
 
 def test_a_mini_batch_must_divide_over_the_replicas() -> None:

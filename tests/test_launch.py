@@ -150,7 +150,9 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path: Path) -> N
     environment = os.environ | variables | PYTHONPATH
     done = subprocess.run([sys.executable, "-c", program], check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: 3 processes were started, expected 2, one a stage")
+    assert done.stderr.startswith(
+        "error: 3 processes were started, expected 2 (launch.num_replicas=1 x 2 for the stages)"
+    )
 
 
 def test_replicas_in_one_process_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -213,8 +213,10 @@ def test_a_transfer_keeps_all_but_the_softmax_layer(
         "optimizer.learning_rate=1e-30", "optimizer.weight_decay=0", "model.batch_norm_momentum=1e-30",
         "ema.decay=0.99999999", "ema.warm_up=false", "seed=5",
     ]  # fmt: skip
-    arguments = [*TINY, *still, "data=digits", "pipeline.num_stages=3", "launch=process_per_stage"]
-    assert start(tmp_path, *arguments, f"init_from={checkpoint}").returncode == 0
+    arguments = [*TINY, *still, "data=digits", "pipeline=interleaved", "launch=process_per_stage"]
+    done = start(tmp_path, *arguments, f"init_from={checkpoint}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"│ +(\d) │\n", done.stdout) == ["0", "1", "0", "1"]  # two processes of two stages each
     before, after = (weights(folder) for folder in (checkpoint, run_folder(tmp_path)))
     softmax = {"layers.8.fully_connected.weight", "layers.8.fully_connected.bias"}
     assert before.keys() == after.keys()

@@ -63,6 +63,7 @@ def build_processes(run: RunConfig, folder: Path) -> Processes:
         timeout_seconds=run.pipeline.timeout_seconds,
         folder=folder,
         debug=run.launch.debug,
+        stages_per_device=run.pipeline.stages_per_device,
     )
 
 
@@ -78,7 +79,8 @@ def name_processes(run: RunConfig) -> list[str]:
     num_stages, num_replicas = run.pipeline.num_stages, run.launch.num_replicas
     if run.launch.num_processes == 1:
         return ["0"] * num_stages
-    return [", ".join(str(r * num_stages + k) for r in range(num_replicas)) for k in range(num_stages)]
+    num_devices = num_stages // run.pipeline.stages_per_device
+    return [", ".join(str(r * num_devices + k % num_devices) for r in range(num_replicas)) for k in range(num_stages)]
 
 
 def build_layers(run: RunConfig) -> nn.Sequential:
@@ -140,7 +142,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Pla
         rematerialize=run.pipeline.rematerialize.value,
         schedule=run.pipeline.schedule.value,
         stages_per_device=run.pipeline.stages_per_device,
-        devices=place.devices(run.pipeline.num_stages),
+        devices=place.devices(run.pipeline.num_stages, run.pipeline.stages_per_device),
         mesh=place.mesh,
         seed=run.seed,
         timeout_seconds=run.pipeline.timeout_seconds,

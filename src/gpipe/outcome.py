@@ -58,7 +58,8 @@ def finish(
 def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measured: Timeline, place: Place) -> str:
     """Write a step as a trace for Perfetto and, above its simulation, as a picture; return a line on its bubble.
 
-    The simulation gives every task its measured mean time, and each stage a device of its own, linked at no cost.
+    The simulation gives every task its measured mean time, and each device of the schedule one of its own, with links
+    that cost nothing.
     """
     num_microbatches = 1 + max(event.task.micro_batch for event in measured.events)
     shape = pipeline["num_stages"], num_microbatches, Rematerialize(pipeline["rematerialize"])
@@ -97,7 +98,10 @@ def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) ->
     length = "max_steps" if config["trainer"]["max_steps"] else "num_epochs"
     more = f"trainer.{length}={2 * config['trainer'][length]}"
     train_on = _command(overrides, more, f"trainer.resume_from={folder}")
-    plain = _command(overrides, "pipeline.num_stages=1", "launch.num_processes=1")
+    alone = ["pipeline.num_stages=1", "launch.num_processes=1"]
+    if config["pipeline"]["stages_per_device"] > 1:  # 1F1B has the same gradients, to the last bit
+        alone += ["pipeline.schedule=1f1b", "pipeline.stages_per_device=1"]
+    plain = _command(overrides, *alone)
     return (
         f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n"
         "Try next:\n"

@@ -118,17 +118,22 @@ def train(
     timeout_seconds: float = 30.0,
     num_replicas: int = 1,
     slow: float = 0.0,
+    stages_per_device: int = 1,
 ) -> Event | None:
     """Train three steps, in the second of which the process with rank `culprit` meets its fate."""
     global raised_at
     raised_at = None
-    mesh = init_device_mesh("cpu", (num_replicas, num_stages), mesh_dim_names=("replica", "stage"))
+    num_devices = num_stages // stages_per_device
+    mesh = init_device_mesh("cpu", (num_replicas, num_devices), mesh_dim_names=("replica", "stage"))
     is_culprit = rank == culprit
     layers = nn.Sequential(*(Layer(where if is_culprit else "", action) for _ in range(num_stages)))
     if slow and rank % num_stages == 0:
         layers[0] = nn.Sequential(Sleep(slow), layers[0])
     loss = Loss(action if is_culprit and where == "loss" else None)
-    pipeline = gpipe.Pipeline(layers, loss, [1] * num_stages, 4, mesh=mesh, timeout_seconds=timeout_seconds)
+    pipeline = gpipe.Pipeline(
+        layers, loss, [1] * num_stages, 4, mesh=mesh, timeout_seconds=timeout_seconds,
+        schedule="gpipe" if stages_per_device == 1 else "interleaved_1f1b", stages_per_device=stages_per_device,
+    )  # fmt: skip
     try:
         pipeline.train_step((torch.ones(8, 4), torch.ones(8, 4)))
         if is_culprit and where == "data":
@@ -200,6 +205,17 @@ def test_an_error_in_a_layer_ends_all_processes_with_its_place(where: str, culpr
         assert event.text == place
 
 
+@pytest.mark.parametrize("where", ["forward", "data"])
+def test_an_error_in_a_process_of_several_stages_ends_all(where: str, pool: ProcessPool) -> None:
+    # All layers of the process are told to fail: its first stage comes first.
+    events = pool.run(3, train, 6, 1, where, raise_error, 30.0, 1, 0.0, 2)
+    for rank, event in enumerate(assert_all_stopped(events, 1)):
+        if where == "forward":
+            assert (event.stage, event.layer) == (1, 1)
+        elif rank != 1:
+            assert (event.stage, event.text) == (None, "stages 1, 4: Broken: on purpose")
+
+
 def test_an_error_in_the_loss_ends_all_processes_with_its_place(pool: ProcessPool) -> None:
     for event in assert_all_stopped(pool.run(3, train, 3, 2, "loss"), 2):
         assert (event.stage, event.micro_batch, event.layer) == (2, 2, None), event
@@ -259,7 +275,7 @@ def test_a_loss_that_is_not_finite_is_raised_on_all_and_all_go_on(processes: Pro
 # Losses. The processes do not survive them.
 
 
-def assert_named(events: dict[int, Event], others: set[int], stage: int, text: str) -> None:
+def assert_named(events: dict[int, Event], others: set[int], stage: int | None, text: str) -> None:
     assert set(events) == others, f"{set(events)} noticed"
     for rank, event in events.items():
         assert event.kind == "PeerFailure", f"rank {rank}: {event}"
@@ -276,6 +292,11 @@ def test_a_process_that_is_killed_is_named(culprit: int) -> None:
     assert all(f"stage {culprit} (rank {culprit}, process " in event.text for event in events.values())
     # The start of the processes is in it.
     assert max(event.time for event in events.values()) - start < 2 * SECONDS
+
+
+def test_a_process_of_several_stages_that_is_killed_is_named() -> None:
+    events = fresh_processes.run(2, train, 4, 1, "forward", kill, 30.0, 1, 0.0, 2)
+    assert_named(events, {0}, None, "the process of stages 1, 3 (rank 1, process ")
 
 
 def test_a_process_that_is_killed_in_one_replica_is_named_in_all() -> None:

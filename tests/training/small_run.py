@@ -1,9 +1,10 @@
 """A small network, its data and its trainer: what the tests of checkpoints and of the trainer run."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,13 +102,13 @@ def small_run(
     *,
     seed: int = 0,
     optimizer: str = "rmsprop",
-    mesh: Any = None,
+    order: Mapping[str, Any] = MappingProxyType({}),
     **sizes: int,
 ) -> SmallRun:
-    """Build a pipeline of the small network, its optimiser and average."""
+    """Build a pipeline of the small network, its optimiser and average; `order` is its mesh and its schedule."""
     torch.set_num_threads(1)
     loss = ClassificationLoss(label_smoothing=0.1)
-    pipeline = Pipeline(small_layers(**sizes), loss, list(partitions), num_microbatches=2, seed=seed, mesh=mesh)
+    pipeline = Pipeline(small_layers(**sizes), loss, list(partitions), num_microbatches=2, seed=seed, **order)
     settings = {"epsilon": 1.0} if optimizer == "rmsprop" else {}
     built = build_optimizer(optimizer, pipeline.named_parameters(), 0.01, weight_decay=1e-3, **settings)
     return SmallRun(pipeline, built, Ema(pipeline.layers, 0.9))
@@ -115,7 +116,8 @@ def small_run(
 
 def small_trainer(folder: Path, partitions: Sequence[int] = (2, 4), **settings: Any) -> Trainer:
     """Build a trainer of 3 epochs with 4 mini-batches each, whose log and checkpoints go to `folder`."""
-    run = small_run(partitions, mesh=settings.pop("mesh", None))
+    order = {name: settings.pop(name) for name in ("mesh", "schedule", "stages_per_device") if name in settings}
+    run = small_run(partitions, order=order)
     defaults = {
         "pipeline": run.pipeline,
         "optimizer": run.optimizer,

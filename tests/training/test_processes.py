@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from small_run import SmallRun, small_run, small_trainer
+from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.manifest import Manifest
 from gpipe.training.restore import load_checkpoint
+from gpipe.training.tracking import Tracker
+from tests.process_pool import ProcessPool
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +70,30 @@ def test_three_processes_go_on_where_one_stopped_and_one_reads_what_they_wrote(t
     assert whole.ema is not None
     expected = SmallRun(whole.pipeline, whole.optimizer, whole.ema).tensors()
     found = reader.tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def train_interleaved(rank: int, folder: Path) -> dict[str, Any]:
+    """Train with two stages a process, and save."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    settings = {"mesh": mesh, "schedule": "interleaved_1f1b", "stages_per_device": 2}
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    trainer = small_trainer(folder, (1, 2, 2, 1), tracker=tracker, **settings)
+    summary = trainer.train()
+    trainer.pipeline.close()
+    return summary.as_dict()
+
+
+def test_processes_of_two_stages_train_and_save_what_one_stage_does(tmp_path: Path, processes: ProcessPool) -> None:
+    one = small_trainer(tmp_path / "one", (6,), schedule="1f1b")
+    evaluation = one.train().as_dict()["evaluation"]
+    for summary in processes.run(2, train_interleaved, tmp_path / "two"):
+        assert summary["evaluation"] == evaluation
+    reader = small_run((1, 5), seed=1)
+    load_checkpoint(latest(tmp_path / "two"), reader.pipeline, optimizer=reader.optimizer, ema=reader.ema)
+    assert one.ema is not None
+    expected, found = SmallRun(one.pipeline, one.optimizer, one.ema).tensors(), reader.tensors()
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 

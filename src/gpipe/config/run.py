@@ -57,11 +57,14 @@ class RunConfig:
         require(plain, "name", repr(self.name), "letters, digits, and _ . - between them: it becomes a folder's name")
         at_least("seed", self.seed, 0)
         replicas, processes = self.launch.num_replicas, self.launch.num_processes
-        stages = self.pipeline.num_stages
-        if processes not in (1, stages * replicas):
+        stages, per_device = self.pipeline.num_stages, self.pipeline.stages_per_device
+        expected = stages // per_device * replicas
+        if processes not in (1, expected):
+            share = "a stage" if per_device == 1 else f"every {per_device} stages"
+            shape = f"pipeline.num_stages={stages}" + (f" / {per_device}" if per_device > 1 else "")
             raise ConfigError(
-                f"launch.num_processes is {processes}, expected 1, or {stages * replicas} for one process a stage "
-                f"(pipeline.num_stages={stages} x launch.num_replicas={replicas}): set one of the three."
+                f"launch.num_processes is {processes}, expected 1, or {expected} for one process {share} "
+                f"({shape} x launch.num_replicas={replicas}): set one of the three."
             )
         size = self.trainer.batch_size
         require(size % replicas == 0, "trainer.batch_size", size, f"a multiple of launch.num_replicas={replicas}")
@@ -81,6 +84,7 @@ def register_schemas() -> None:
     # Cached: the jobs of a sweep get the values that the sweep has.
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 train.py     four are adopted, on one host or on man
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -44,13 +45,14 @@ class Place:
         """Whether this is the process that speaks to the user and writes the run's record: the first one."""
         return self.mesh is None or dist.get_rank() == 0
 
-    def devices(self, num_stages: int) -> list[torch.device] | None:
+    def devices(self, num_stages: int, stages_per_device: int = 1) -> list[torch.device] | None:
         """Return each stage's device where this process plays all stages; None means the one current device."""
         if self.mesh is not None:
             return None
         if self.device_type == "cpu":
             return [torch.device("cpu")] * num_stages
-        return [torch.device("cuda", stage % torch.cuda.device_count()) for stage in range(num_stages)]
+        num_devices = min(num_stages // stages_per_device, torch.cuda.device_count())
+        return [torch.device("cuda", stage % num_devices) for stage in range(num_stages)]
 
     def share(self, value: str) -> str:
         """Return the first process's value on every process; every process calls it."""
@@ -65,7 +67,8 @@ class Place:
 class Processes:
     """How many processes there are to be, and how each is set up.
 
-    num_stages, num_replicas: K and R. num_processes: 1, or K x R; torchrun's number overrules it.
+    num_stages, num_replicas: K and R. num_processes: 1, or one for each `stages_per_device` stages and replica;
+    torchrun's number overrules it.
     num_threads: of each process; None shares this host's cores out. device: cpu, cuda, or auto.
     timeout_seconds: after which a collective operation without an answer is given up.
     folder: for the file with an error's traceback. debug: show the traceback on the terminal too.
@@ -79,6 +82,12 @@ class Processes:
     timeout_seconds: float
     folder: Path
     debug: bool = False
+    stages_per_device: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return R and how many processes a pipeline has."""
+        return self.num_replicas, self.num_stages // self.stages_per_device
 
 
 def run(function: Callable[..., None], processes: Processes, *args: Any) -> None:
@@ -150,13 +159,13 @@ def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, 
 
 def _join(processes: Processes) -> Place:
     """Join the process group; neighbouring ranks are neighbouring stages."""
-    size, expected = int(os.environ["WORLD_SIZE"]), processes.num_stages * processes.num_replicas
+    size, expected = int(os.environ["WORLD_SIZE"]), math.prod(processes.shape)
     if size == 1:
         return _place_alone(processes)
     if size != expected:
         raise ValueError(
-            f"{size} processes were started, expected {expected}, one a stage (pipeline.num_stages="
-            f"{processes.num_stages} x launch.num_replicas={processes.num_replicas}), or 1: start as many."
+            f"{size} processes were started, expected {expected} (launch.num_replicas={processes.num_replicas} x "
+            f"{processes.shape[1]} for the stages), or 1: start as many."
         )
     device_type = _device_type(processes.device)
     if device_type == "cuda":
@@ -169,15 +178,14 @@ def _join(processes: Processes) -> Place:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=processes.timeout_seconds))
-    shape = (processes.num_replicas, processes.num_stages)
-    return Place(init_device_mesh(device_type, shape, mesh_dim_names=("replica", "stage")), device_type)
+    return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
 
 
 def _place_alone(processes: Processes) -> Place:
     if processes.num_replicas > 1:
         raise ValueError(
             f"launch.num_replicas is {processes.num_replicas} in one process, expected 1: "
-            f"set launch.num_processes={processes.num_replicas * processes.num_stages}."
+            f"set launch.num_processes={math.prod(processes.shape)}."
         )
     return Place(None, _device_type(processes.device))
 

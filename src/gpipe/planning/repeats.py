@@ -61,9 +61,7 @@ def structure(module: nn.Module) -> Hashable:
         (name, _frozen(value)) for name, value in sorted(vars(module).items()) if name not in _MODULES_OWN
     )
     tensors = tuple(
-        (name, _described(tensor))
-        for own in (module._parameters, module._buffers)
-        for name, tensor in own.items()
+        (name, _described(tensor)) for own in (module._parameters, module._buffers) for name, tensor in own.items()
     )
     children = tuple((name, None if child is None else structure(child)) for name, child in module._modules.items())
     return type(module), attributes, tensors, children
