@@ -22,7 +22,6 @@ import gpipe
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.stage import Stage
 
-
 _TASK = "gpipe.task"
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from experiments.stage_accounting import Accounting, ProcessorAllocator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
+from experiments.stage_accounting import Accounting, ProcessorAllocator
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.pipeline.schedule import Kind, Rematerialize, Task
+from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.forecast import Setting, plan_memory
-from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory
-from gpipe.planning.profile import LayerProfile, profile_layers
+from gpipe.planning.profile import profile_layers
 
 TOLERANCE = 0.1
 SIZE = 16  # of a mini-batch
@@ -26,7 +24,11 @@ SIZE = 16  # of a mini-batch
 
 def images() -> tuple[nn.Sequential, Callable[[Tensor, Tensor], Tensor], Callable[[int], tuple[Tensor, Tensor]]]:
     layers = amoebanet_d(3, 64, 10, image_size=64, auxiliary_head=False)
-    return gpipe.convert_batch_norm(layers), F.cross_entropy, lambda n: (torch.randn(n, 3, 64, 64), torch.arange(n) % 10)
+    return (
+        gpipe.convert_batch_norm(layers),
+        F.cross_entropy,
+        lambda n: (torch.randn(n, 3, 64, 64), torch.arange(n) % 10),
+    )
 
 
 def text() -> tuple[nn.Sequential, Callable[[Tensor, Tensor], Tensor], Callable[[int], tuple[Tensor, Tensor]]]:

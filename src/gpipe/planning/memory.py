@@ -91,7 +91,9 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     given = profiles[end].input_bytes if end < len(profiles) else 0
     # Outputs that this stage's graph does not keep are gone when they have been sent.
     outputs = profiles[end].inputs if end < len(profiles) else ()
-    kept -= sum(sent.size for sent in outputs if end + sent.made_by >= first and (sent.kept_by is None or sent.kept_by >= 0))
+    kept -= sum(
+        sent.size for sent in outputs if end + sent.made_by >= first and (sent.kept_by is None or sent.kept_by >= 0)
+    )
     return StageMemory(
         parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
         gradient_bytes=gradients,

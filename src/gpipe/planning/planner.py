@@ -118,9 +118,7 @@ class Planner:
                     break
                 for mode in Rematerialize:
                     yield (
-                        replace(
-                            setting, num_stages=num_stages, num_microbatches=num_microbatches, rematerialize=mode
-                        ),
+                        replace(setting, num_stages=num_stages, num_microbatches=num_microbatches, rematerialize=mode),
                         num_replicas,
                     )
 

@@ -57,4 +57,6 @@ class Speed:
         return 2 * memory.parameter_bytes / self.bytes_per_second
 
     def _work(self, operations: Iterable[Work]) -> float:
-        return sum(max(one.flops / self.flops_per_second, one.bytes_moved / self.bytes_per_second) for one in operations)
+        return sum(
+            max(one.flops / self.flops_per_second, one.bytes_moved / self.bytes_per_second) for one in operations
+        )
