@@ -26,6 +26,7 @@ class PartitionBy(Enum):
     flops = "flops"
     parameter_bytes = "parameter_bytes"
     seconds = "seconds"
+    memory = "memory"
 
 
 class Objective(Enum):
