@@ -42,9 +42,9 @@ def check(composed: DictConfig, overrides: list[str]) -> RunConfig:
     if run.init_from is not None:
         run = replace(run, init_from=newest_run(run.init_from))
     if not run.trainer.dry_run:
-        from gpipe.data import check_image_set
+        from gpipe.data import check_data
 
-        check_image_set(run.data.name, run.data.root)
+        check_data(run.data.name, run.data.root)
     return run
 
 

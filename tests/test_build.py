@@ -10,6 +10,7 @@ from gpipe.build import build_layers, build_pipeline, build_plan, build_tracker,
 from gpipe.config import ConfigError, RunConfig, to_run
 from gpipe.launch.processes import Place
 from gpipe.training.trainer import Trainer
+from gpipe.workloads import workload_of
 
 pytestmark = pytest.mark.usefixtures("composer")
 ALONE = Place(None, "cpu")
@@ -42,6 +43,13 @@ def test_the_plan_covers_every_layer_once() -> None:
     assert plan.stages[-1].last_layer == len(layers) - 1
     assert sum(stage.parameters for stage in plan.stages) == sum(p.numel() for p in layers.parameters())
     assert sum(stage.share for stage in plan.stages) == pytest.approx(1)
+
+
+def test_transformer_48_is_planned_without_memory() -> None:
+    run = to_run(compose("train", overrides=["model=transformer_lm", "data=random_tokens"]))
+    plan = build_plan(run, build_layers(run))
+    assert sum(stage.parameters for stage in plan.stages) == 48 * 50_358_272 + 131_104_000  # paper.md, section 2
+    assert plan.imbalance < 0.03
 
 
 def test_given_partitions_are_taken_as_they_are() -> None:
@@ -99,6 +107,22 @@ def test_autocast_and_the_memory_format_reach_the_layers(tmp_path: Path) -> None
 def test_a_number_of_classes_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.num_classes is 9, but fashion_mnist_embedded has 10"):
         trainer_of(tmp_path, "data.num_classes=9")
+
+
+def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loaders(tmp_path: Path) -> None:
+    tokens = ("model=transformer_lm_small", "data=random_tokens", "data.vocabulary_size=40", "data.sequence_length=5")
+    overrides = [*tokens, "model.num_layers=2", "trainer.batch_size=6", "trainer.keep_checkpoints=null"]
+    run = to_run(compose("train", overrides=["tracking=disabled", *overrides]))
+    layers = build_layers(run)
+    assert len(layers) == 4 and all(parameter.is_meta for parameter in layers.parameters())
+    assert (layers[0].num_embeddings, layers[-1].out_features) == (40, 40)
+    pipeline = build_pipeline(run, layers, build_plan(run, layers), ALONE)
+    with build_tracker(run, tmp_path, [], enabled=False) as tracker:
+        trainer = build_trainer(run, pipeline, ALONE, tmp_path, tracker, lambda timeline: None)
+    inputs, targets = next(iter(trainer.train_loader))
+    assert inputs is not None and inputs.shape == targets.shape == (6, 5)
+    assert workload_of(run).loss_weight(targets) == 30
+    assert (trainer.examples, trainer.set_drop_path, trainer.checkpoint_folder) == ("sequences", None, None)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:

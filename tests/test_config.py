@@ -32,6 +32,8 @@ SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
 GROUPS = ("model", "data", "pipeline", "optimizer", "launch", "tracking")
 # What an experiment cannot do without and does not choose.
 GIVEN = {"transfer": ["init_from=null"], "transfer_table": ["init_from=null"]}
+# The model for which data=random_tokens is, and the other way round.
+PARTNER = {"transformer_lm": "data=random_tokens", "random_tokens": "model=transformer_lm"}
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
 
@@ -65,7 +67,8 @@ def test_every_experiment_composes_at_every_scale(experiment: str, scale: str) -
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_of_every_group_composes(group: str, name: str) -> None:
-    run_of(f"{group}={name}")
+    partner = PARTNER.get(re.sub("_(24|small)$", "", name))
+    run_of(f"{group}={name}", *([partner] if partner else []))
 
 
 def test_the_paper_is_the_default_scale() -> None:
@@ -173,6 +176,8 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
         ("ema.decay=1", "ema.decay is 1.0, expected"),
         ("trainer.batch_size=0", "trainer.batch_size is 0, expected 1 or more"),
         ("trainer.max_steps=0", "trainer.max_steps is 0, expected 1 or more, or null"),
+        ("trainer.num_untimed_steps=-1", "trainer.num_untimed_steps is -1, expected 0 or more"),
+        ("trainer.evaluate_every_epochs=0", "trainer.evaluate_every_epochs is 0, expected 1 or more, or null"),
         ("seed=-1", "seed is -1, expected 0 or more"),
         ("name=../elsewhere", "name is '../elsewhere', expected letters"),
     ],
@@ -214,6 +219,54 @@ def test_an_interleaved_pipeline_has_a_process_for_several_stages() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["model=transformer_lm"],
+            "data.name is fashion_mnist_embedded, but model.family is transformer_lm, which exp",
+        ),
+        (["data=random_tokens"], "data.name is random_tokens, but model.family is amoebanet, which expects images, su"),
+    ],
+)
+def test_a_model_with_the_wrong_kind_of_data_is_refused_in_one_sentence(overrides: list[str], said: str) -> None:
+    message = refusal_of(*overrides)
+    assert message.startswith(said) and "\n" not in message.strip()
+
+
+def test_the_transformers_are_those_of_tables_2_and_3() -> None:
+    for name, num_layers in (("transformer_lm", 48), ("transformer_lm_24", 24)):
+        run = to_plain(run_of(f"model={name}", "data=random_tokens"))
+        expected = {"num_layers": num_layers, "model_size": 2048, "feedforward_size": 8192, "num_heads": 32}
+        assert expected.items() <= run["model"].items()
+        assert {"vocabulary_size": 32_000, "sequence_length": 1024}.items() <= run["data"].items()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_throughput_table_is_the_grid_of_table_2(scale: str) -> None:
+    overrides = ["+experiment=table2_throughput", f"scale={scale}"]
+    params = compose("train", overrides=overrides, return_hydra_config=True).hydra.sweeper.params
+    assert params["pipeline.num_stages"] == ("2,4,8" if scale == "paper" else "1,2")
+    assert params["pipeline.num_microbatches"] == "1,4,32"
+    found = [run_of(*overrides, f"recipe={recipe}") for recipe in params["recipe"].split(",")]
+    families = [(run.model.family, run.data.name) for run in found]
+    assert families == [("amoebanet", "random_images"), ("transformer_lm", "random_tokens")]
+    if scale == "paper":
+        assert [to_plain(run)["model"]["num_layers"] for run in found] == [18, 48]
+    for run in found:
+        assert (run.optimizer.name, run.pipeline.rematerialize.value) == ("rmsprop", "always")
+        assert run.launch.num_processes == run.pipeline.num_stages and run.launch.pin_cores
+        assert run.trainer.evaluate_every_epochs is None and run.trainer.keep_checkpoints is None
+
+
+def test_the_throughput_tables_mini_batch_grows_with_m_unless_it_is_given() -> None:
+    sizes = [4, 16, 128]
+    for num_microbatches, size in zip((1, 4, 32), sizes, strict=True):
+        overrides = ["+experiment=table2_throughput", f"pipeline.num_microbatches={num_microbatches}"]
+        assert run_of(*overrides).trainer.batch_size == size
+        assert run_of(*overrides, "trainer.batch_size=128").trainer.batch_size == 128
+
+
 def test_a_mini_batch_must_divide_over_the_replicas() -> None:
     assert "a multiple of launch.num_replicas=3" in refusal_of("launch.num_replicas=3", "trainer.batch_size=64")
 
@@ -227,6 +280,26 @@ def test_another_models_key_is_refused() -> None:
     ConfigStore.instance().store(group="model", name="other", node=OtherConfig)
     assert "num_filters" in refusal_of("model=other", "model.num_filters=3")
     assert "feedforward_size" in refusal_of("model.feedforward_size=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.num_layers=0", "model.num_layers is 0, expected 1 or more"),
+        ("model.num_heads=3", "model.model_size is 256, expected an even multiple of model.num_heads=3"),
+        ("model.dropout=1", "model.dropout is 1.0, expected a number from 0 to less than 1"),
+        ("data.vocabulary_size=1", "data.vocabulary_size is 1, expected 2 or more"),
+        ("data.sequence_length=0", "data.sequence_length is 0, expected 1 or more"),
+        ("data.num_test=0", "data.num_test is 0, expected 1 or more"),
+    ],
+)
+def test_a_wrong_value_of_a_transformer_or_of_tokens_gets_one_sentence(override: str, sentence: str) -> None:
+    assert sentence in refusal_of("model=transformer_lm_small", "data=random_tokens", override)
+
+
+def test_checkpoints_that_are_asked_for_and_forbidden_are_refused() -> None:
+    message = refusal_of("trainer.keep_checkpoints=null", "trainer.save_every_steps=5")
+    assert "trainer.save_every_steps is 5, expected null where trainer.keep_checkpoints is null" in message
 
 
 @pytest.mark.parametrize("place", ["model", "data", "optimizer", "trainer"])
@@ -310,7 +383,7 @@ def test_an_experiment_begins_with_its_command_cost_and_result(name: str) -> Non
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "data").glob("*.yaml")))
 def test_a_data_file_is_called_like_its_data_set(name: str) -> None:
-    assert run_of(f"data={name}").data.name == name
+    assert composed(f"data={name}").data.name == name
 
 
 def _schemas(schema: type) -> Iterator[type]:

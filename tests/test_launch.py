@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpipe.launch import devices
 from gpipe.launch.errors import one_message
 from gpipe.launch.processes import Place, Processes, run
 
@@ -75,6 +76,44 @@ def test_processes_are_started_as_neighbouring_stages(tmp_path: Path) -> None:
     run(note_place, two(tmp_path), "there")
     assert (tmp_path / "0.txt").read_text() == "there [0, 0] True 1 from 0"
     assert (tmp_path / "1.txt").read_text() == "there [0, 1] False 1 from 0"
+
+
+def note_cores(place: Place, folder: Path) -> None:
+    rank = 0 if place.mesh is None else dist.get_rank()
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    (folder / f"cores-{rank}.txt").write_text(f"{cores} {torch.get_num_threads()} {os.getpid()}")
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_pinned_processes_are_new_and_have_cores_of_their_own(tmp_path: Path, num_processes: int) -> None:
+    before = os.sched_getaffinity(0)
+    run(note_cores, two(tmp_path, num_stages=num_processes, num_processes=num_processes, pin_cores=True))
+    found = [(tmp_path / f"cores-{rank}.txt").read_text().split() for rank in range(num_processes)]
+    assert [cores for cores, _, _ in found] == [str(core) for core in sorted(before)[:num_processes]]
+    assert {threads for _, threads, _ in found} == {"1"}
+    assert str(os.getpid()) not in [pid for _, _, pid in found]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_cores_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "own_cores", lambda: [3, 5])
+    with pytest.raises(
+        devices.DevicesMissing, match=r"^this run needs 4 cores, 2 are here: set launch\.pin_cores=fals"
+    ):
+        devices.check_devices(2, "cpu", 2, True)
+    devices.check_devices(2, "cpu", None, True)
+    devices.check_devices(4, "cpu", 2, False)
+    with pytest.raises(ValueError, match="process 2 of this host finds 0 of 1 cores left"):
+        devices.pin(1, 2)
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(devices.DevicesMissing, match=r"^this run needs 2 GPUs, 1 is here: set launch\.device=cpu"):
+        devices.check_devices(2, "auto", None, False)
+    devices.check_devices(1, "auto", None, False)
+    devices.check_devices(2, "cpu", None, False)
 
 
 def test_replicas_are_rows_of_the_mesh(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     """Return the lines of a run's log that are of steps and evaluations, without what depends on the machine."""
     every = [json.loads(line) for line in (run_folder(folder) / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in every if "epoch" in line]
-    timed = {"images_per_second", "step_seconds", "peak_memory_bytes", "wait_seconds", "bubble"}
+    timed = {"examples_per_second", "step_seconds", "peak_memory_bytes", "wait_seconds", "bubble"}
     return [{key: value for key, value in line.items() if key not in timed} for line in lines]
 
 

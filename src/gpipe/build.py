@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,28 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe.config import (
-    AmoebaNetConfig,
-    Autocast,
-    ConfigError,
-    ImagesConfig,
-    OptimizerConfig,
-    PartitionBy,
-    RunConfig,
-    to_plain,
-)
-from gpipe.data import (
-    ImageLoader,
-    ImageSet,
-    count_differences,
-    evaluation_transform,
-    open_image_set,
-    training_transform,
-)
-from gpipe.data.source import SPLITS
+from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch.processes import Place, Processes
-from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, set_drop_path, softmax_names
-from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.models import set_drop_path, softmax_names
 from gpipe.pipeline.cost import analyze_layers
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.microbatch import microbatch_sizes
@@ -42,14 +23,12 @@ from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
 from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
-from gpipe.training.losses import ClassificationLoss
 from gpipe.training.manifest import MANIFEST
 from gpipe.training.optimizers import build_optimizer
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
-
-_AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
+from gpipe.workloads import workload_of
 
 
 def build_processes(run: RunConfig, folder: Path) -> Processes:
@@ -64,6 +43,7 @@ def build_processes(run: RunConfig, folder: Path) -> Processes:
         folder=folder,
         debug=run.launch.debug,
         stages_per_device=run.pipeline.stages_per_device,
+        pin_cores=run.launch.pin_cores,
     )
 
 
@@ -85,22 +65,7 @@ def name_processes(run: RunConfig) -> list[str]:
 
 def build_layers(run: RunConfig) -> nn.Sequential:
     """Describe the whole model on the meta device, where it takes no memory; the pipeline fills its own layers."""
-    model, data = _amoebanet(run), _images(run)
-    with torch.device("meta"):
-        layers = _AMOEBANETS[model.variant.value](
-            model.num_layers,
-            model.num_filters,
-            data.num_classes,
-            image_channels=data.channels,
-            image_size=data.image_size,
-            auxiliary_head=model.auxiliary_head,
-            dropout=model.dropout,
-            drop_path=0.0,  # the trainer raises it step by step
-            batch_norm_momentum=model.batch_norm_momentum,
-            batch_norm_epsilon=model.batch_norm_epsilon,
-        )
-    convert_batch_norm(layers)
-    return layers
+    return workload_of(run).layers()
 
 
 def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None) -> Plan:
@@ -109,15 +74,15 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
     place: where this process stands; None for a dry run. Raises ValueError where the layers cannot be cut so: more
     stages than layers, or a memory limit that is too low.
     """
-    data, settings = _images(run), run.pipeline
+    settings = run.pipeline
     sizes = microbatch_sizes(run.trainer.batch_size // run.launch.num_replicas, settings.num_microbatches)
-    images = torch.empty(max(sizes), data.channels, data.image_size, data.image_size, device="meta")
-    costs = analyze_layers(layers, images)
+    inputs = workload_of(run).inputs(max(sizes))
+    costs = analyze_layers(layers, inputs)
     if settings.partition_by is PartitionBy.seconds and settings.partitions is None:
         if place is None:
             raise ConfigError("pipeline.partition_by is seconds, but a dry run computes nothing: set it to flops.")
         # Two measurements never agree, and two cuts would never meet: the first process measures for all.
-        measured = measure_seconds(build_layers(run), images, run.seed, place.device_type) if place.is_main else []
+        measured = measure_seconds(build_layers(run), inputs, run.seed, place.device_type) if place.is_main else []
         seconds = json.loads(place.share(json.dumps(measured)))
         costs = [replace(cost, seconds=value) for cost, value in zip(costs, seconds, strict=True)]
     return plan_pipeline(
@@ -133,10 +98,10 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
 
 def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
-    model = _amoebanet(run)
+    workload = workload_of(run)
     pipeline = Pipeline(
         layers,
-        ClassificationLoss(run.trainer.label_smoothing, model.auxiliary_weight if model.auxiliary_head else 0.0),
+        workload.loss(),
         plan.partitions,
         run.pipeline.num_microbatches,
         rematerialize=run.pipeline.rematerialize.value,
@@ -145,6 +110,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Pla
         devices=place.devices(run.pipeline.num_stages, run.pipeline.stages_per_device),
         mesh=place.mesh,
         seed=run.seed,
+        loss_weight=workload.loss_weight,
         timeout_seconds=run.pipeline.timeout_seconds,
     )
     if run.trainer.channels_last:
@@ -187,13 +153,12 @@ def build_trainer(
 
     folder: the run's. on_timeline: takes each recorded timeline, on every process.
     """
-    settings = run.trainer
-    sets = {split: _open_images(_images(run), split) for split in SPLITS}
-    train_loader, test_loader = _build_loaders(run, sets, pipeline, pin_memory=place.device_type == "cuda")
+    settings, workload = run.trainer, workload_of(run)
+    train_loader, test_loader = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
     progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
-    for sentence in _differing_counts(run.data.name, sets):
+    for sentence in workload.warnings():
         progress.message(f"warning: {sentence}")
     trainer = Trainer(
         pipeline=pipeline,
@@ -217,12 +182,14 @@ def build_trainer(
         ema=None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay, warm_up=run.ema.warm_up),
         max_gradient_norm=run.optimizer.clip_norm,
         autocast=_build_autocast(settings.autocast, place.device_type),
-        set_drop_path=partial(set_drop_path, pipeline.layers),
-        final_drop_path=_amoebanet(run).drop_path,
+        set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
+        final_drop_path=workload.final_drop_path or 0.0,
+        examples=workload.examples,
+        num_untimed_steps=settings.num_untimed_steps,
         evaluate_every_epochs=settings.evaluate_every_epochs,
-        checkpoint_folder=folder / "checkpoints",
+        checkpoint_folder=None if settings.keep_checkpoints is None else folder / "checkpoints",
         save_every_steps=settings.save_every_steps,
-        keep_checkpoints=settings.keep_checkpoints,
+        keep_checkpoints=settings.keep_checkpoints or 1,
         timeline_every_steps=settings.timeline_every_steps,
         on_timeline=on_timeline,
         config=to_plain(run),
@@ -232,60 +199,6 @@ def build_trainer(
     elif run.init_from is not None:
         trainer.start_from(find_checkpoint("init_from", run.init_from), softmax_names(pipeline.layers))
     return trainer
-
-
-def _build_loaders(
-    run: RunConfig, sets: Mapping[str, ImageSet], pipeline: Pipeline, *, pin_memory: bool
-) -> tuple[ImageLoader, ImageLoader]:
-    """Build the loaders of the training and the test images; only the first stage's decode images.
-
-    A training mini-batch is shared out over the replicas; each replica evaluates on the whole test set.
-    """
-    data = _images(run)
-    training = training_transform(
-        data.image_size,
-        channels=data.channels,
-        crop_scale=None if data.crop_scale is None else (data.crop_scale[0], data.crop_scale[1]),
-        crop_aspect=(data.crop_aspect[0], data.crop_aspect[1]),
-        color_jitter=data.color_jitter,
-        flip=data.flip,
-        policy=data.policy.value,
-        cutout=data.cutout,
-    )
-    evaluation = evaluation_transform(data.image_size, channels=data.channels, center_crop=data.center_crop)
-    loader = partial(
-        ImageLoader,
-        seed=run.seed,
-        num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor,
-        load_images=pipeline.is_first,
-        pin_memory=pin_memory,
-    )
-    train_loader = loader(
-        sets["train"],
-        run.trainer.batch_size // run.launch.num_replicas,
-        training,
-        shuffle=True,
-        replica_index=pipeline.replica_index,
-        num_replicas=pipeline.num_replicas,
-    )
-    return train_loader, loader(sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
-
-
-def _differing_counts(name: str, sets: Mapping[str, ImageSet]) -> list[str]:
-    """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
-    return list(
-        dict.fromkeys(found for split, images in sets.items() for found in count_differences(name, split, images))
-    )
-
-
-def _open_images(data: ImagesConfig, split: str) -> ImageSet:
-    image_set = open_image_set(data.name, split, data.root)
-    if (found := len(image_set.class_names)) != data.num_classes:
-        raise ConfigError(
-            f"data.num_classes is {data.num_classes}, but {data.name} has {found}: set data.num_classes={found}."
-        )
-    return image_set
 
 
 def _build_optimizer(settings: OptimizerConfig, pipeline: Pipeline, rate: float) -> torch.optim.Optimizer:
@@ -312,15 +225,3 @@ def find_checkpoint(setting: str, value: str) -> Path:
     if not (path / MANIFEST).is_file():
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return path
-
-
-def _amoebanet(run: RunConfig) -> AmoebaNetConfig:
-    if not isinstance(run.model, AmoebaNetConfig):
-        raise ConfigError(f"model.family is {run.model.family}, expected amoebanet: it is the one that sees images.")
-    return run.model
-
-
-def _images(run: RunConfig) -> ImagesConfig:
-    if not isinstance(run.data, ImagesConfig):
-        raise ConfigError(f"data.name is {run.data.name}, expected a set of images: this model sees images.")
-    return run.data

@@ -44,7 +44,7 @@ def finish(
         experiment=config["name"],
         config=config,
         seed=config["seed"],
-        results=summary.as_dict(),
+        results={**summary.as_dict(), "predicted_bubble": plan.bubble, "partitions": plan.partitions},
         gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
     )
     write_record(folder / RECORD_FILE, record)
@@ -91,13 +91,14 @@ def _outcome(name: str, summary: Summary) -> str:
     took += f", {waited:.1%} of them waiting for data" + (" (raise data.num_workers)" if waited > 0.1 else "")
     figures = (("top-1", summary.top1), ("top-5", summary.top5))
     accuracy = ", ".join(f"{figure} {value:.1%}" for figure, value in figures if value is not None)
-    return f"{name}: {accuracy} on the test images after {summary.num_steps} steps in {took}."
+    result = f"{accuracy} on the test {summary.examples}" if accuracy else "not evaluated"
+    return f"{name}: {result} after {summary.num_steps} steps in {took}."
 
 
 def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> str:
     length = "max_steps" if config["trainer"]["max_steps"] else "num_epochs"
     more = f"trainer.{length}={2 * config['trainer'][length]}"
-    train_on = _command(overrides, more, f"trainer.resume_from={folder}")
+    train_on = f"  train on          {_command(overrides, more, f'trainer.resume_from={folder}')}\n"
     alone = ["pipeline.num_stages=1", "launch.num_processes=1"]
     if config["pipeline"]["stages_per_device"] > 1:  # 1F1B has the same gradients, to the last bit
         alone += ["pipeline.schedule=1f1b", "pipeline.stages_per_device=1"]
@@ -105,7 +106,7 @@ def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) ->
     return (
         f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n"
         "Try next:\n"
-        f"  train on          {train_on}\n"
+        f"{train_on if config['trainer']['keep_checkpoints'] else ''}"
         f"  without pipeline  {plain}\n"
         "  the paper's plan  python train.py +experiment=amoebanet_imagenet trainer.dry_run=true"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from gpipe import build, outcome
 from gpipe.config import RunConfig, to_plain, to_yaml
 from gpipe.launch import processes
+from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import one_message
 from gpipe.launch.processes import Place
 from gpipe.pipeline.timeline import Timeline
@@ -25,6 +26,8 @@ def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = T
         if run.trainer.dry_run:
             print_plan(build.build_plan(run, build.build_layers(run)), run.name, build.name_processes(run))
             return
+        launch = run.launch
+        check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
     processes.run(train, started, run, overrides, hints)
 
 

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, to_plain
 from gpipe.data import DataMissing
+from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
 from gpipe.results.records import RECORD_FILE, Record, read_records, same_settings
@@ -47,11 +48,17 @@ def run_job(
     says why and the other jobs go on; only a signal, such as Ctrl-C, ends the sweep.
     """
     label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
+    config: dict[str, Any] | None = None
     try:
         run = check()
-    except DataMissing:
-        print(f"\nnot run: {label}: data missing", flush=True)
-        write_outcome(folder, Outcome("not run", overrides, data, "data missing"))
+        config = to_plain(run)
+        if not run.trainer.dry_run:
+            launch = run.launch
+            check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
+    except (DataMissing, DevicesMissing) as missing:
+        reason = missing.reason if isinstance(missing, DevicesMissing) else "data missing"
+        print(f"\nnot run: {label}: {reason}", flush=True)
+        write_outcome(folder, Outcome("not run", overrides, data, reason, config))
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
         print(f"error: {error}", file=sys.stderr, flush=True)

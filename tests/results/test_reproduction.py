@@ -104,3 +104,34 @@ def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_
 def test_a_sweep_outside_of_the_repository_is_told_where_to_start(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="start the sweep in the repository, or set reproduction=null"):
         add_jobs(tmp_path, "claim", "transfer", "x", [])
+
+
+def test_speeds_are_replaced_on_the_same_machine_alone_and_jobs_without_devices_are_recorded_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, sweep = tmp_path / "reproductions" / "claim", tmp_path / "sweep"
+    folder.mkdir(parents=True)
+    for readme in (folder / "README.md", tmp_path / "README.md"):
+        readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
+    (folder / "runs.jsonl").touch()
+    for attempt, cpu in enumerate(("slow", "slow", "fast")):
+        monkeypatch.setattr("gpipe.results.records._cpu_model", lambda cpu=cpu: cpu)
+        for num_stages in (2, 8, 16):
+            job = sweep / f"stages={num_stages}"
+            job.mkdir(parents=True, exist_ok=True)
+            config = {"seed": 3, "data": {"name": "noise"}, "pipeline": {"num_stages": num_stages}, "launch": {}}
+            if num_stages > 2:
+                reason = f"needs {num_stages} cores, 2 are here"
+                write_outcome(job, Outcome("not run", [job.name], "noise", reason, config))
+                continue
+            write_outcome(job, Outcome("done", [job.name], "noise"))
+            results = {"top1": None, "examples_per_second": float(attempt)}
+            made = make_record(kind="measured", command="", experiment="e", config=config, seed=3, results=results)
+            write_record(job / RECORD_FILE, made)
+        add_jobs(tmp_path, "claim", "e", "python train.py -m", read_jobs(sweep))
+    records = read_records(folder / "runs.jsonl")
+    speeds = [(found.hardware["cpu"], found.examples_per_second) for found in records if found.kind == "measured"]
+    assert speeds == [("slow", 1.0), ("fast", 2.0)]
+    unmade = [found for found in records if found.kind == "not run"]
+    assert [found.config["pipeline"]["num_stages"] for found in unmade] == [8, 16]
+    assert unmade[0].results == {"reason": "needs 8 cores, 2 are here"} and unmade[0].seed == 3

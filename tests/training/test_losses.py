@@ -73,3 +73,12 @@ def test_undefined_logits_are_not_correct_by_luck() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="but"):
         ClassificationLoss(**settings)
+
+
+def test_of_tokens_each_counts_alike() -> None:
+    logits, targets = torch.randn(3, 4, 7), torch.randint(7, (3, 4))
+    loss, metrics = ClassificationLoss(label_smoothing=0.1)(logits, targets)
+    expected, figures = ClassificationLoss(label_smoothing=0.1)(logits.reshape(12, 7), targets.reshape(12))
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(metrics[name], value) for name, value in figures.items())
+    assert metrics["top1"] == (logits.argmax(-1) == targets).float().mean()

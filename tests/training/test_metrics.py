@@ -23,9 +23,18 @@ def test_uneven_batches_give_what_the_concatenation_gives(sizes: list[int], num_
     assert result.get("top5") == expected.get("top5")
     assert ("top5" in result) == (num_classes >= 5)
     assert result["loss"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-5)
-    assert batches.num_examples == sum(sizes)
+    assert batches.num_targets == sum(sizes)
 
 
 def test_an_empty_evaluation_set_is_refused() -> None:
     with pytest.raises(ValueError, match="0 examples"):
         EvaluationMetrics().compute()
+
+
+def test_every_token_counts_once() -> None:
+    logits, targets = torch.randn(5, 4, 7), torch.randint(7, (5, 4))
+    tokens, rows = EvaluationMetrics(), EvaluationMetrics()
+    for part in ((logits[:2], targets[:2]), (logits[2:], targets[2:])):
+        tokens.update(*part)
+    rows.update(logits.reshape(20, 7), targets.reshape(20))
+    assert tokens.compute() == pytest.approx(rows.compute(), rel=1e-12)

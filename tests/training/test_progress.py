@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 def test_a_line_says_what_is_known() -> None:
     status = StepStatus(12, 0, 1.25, 0.5, 310.0, 412 * 2**20, 0.125)
-    assert str(status) == "loss 1.2500  top-1 50.0%  310.0 images/s  peak 412 MiB  bubble 12.5%"
+    assert str(status) == "loss 1.2500  top-1 50.0%  310.0 examples/s  peak 412 MiB  bubble 12.5%"
     assert str(StepStatus(12, 0, 1.25)) == "loss 1.2500"
 
 

@@ -17,10 +17,11 @@ from gpipe.training.learning_rate import constant
 from gpipe.training.metrics import EvaluationMetrics
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress
+from gpipe.training.summary import StepSpeed, Totals
 from gpipe.training.tracking import METRICS_FILE
 from gpipe.training.trainer import Trainer
 
-TIMES = {"images_per_second", "step_seconds", "peak_memory_bytes", "bubble"}
+TIMES = {"examples_per_second", "step_seconds", "peak_memory_bytes", "bubble"}
 
 
 class Stop(Exception):
@@ -150,7 +151,7 @@ def test_evaluation_uses_the_averages_and_counts_every_image(tmp_path: Path) -> 
     [
         ({}, [4, 8, 12]),
         ({"evaluate_every_epochs": 2}, [8, 12]),
-        ({"evaluate_every_epochs": None}, [12]),
+        ({"evaluate_every_epochs": None}, []),
         ({"max_steps": 6}, [4, 6]),
         ({"evaluation_loaders": {}}, []),
     ],
@@ -162,6 +163,22 @@ def test_it_evaluates_when_it_is_time_and_at_the_end(
     summary = trainer.train()
     assert [line["step"] for line in read_log(tmp_path) if "test/top1" in line] == steps
     assert summary.num_steps == trainer.num_steps == settings.get("max_steps", 12)
+
+
+def test_a_training_that_never_evaluates_has_no_accuracy(tmp_path: Path) -> None:
+    summary = small_trainer(tmp_path, evaluate_every_epochs=None).train()
+    assert (summary.top1, summary.best_top1, summary.evaluation) == (None, None, {})
+
+
+def test_the_first_steps_are_left_out_of_the_speed_unless_there_are_no_others() -> None:
+    totals = Totals(speeds=[StepSpeed(8.0, 4, 4), StepSpeed(2.0, 4, 12), StepSpeed(1.0, 4, 12)])
+    summary = totals.summary(3, 1, None, "sequences", 1)
+    assert (summary.num_timed_steps, summary.step_seconds, summary.examples_per_second) == (2, 1.5, 3.0)
+    assert (summary.examples, summary.tokens_per_second) == ("sequences", 9.0)
+    summary = totals.summary(3, 1, None, "sequences", 3)
+    assert (summary.num_timed_steps, summary.step_seconds) == (3, 2.0)
+    images = Totals(speeds=[StepSpeed(2.0, 4, 4)]).summary(1, 1, None, "images", 0)
+    assert (images.examples_per_second, images.tokens_per_second) == (2.0, None)
 
 
 def test_it_saves_every_so_many_steps_and_keeps_the_newest(tmp_path: Path) -> None:
@@ -202,7 +219,7 @@ def test_autocast_reaches_the_layers_in_training_and_evaluation(tmp_path: Path) 
 def test_the_summary_tells_what_it_cost(tmp_path: Path) -> None:
     summary = small_trainer(tmp_path).train()
     assert summary.wait_seconds == 3.0
-    assert summary.images_per_second is not None and summary.images_per_second > 0
+    assert summary.examples_per_second is not None and summary.examples_per_second > 0
     assert summary.seconds > 0
     json.dumps(summary.as_dict(), allow_nan=False)
 

@@ -6,9 +6,9 @@ the dataclasses.
 """
 
 from gpipe.config.checks import ConfigError
-from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig
+from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig
 from gpipe.config.folders import newest_run
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, Variant
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, Variant
 from gpipe.config.pipeline import (
     Device,
     LaunchConfig,
@@ -56,9 +56,11 @@ __all__ = [
     "RunConfig",
     "SGDConfig",
     "ScheduleConfig",
+    "TokensConfig",
     "TrackingConfig",
     "TrackingMode",
     "TrainerConfig",
+    "TransformerLMConfig",
     "Variant",
     "newest_run",
     "refuse_overruled_data",

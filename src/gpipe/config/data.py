@@ -67,5 +67,24 @@ class ImagesConfig(DataConfig):
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
 
 
+@dataclass
+class TokensConfig(DataConfig):
+    """Sequences of tokens, in which a model tells each next one.
+
+    sequence_length: tokens that are read. num_train, num_test: sequences.
+    """
+
+    vocabulary_size: int = MISSING
+    sequence_length: int = MISSING
+    num_train: int = MISSING
+    num_test: int = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        at_least("data.vocabulary_size", self.vocabulary_size, 2)
+        for name in ("sequence_length", "num_train", "num_test"):
+            at_least(f"data.{name}", getattr(self, name), 1)
+
+
 def _pair(name: str, pair: list[float]) -> None:
     require(len(pair) == 2 and 0 < pair[0] <= pair[-1], name, pair, "[smallest, largest] above 0")

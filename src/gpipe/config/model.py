@@ -56,3 +56,29 @@ class AmoebaNetConfig(ModelConfig):
         momentum = self.batch_norm_momentum
         require(0 < momentum <= 1, "model.batch_norm_momentum", momentum, "the weight of a new mini-batch in (0, 1]")
         above("model.batch_norm_epsilon", self.batch_norm_epsilon, 0)
+
+
+@dataclass
+class TransformerLMConfig(ModelConfig):
+    """Transformer-L, a language model; the vocabulary is the data's.
+
+    model_size: the width of the states, an even multiple of num_heads. dropout: of embeddings and of what each half of
+    a layer adds.
+    """
+
+    family: str = "transformer_lm"
+    num_layers: int = MISSING
+    model_size: int = MISSING
+    feedforward_size: int = MISSING
+    num_heads: int = MISSING
+    dropout: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        fixed("model.family", self.family, "transformer_lm", "model")
+        at_least("model.num_layers", self.num_layers, 1)
+        at_least("model.feedforward_size", self.feedforward_size, 1)
+        at_least("model.num_heads", self.num_heads, 1)
+        fits = self.model_size >= 2 and self.model_size % 2 == 0 and self.model_size % self.num_heads == 0
+        require(fits, "model.model_size", self.model_size, f"an even multiple of model.num_heads={self.num_heads}")
+        rate("model.dropout", self.dropout)

@@ -92,12 +92,15 @@ class LaunchConfig:
     """Processes: one that plays all stages, or one a stage and replica.
 
     num_threads: of each process; null shares the processor's cores out.
+    pin_cores: true starts every process, an only one too, on as many cores of its own as it has threads; to compare
+        speeds.
     debug: true shows the whole traceback of an error instead of one message.
     """
 
     num_processes: int = MISSING
     num_replicas: int = MISSING
     num_threads: int | None = MISSING
+    pin_cores: bool = MISSING
     device: Device = MISSING
     debug: bool = False
 

@@ -1,5 +1,6 @@
 """A whole run, and how Hydra learns of its shape."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -9,9 +10,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from gpipe.config.checks import ConfigError, at_least, require
-from gpipe.config.data import DataConfig, ImagesConfig
+from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig
 from gpipe.config.folders import date_folder, job_folder, sweep_id
-from gpipe.config.model import AmoebaNetConfig, ModelConfig
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
     AdamWConfig,
@@ -24,6 +25,11 @@ from gpipe.config.training import (
     TrainerConfig,
 )
 
+# What the families of models see, and what to choose for it where something else was chosen.
+_SEES: dict[type[ModelConfig], tuple[type[DataConfig], str]] = {
+    AmoebaNetConfig: (ImagesConfig, "images, such as data=fashion_mnist_embedded"),
+    TransformerLMConfig: (TokensConfig, "tokens, such as data=random_tokens"),
+}
 TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is there
 
 
@@ -56,6 +62,12 @@ class RunConfig:
         plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name) is not None
         require(plain, "name", repr(self.name), "letters, digits, and _ . - between them: it becomes a folder's name")
         at_least("seed", self.seed, 0)
+        kind, such_as = _SEES.get(type(self.model), (DataConfig, ""))
+        if not isinstance(self.data, kind):
+            raise ConfigError(
+                f"data.name is {self.data.name}, but model.family is {self.model.family}, which expects {such_as}: "
+                "choose one for the other."
+            )
         replicas, processes = self.launch.num_replicas, self.launch.num_processes
         stages, per_device = self.pipeline.num_stages, self.pipeline.stages_per_device
         expected = stages // per_device * replicas
@@ -75,7 +87,9 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunConfig)
     store.store(group="model", name="amoebanet_schema", node=AmoebaNetConfig)
+    store.store(group="model", name="transformer_lm_schema", node=TransformerLMConfig)
     store.store(group="data", name="images_schema", node=ImagesConfig)
+    store.store(group="data", name="tokens_schema", node=TokensConfig)
     store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
     store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
     store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
@@ -85,6 +99,7 @@ def register_schemas() -> None:
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
+    OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 

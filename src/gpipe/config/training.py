@@ -148,7 +148,10 @@ class TrainerConfig:
     """The length of training, its precision, and what it leaves behind.
 
     batch_size: examples of a whole mini-batch, N, over all replicas. max_steps: ends training early; null is no limit.
-    save_every_steps: the end of training is saved in any case; null is only that. timeline_every_steps: null is never.
+    num_untimed_steps: of a session's first, whose time is left out of the speed that is reported.
+    evaluate_every_epochs: the end of training is evaluated too; null is never, not even then.
+    save_every_steps: the end of training is saved in any case; null is only that. keep_checkpoints: null saves none,
+    not even then. timeline_every_steps: null is never.
     resume_from: a checkpoint's folder; null starts anew. dry_run: true prints the plan and stops.
     """
 
@@ -157,9 +160,10 @@ class TrainerConfig:
     batch_size: int = MISSING
     evaluation_batch_size: int = MISSING
     label_smoothing: float = MISSING
-    evaluate_every_epochs: int = MISSING
+    num_untimed_steps: int = MISSING
+    evaluate_every_epochs: int | None = MISSING
     save_every_steps: int | None = MISSING
-    keep_checkpoints: int = MISSING
+    keep_checkpoints: int | None = MISSING
     timeline_every_steps: int | None = MISSING
     autocast: Autocast = MISSING
     channels_last: bool = MISSING
@@ -169,8 +173,15 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Refuse settings that are wrong in themselves."""
-        for name in ("num_epochs", "batch_size", "evaluation_batch_size", "evaluate_every_epochs", "keep_checkpoints"):
+        for name in ("num_epochs", "batch_size", "evaluation_batch_size"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("max_steps", "save_every_steps", "timeline_every_steps"):
+        for name in (
+            "max_steps", "evaluate_every_epochs", "save_every_steps", "keep_checkpoints", "timeline_every_steps",
+        ):  # fmt: skip
             optional_at_least(f"trainer.{name}", getattr(self, name), 1)
+        at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)
+        can_save = self.keep_checkpoints is not None or self.save_every_steps is None
+        require(
+            can_save, "trainer.save_every_steps", self.save_every_steps, "null where trainer.keep_checkpoints is null"
+        )
         rate("trainer.label_smoothing", self.label_smoothing)

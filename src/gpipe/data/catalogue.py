@@ -1,4 +1,4 @@
-"""The image sets by name."""
+"""The data sets by name."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from gpipe.data.food101 import FOOD101
 from gpipe.data.image_set import ImageSet
 from gpipe.data.imagenet import IMAGENET
 from gpipe.data.oxford_pets import OXFORD_PETS
+from gpipe.data.random_images import RANDOM_IMAGES
 from gpipe.data.source import SPLITS, Source
 from gpipe.data.stanford_cars import STANFORD_CARS
 
@@ -27,7 +28,15 @@ IMAGE_SETS: dict[str, Source] = {
     "fashion_mnist": FASHION_MNIST,
     "digits": DIGITS,
     "mnist_5k": MNIST_5K,
+    "random_images": RANDOM_IMAGES,
 }
+GENERATED = ("random_tokens",)  # made up by the run, from its settings
+
+
+def check_data(name: str, root: str | Path | None = None) -> None:
+    """Look for a data set of any kind, as `check_image_set` does for images. Raises the same."""
+    if name not in GENERATED:
+        check_image_set(name, root)
 
 
 def check_image_set(name: str, root: str | Path | None = None) -> Path:

@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
 
 _POLL_SECONDS = 0.1
@@ -72,6 +73,7 @@ class Processes:
     num_threads: of each process; None shares this host's cores out. device: cpu, cuda, or auto.
     timeout_seconds: after which a collective operation without an answer is given up.
     folder: for the file with an error's traceback. debug: show the traceback on the terminal too.
+    pin_cores: every process, an only one too, is a new one on cores of its own, as many as it has threads.
     """
 
     num_stages: int
@@ -83,6 +85,7 @@ class Processes:
     folder: Path
     debug: bool = False
     stages_per_device: int = 1
+    pin_cores: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -96,9 +99,9 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
     `function` and `args` must be picklable where processes are started here. `folder` is the first process's. Where one
     fails, all are ended, one message is printed, the traceback is in error.txt in `folder`, and the exit status is 1.
     """
-    if _is_adopted():
+    if is_adopted():
         _work(function, processes, args)
-    elif processes.num_processes == 1:
+    elif processes.num_processes == 1 and not processes.pin_cores:
         with one_message(processes.folder, processes.debug):
             _set_threads(processes)
             function(_place_alone(processes), processes.folder, *args)
@@ -145,11 +148,11 @@ def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with one_message(debug=processes.debug):
+            _set_threads(processes)
             place = _join(processes)
             # Each of torchrun's processes composed its own configuration: the first one's folder holds.
             folder = Path(place.share(str(processes.folder)))
         with one_message(folder, processes.debug):
-            _set_threads(processes)
             function(place, folder, *args)
         if place.mesh is not None:
             dist.destroy_process_group()
@@ -192,7 +195,10 @@ def _place_alone(processes: Processes) -> Place:
 
 def _set_threads(processes: Processes) -> None:
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(processes.num_threads or max(1, _num_cores() // num_local))
+    num_threads = processes.num_threads or max(1, len(own_cores()) // num_local)
+    if processes.pin_cores:  # now, because the threads that are started from here on stay on the same cores
+        pin(num_threads, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.set_num_threads(num_threads)
 
 
 def _device_type(device: str) -> str:
@@ -200,15 +206,6 @@ def _device_type(device: str) -> str:
     if device == "cuda" and not has_cuda:
         raise ValueError("launch.device is cuda, but torch finds no GPU here: set launch.device=cpu.")
     return "cuda" if device == "cuda" or (device == "auto" and has_cuda) else "cpu"
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _is_adopted() -> bool:
-    """Say whether torchrun, or something that sets the same variables, started this process."""
-    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def _leave(end: SystemExit) -> NoReturn:

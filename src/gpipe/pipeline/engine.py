@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -162,6 +162,11 @@ class Pipeline:
     def replica_index(self) -> int:
         """Which of the R pipelines this process belongs to."""
         return self._processes.replica if self._processes else 0
+
+    @property
+    def stages(self) -> Mapping[int, Stage]:
+        """This process's stages, by index."""
+        return self._stages
 
     @property
     def num_replicas(self) -> int:

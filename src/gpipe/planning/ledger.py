@@ -39,7 +39,7 @@ class Ledger(TorchDispatchMode):
         added_bytes: what the caller says would be alive besides; `reset_peak` makes it 0.
         peak_with_added_bytes: the most of both together.
         work: of each operation since `take_work`.
-        on_free: called with the id of a storage that died.
+        on_free: what to call when the storage with an id dies, once.
     """
 
     def __init__(self, elsewhere: Iterable[Tensor] = ()) -> None:
@@ -50,7 +50,7 @@ class Ledger(TorchDispatchMode):
         self.added_bytes = 0
         self.peak_with_added_bytes = 0
         self.work: list[Work] = []
-        self.on_free: Callable[[int], None] = lambda _: None
+        self.on_free: dict[int, Callable[[], None]] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
         def free(_: Any) -> None:
             if self._alive.pop(key, None) is not None:
                 self.live_bytes -= size
-                self.on_free(key)
+                self.on_free.pop(key, _nothing)()
 
         self._alive[key] = weakref.ref(storage, free)
         self.live_bytes += size
@@ -126,6 +126,10 @@ _ATTENTION: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _num_bytes(tensor: Tensor) -> int:

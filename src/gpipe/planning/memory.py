@@ -73,19 +73,25 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         end += 1
     own = profiles[first:end]
     freed = dict[int, int]()  # what the plain model frees of the stage's input, by layer; the stage holds it
-    for offset, size in own[0].freed_inputs:
-        freed[offset] = freed.get(offset, 0) + size
+    for received in own[0].inputs:
+        if received.freed_by is not None:
+            freed[received.freed_by] = freed.get(received.freed_by, 0) + received.size
     kept, quiet, forward, backward, first_backward = 0, 0, 0, 0, 0
     gradients = sum(profile.trainable_bytes for profile in own)
     later_gradients = gradients
     for offset, profile in enumerate(own):
-        given = 0 if offset == 0 else profile.input_bytes
-        quiet = max(quiet, given + profile.quiet_peak_bytes)
+        arrived = 0 if offset == 0 else profile.input_bytes
+        quiet = max(quiet, arrived + profile.quiet_peak_bytes)
         forward = max(forward, kept + profile.forward_peak_bytes + freed.get(offset, 0))
         kept += profile.kept_bytes + freed.get(offset, 0)
         later_gradients -= profile.trainable_bytes
         backward = max(backward, kept + profile.backward_peak_bytes)
         first_backward = max(first_backward, kept + profile.first_backward_peak_bytes + later_gradients)
+    # The gradients of the outputs are held until the stage's backward ends; in the plain model they are gone earlier.
+    given = profiles[end].input_bytes if end < len(profiles) else 0
+    # Outputs that this stage's graph does not keep are gone when they have been sent.
+    outputs = profiles[end].inputs if end < len(profiles) else ()
+    kept -= sum(sent.size for sent in outputs if end + sent.made_by >= first and (sent.kept_by is None or sent.kept_by >= 0))
     return StageMemory(
         parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
         gradient_bytes=gradients,
@@ -94,8 +100,8 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         kept_bytes=kept,
         quiet_peak_bytes=quiet,
         forward_peak_bytes=forward,
-        backward_peak_bytes=backward,
-        first_backward_peak_bytes=first_backward,
+        backward_peak_bytes=given + backward,
+        first_backward_peak_bytes=given + first_backward,
     )
 
 

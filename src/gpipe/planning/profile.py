@@ -11,8 +11,9 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,24 @@ _FAILURE = "cannot be described without data"
 _REMEDY = "check the example's shape; a layer that looks at the values of its input cannot be planned"
 
 
+class Input(NamedTuple):
+    """One tensor of a layer's input, and how long the plain model holds it; layers are counted from this one.
+
+    A stage that begins with the layer holds all of them; one that ends before it, those that its own graph keeps.
+
+    Attributes:
+        size: bytes.
+        made_by: the layer that made it: -1 is the one before.
+        freed_by: the layer that was the last to need it, where no graph keeps it; else None.
+        kept_by: the first layer whose graph keeps it; else None.
+    """
+
+    size: int
+    made_by: int
+    freed_by: int | None
+    kept_by: int | None
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """One layer, or the loss, with a micro-batch; bytes are of tensors, peaks are above what was held before.
@@ -43,8 +62,7 @@ class LayerProfile:
         forward: the work of each operation of the forward function.
         backward: likewise of the backward pass.
         input_bytes: of what it takes from the layer before, which would travel over a boundary.
-        freed_inputs: (after how many layers, bytes) for each part of its input that the plain model frees before the
-            backward pass; a stage that begins here holds it nevertheless.
+        inputs: the tensors of its input, but for those that live longer than a step.
         kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
         forward_peak_bytes: in its forward function, with a graph.
         quiet_peak_bytes: in its forward function, without a graph.
@@ -61,7 +79,7 @@ class LayerProfile:
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     input_bytes: int
-    freed_inputs: tuple[tuple[int, int], ...]
+    inputs: tuple[Input, ...]
     kept_bytes: int
     forward_peak_bytes: int
     quiet_peak_bytes: int
@@ -106,43 +124,48 @@ class _Chain:
         self.ledger = ledger
         self.position = 0
         self.input_bytes: list[int] = []
-        self.freed: list[list[tuple[int, int]]] = [[] for _ in self.layers]
+        self._is_backward = False
+        self._boundaries: dict[int, list[int]] = {}  # of each living storage, the layers that it is an input of
+        self.inputs: list[list[Input]] = [[] for _ in self.layers]
         self.live_after = [0] * len(self.layers)
         self.peaks: dict[str, list[int]] = {name: [0] * len(self.layers) for name in _PASSES}
         self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in self.peaks}
 
     def forward(self, value: Any, targets: Any, kind: str) -> Tensor:
         """Run all layers and the loss; note peaks and work under `kind`: "quiet" or "forward"."""
-        ledger, open_boundaries = self.ledger, dict[int, list[int]]()
-
-        def free(key: int) -> None:
-            for boundary in open_boundaries.pop(key, ()):
-                self.freed[boundary].append((self.position - boundary, sizes[key]))
-
-        sizes: dict[int, int] = {}
+        ledger = self.ledger
         payload = Payload.of(value)
         ledger.hold(payload.tensors)
-        if kind == "forward":
-            ledger.on_free = free
         for index, layer in enumerate(self.layers):
             self.position = index
-            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in payload.tensors}
             if kind == "forward":
-                sizes.update(storages)
-                for key in storages:
-                    open_boundaries.setdefault(key, []).append(index)
-                self.input_bytes.append(sum(storages.values()))
+                self.input_bytes.append(self._follow(index, payload))
             before = ledger.live_bytes
             ledger.reset_peak()
             payload = self._run(index, layer, payload, targets, announce=kind == "forward")
             self.peaks[kind][index] = ledger.peak_bytes - before
             self.work[kind][index] = ledger.take_work()
             self.live_after[index] = ledger.live_bytes
-        ledger.on_free = lambda _: None
         return payload.tensors[0]
 
+    def _follow(self, index: int, payload: Payload) -> int:
+        """Note when each tensor of a layer's input dies; return the bytes of all."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in payload.tensors}
+        for key, size in storages.items():
+            self._boundaries.setdefault(key, []).append(index)
+            self.ledger.on_free[key] = partial(self._died, key, size)
+        return sum(storages.values())
+
+    def _died(self, key: int, size: int) -> None:
+        boundaries = self._boundaries.pop(key)
+        for boundary in boundaries:
+            at = self.position - boundary
+            freed, kept = (None, at) if self._is_backward else (at, None)
+            self.inputs[boundary].append(Input(size, boundaries[0] - 1 - boundary, freed, kept))
+
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; note peaks and work."""
+        """Run the backward pass; note peaks and work. A graph lets go of what it keeps layer by layer."""
+        self._is_backward = True
         self.ledger.reset_peak()
         self.position = len(self.layers) - 1
         with self._blamed():
@@ -229,7 +252,7 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         forward=chain_.work["forward"][index],
         backward=chain_.work["backward"][index],
         input_bytes=chain_.input_bytes[index],
-        freed_inputs=tuple(chain_.freed[index]),
+        inputs=tuple(chain_.inputs[index]),
         kept_bytes=chain_.live_after[index] - before,
         forward_peak_bytes=chain_.peaks["forward"][index],
         quiet_peak_bytes=chain_.peaks["quiet"][index],

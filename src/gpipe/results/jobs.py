@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,15 @@ _WIDTH = 200  # characters; no cell is broken on a pipe or in the file
 class Outcome:
     """What became of a job: `status` is done, failed or not run, and `reason` says why it is not done.
 
-    overrides: those of the job. data: the data set's name.
+    overrides: those of the job. data: the data set's name. config: the whole settings of a job that this machine has
+    too few devices for; where the data are missing, that is all there is to say.
     """
 
     status: str
     overrides: list[str]
     data: str
     reason: str | None = None
+    config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,21 @@ def _statuses(jobs: Sequence[Job]) -> list[str]:
 def _table(jobs: Sequence[Job]) -> Table:
     """Return a row a job: those of its overrides in which the jobs differ, its figures, and what became of it.
 
-    Jobs that lack the same data share a row.
+    Jobs that lack the same data or devices share a row; a figure that no job has is left out.
     """
     settings = [dict(_pair(override) for override in job.outcome.overrides) for job in jobs]
     keys = [key for key in dict.fromkeys(key for part in settings for key in part) if _differs(key, settings)]
     table = Table(box=MARKDOWN)
     for key in keys:
         table.add_column(key)
-    for name in ("top-1", "top-5", "loss", "images/s", "minutes"):
-        table.add_column(name, justify="right")
+    shown = [figure for figure in _FIGURES if any(job.record and figure.value(job.record) is not None for job in jobs)]
+    for figure in shown:
+        table.add_column(figure.name, justify="right")
     table.add_column("outcome")
     for group in _grouped(jobs):
         parts = [dict(map(_pair, job.outcome.overrides)) for job in group]
         shared = [values.pop() if len(values := {part.get(key, "") for part in parts}) == 1 else "" for key in keys]
-        table.add_row(*shared, *_figures(group[0].record), _became(group))
+        table.add_row(*shared, *(figure.cell(group[0].record) for figure in shown), _became(group))
     return table
 
 
@@ -131,14 +134,36 @@ def _differs(key: str, settings: Sequence[dict[str, str]]) -> bool:
     return len({part.get(key) for part in settings}) > 1
 
 
-def _figures(record: Record | None) -> list[str]:
-    results: dict[str, Any] = {} if record is None else record.results
-    evaluation: dict[str, float] = next(iter(results.get("evaluation", {}).values()), {})
-    forms = (
-        (results.get("top1"), "{:.2%}", 1),
-        (results.get("top5"), "{:.2%}", 1),
-        (evaluation.get("loss"), "{:.4f}", 1),
-        (results.get("images_per_second"), "{:.0f}", 1),
-        (results.get("seconds"), "{:.1f}", 60),
-    )
-    return ["" if value is None else form.format(value / unit) for value, form, unit in forms]
+@dataclass(frozen=True)
+class _Figure:
+    """A column of the table: how a record's figure is found, and written."""
+
+    name: str
+    value: Callable[[Record], float | None]
+    written: Callable[[float], str]
+
+    def cell(self, record: Record | None) -> str:
+        value = None if record is None else self.value(record)
+        return "" if value is None else self.written(value)
+
+
+def _result(name: str) -> Callable[[Record], float | None]:
+    return lambda record: record.results.get(name)
+
+
+def _loss(record: Record) -> float | None:
+    evaluation: dict[str, float] = next(iter(record.results.get("evaluation", {}).values()), {})
+    return evaluation.get("loss")
+
+
+_FIGURES = (
+    _Figure("top-1", _result("top1"), "{:.2%}".format),
+    _Figure("top-5", _result("top5"), "{:.2%}".format),
+    _Figure("loss", _loss, "{:.4f}".format),
+    _Figure("examples/s", lambda record: record.examples_per_second, "{:.4g}".format),
+    _Figure("s a step", _result("step_seconds"), "{:.3g}".format),
+    _Figure("bubble", _result("bubble"), "{:.1%}".format),
+    _Figure("bubble, predicted", _result("predicted_bubble"), "{:.1%}".format),
+    _Figure("MiB, peak", _result("peak_memory_bytes"), lambda value: f"{value / 2**20:.0f}"),
+    _Figure("minutes", _result("seconds"), lambda value: f"{value / 60:.1f}"),
+)

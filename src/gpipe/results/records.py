@@ -58,6 +58,12 @@ class Record:
                 raise ValueError(f"{name} is {value!r}, but it must be {' or '.join(t.__name__ for t in types)}.")
         datetime.datetime.fromisoformat(self.date)
 
+    @property
+    def examples_per_second(self) -> float | None:
+        """The median speed of a training, which earlier records have as images_per_second."""
+        speed: float | None = self.results.get("examples_per_second", self.results.get("images_per_second"))
+        return speed
+
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "command": (str,),

@@ -102,17 +102,20 @@ def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequenc
     """Add what a sweep came to to the records of a reproduction, and render every README.
 
     experiment, command: the sweep's. A record takes the place of an earlier one of the same settings; of a data set
-    that is not on this machine the reason is recorded, once. Raises FileNotFoundError without such a reproduction.
+    that is not on this machine the reason is recorded, once, and so is that of each job which lacks devices. Raises
+    FileNotFoundError without such a reproduction.
     """
     path = root / "reproductions" / name / RUNS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
     new = [read_run(job.folder) for job in jobs if job.record is not None]
-    reasons = {job.outcome.data: job.outcome.reason for job in jobs if job.outcome.status == "not run"}
-    for data, reason in reasons.items():
-        settings, results = {"data": {"name": data}}, {"reason": reason}
+    unmade = [job.outcome for job in jobs if job.outcome.status == "not run"]
+    without_data = {outcome.data: outcome for outcome in unmade if outcome.config is None}
+    for outcome in (*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)):
+        settings, results = outcome.config or {"data": {"name": outcome.data}}, {"reason": outcome.reason}
+        seed = settings.get("seed", 0)
         made = make_record(
-            kind="not run", command=command, experiment=experiment, config=settings, seed=0, results=results
+            kind="not run", command=command, experiment=experiment, config=settings, seed=seed, results=results
         )
         new.append(without_places(made))
     old = [record for record in read_records(path) if not any(_replaces(other, record) for other in new)]
@@ -121,9 +124,11 @@ def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequenc
 
 
 def _replaces(new: Record, old: Record) -> bool:
-    """Say whether a record says anew what an old one says."""
-    same_kind = (new.kind, new.experiment) == (old.kind, old.experiment)
-    return same_kind and same_settings(new.config, old.config)
+    """Say whether a record says anew what an old one says; where speed is all that came out, on the same machine."""
+    if (new.kind, new.experiment) != (old.kind, old.experiment) or not same_settings(new.config, old.config):
+        return False
+    is_speed = new.kind == "measured" and new.results.get("top1") is None
+    return not is_speed or (new.hardware, new.config.get("launch")) == (old.hardware, old.config.get("launch"))
 
 
 def main(arguments: list[str]) -> None:

@@ -101,7 +101,7 @@ def image_runs(records: list[Record]) -> str:
             str(run.seed),
             f"{run.results['top1']:.1%}",
             f"{run.results['seconds'] / 60:.1f}",
-            f"{run.results['images_per_second']:.0f}",
+            f"{run.examples_per_second:.0f}",
             f"{run.results['bubble']:.1%}" if run.results.get("bubble") is not None else "",
             f"{run.results['peak_memory_bytes'] / 2**20:.0f}" if run.results.get("peak_memory_bytes") else "",
         ]
@@ -204,7 +204,8 @@ def provenance(record: Record | None, program: str) -> str:
 
 def _image_runs(records: list[Record]) -> list[Record]:
     """Return the trainings on images but the transfers, which have tables of their own."""
-    return [run for run in records if "top1" in run.results and not run.experiment.startswith("transfer")]
+    runs = [run for run in records if run.results.get("top1") is not None and "image_size" in run.config["data"]]
+    return [run for run in runs if not run.experiment.startswith("transfer")]
 
 
 def _model(run: Record) -> str:

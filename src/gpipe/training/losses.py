@@ -1,4 +1,4 @@
-"""The loss of image classification: smoothed labels, and the auxiliary head's share."""
+"""The loss of classification, of images or of next tokens: smoothed labels, and the auxiliary head's share."""
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ class ClassificationLoss:
     def __call__(self, outputs: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss of a micro-batch and the fractions {"top1", "top5"}, all 0-dimensional.
 
-        `outputs` are logits [n, classes], or (logits, auxiliary logits); `targets` are class indices [n]. The metrics
-        are detached and stay on the device: nothing here waits for it. "top5" exists from 5 classes on.
+        `outputs` are logits [..., classes], or (logits, auxiliary logits); `targets` are class indices [...], one an
+        image, or one a token. The metrics are detached and stay on the device: nothing here waits for it. "top5"
+        exists from 5 classes on.
         """
         logits, auxiliary_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
         loss = self._cross_entropy(logits, targets)
@@ -36,11 +37,11 @@ class ClassificationLoss:
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         # Half precision has too few digits for the sum over classes.
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing)
 
 
 def _accuracies(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     accuracies = {"top1": correct_in_top(logits, targets, 1).float().mean()}
-    if has_top5(logits.shape[1]):
+    if has_top5(logits.shape[-1]):
         accuracies["top5"] = correct_in_top(logits, targets, 5).float().mean()
     return accuracies

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 
 def correct_in_top(logits: Tensor, targets: Tensor, k: int) -> Tensor:
-    """Return for each example whether the target is among the k largest logits: [n, classes], [n] -> bool [n]."""
-    return (logits.topk(k, dim=1).indices == targets[:, None]).any(dim=1)
+    """Return for each target whether it is among the k largest logits: [..., classes], [...] -> bool [...]."""
+    return (logits.topk(k, dim=-1).indices == targets[..., None]).any(dim=-1)
 
 
 def has_top5(num_classes: int) -> bool:
@@ -18,30 +18,30 @@ def has_top5(num_classes: int) -> bool:
 class EvaluationMetrics:
     """Counts over a whole evaluation set; the sums stay on the logits' device until `compute`.
 
-    Every example counts once, whatever batch it came in: batches need not have equal sizes.
+    Every target, of an image or of a token, counts once, whatever batch it came in: batches need not have equal sizes.
     """
 
     def __init__(self) -> None:
-        self.num_examples = 0
+        self.num_targets = 0
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits [n, classes], class indices [n] on any device."""
+        """Add a batch: logits [..., classes], class indices [...] on any device."""
         targets = targets.to(logits.device)
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
         sums = {
-            "loss": F.cross_entropy(logits.float(), targets, reduction="none").double().sum(),
+            "loss": F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none").double().sum(),
             "top1": correct_in_top(logits, targets, 1).sum(),
         }
-        if has_top5(logits.shape[1]):
+        if has_top5(logits.shape[-1]):
             sums["top5"] = correct_in_top(logits, targets, 5).sum()
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self.num_examples += logits.shape[0]
+        self.num_targets += targets.numel()
 
     def compute(self) -> dict[str, float]:
         """Return the mean loss (natural logarithm) and the fractions top1 and, from 5 classes on, top5."""
-        if self.num_examples == 0:
+        if self.num_targets == 0:
             raise ValueError("The evaluation set gave 0 examples: check its split and that drop_last is off.")
-        return {name: float(value) / self.num_examples for name, value in self._sums.items()}
+        return {name: float(value) / self.num_targets for name, value in self._sums.items()}

@@ -14,23 +14,27 @@ from rich.progress import Progress as RichProgress
 
 @dataclass(frozen=True)
 class StepStatus:
-    """The figures of one step; `step` counts finished steps, `epoch` from 0, `top1` and `bubble` are fractions."""
+    """The figures of one step; `step` counts finished steps, `epoch` from 0, `top1` and `bubble` are fractions.
+
+    `examples` says what the data call them.
+    """
 
     step: int
     epoch: int
     loss: float
     top1: float | None = None
-    images_per_second: float | None = None
+    examples_per_second: float | None = None
     peak_memory_bytes: int | None = None
     bubble: float | None = None
+    examples: str = "examples"
 
     def __str__(self) -> str:
         """Write what is known on one line."""
         parts = [f"loss {self.loss:.4f}"]
         if self.top1 is not None:
             parts.append(f"top-1 {self.top1:.1%}")
-        if self.images_per_second is not None:
-            parts.append(f"{self.images_per_second:.1f} images/s")
+        if self.examples_per_second is not None:
+            parts.append(f"{self.examples_per_second:.1f} {self.examples}/s")
         if self.peak_memory_bytes:
             parts.append(f"peak {self.peak_memory_bytes / 2**20:.0f} MiB")
         if self.bubble is not None:

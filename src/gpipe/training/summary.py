@@ -1,6 +1,7 @@
 """What a training came to, and the figures of its steps until then."""
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,8 +11,10 @@ class Summary:
     """The outcome of a training; accuracies are fractions of the evaluation set, None where there was no evaluation.
 
     `evaluation` has the last figures of every evaluation set, `top1`, `top5` and `best_top1` are of the first one.
-    `seconds` is the time of training and evaluation, of earlier sessions too; `images_per_second` is the median over
-    this session's steps; `peak_memory_bytes` is that of the fullest process of the pipeline.
+    `seconds` is the time of training and evaluation, of earlier sessions too. `examples` says what the data call them;
+    `examples_per_second`, `tokens_per_second` (None where an example has one target) and `step_seconds`, which include
+    the update and the wait for data, are medians over this session's `num_timed_steps` last steps.
+    `peak_memory_bytes` is that of the fullest process of the pipeline.
     """
 
     num_steps: int
@@ -20,7 +23,11 @@ class Summary:
     top1: float | None
     top5: float | None
     best_top1: float | None
-    images_per_second: float | None
+    examples: str
+    examples_per_second: float | None
+    tokens_per_second: float | None
+    step_seconds: float | None
+    num_timed_steps: int
     peak_memory_bytes: int | None
     bubble: float | None
     wait_seconds: float
@@ -29,6 +36,15 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a record."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """How long a step took, the wait for its data included, and how much it did, over all replicas."""
+
+    seconds: float
+    num_examples: int
+    num_targets: int
 
 
 @dataclass
@@ -41,17 +57,12 @@ class Totals:
     evaluation: dict[str, dict[str, float]] = field(default_factory=dict)
     bubble: float | None = None
     peak_memory_bytes: int | None = None
-    images_per_second: list[float] = field(default_factory=list)
+    speeds: list[StepSpeed] = field(default_factory=list)
 
     def resumable(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, as JSON."""
         names = ("seconds", "wait_seconds", "best_top1", "evaluation")
         return {name: getattr(self, name) for name in names}
-
-    def median_images_per_second(self) -> float | None:
-        """Return the median over the steps but the first, in which caches and workers start."""
-        settled = self.images_per_second[1:] or self.images_per_second
-        return statistics.median(settled) if settled else None
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]]) -> None:
         """Keep the newest figures of each evaluation set, and the best top-1 of the first set."""
@@ -64,8 +75,12 @@ class Totals:
         """Return a metric of the first evaluation set, None where there is none."""
         return next(iter(self.evaluation.values()), {}).get(metric)
 
-    def summary(self, num_steps: int, num_epochs: int, peak_memory_bytes: int | None) -> Summary:
-        """Sum up a training that ends here."""
+    def summary(
+        self, num_steps: int, num_epochs: int, peak_memory_bytes: int | None, examples: str, num_untimed_steps: int
+    ) -> Summary:
+        """Sum up a training that ends here; its speed leaves out the first steps, unless there are no others."""
+        timed = self.speeds[num_untimed_steps:] or self.speeds
+        has_tokens = any(speed.num_targets > speed.num_examples for speed in timed)
         return Summary(
             num_steps=num_steps,
             num_epochs=num_epochs,
@@ -73,9 +88,18 @@ class Totals:
             top1=self.first("top1"),
             top5=self.first("top5"),
             best_top1=self.best_top1,
-            images_per_second=self.median_images_per_second(),
+            examples=examples,
+            examples_per_second=_median(speed.num_examples / speed.seconds for speed in timed),
+            tokens_per_second=_median(speed.num_targets / speed.seconds for speed in timed) if has_tokens else None,
+            step_seconds=_median(speed.seconds for speed in timed),
+            num_timed_steps=len(timed),
             peak_memory_bytes=peak_memory_bytes,
             bubble=self.bubble,
             wait_seconds=self.wait_seconds,
             evaluation=self.evaluation,
         )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None

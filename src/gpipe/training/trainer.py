@@ -22,7 +22,7 @@ from gpipe.training.manifest import Position
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
 from gpipe.training.restore import load_checkpoint, load_weights
-from gpipe.training.summary import Summary, Totals
+from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
 
 
@@ -37,6 +37,8 @@ class Trainer:
     functions of the number of finished steps. `max_steps` ends the training early and counts as its length.
     `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
     `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
+    `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too. `examples` is what the data
+    call them; the summary's speed leaves out the first `num_untimed_steps`.
     `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
     """
@@ -56,6 +58,8 @@ class Trainer:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     set_drop_path: Callable[[float], None] | None = None
     final_drop_path: float = 0.0
+    examples: str = "examples"
+    num_untimed_steps: int = 1
     evaluate_every_epochs: int | None = 1
     checkpoint_folder: Path | None = None
     save_every_steps: int | None = None
@@ -124,7 +128,9 @@ class Trainer:
             self.pipeline.abort(error)
             raise
         peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
-        return self._totals.summary(self.pipeline.step, self._epoch, max(peaks, default=None))
+        return self._totals.summary(
+            self.pipeline.step, self._epoch, max(peaks, default=None), self.examples, self.num_untimed_steps
+        )
 
     def _train_epoch(self) -> None:
         """Train on what is left of the current epoch."""
@@ -137,7 +143,8 @@ class Trainer:
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
             self._batch += 1
-            self._log(values, report, time.perf_counter() - started)
+            num_targets = batch[1].numel()
+            self._log(values, report, num_targets, time.perf_counter() - started)
             self._after_step()
             if self.pipeline.step >= self.num_steps:
                 return
@@ -162,7 +169,7 @@ class Trainer:
             self.ema.update(self.pipeline.step)
         return values, report
 
-    def _log(self, values: dict[str, Any], report: StepReport, seconds: float) -> None:
+    def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
         totals = self._totals
         if report.timeline is not None:
@@ -172,14 +179,17 @@ class Trainer:
                 self.on_timeline(report.timeline)
         totals.seconds += seconds
         totals.wait_seconds += values["wait_seconds"]
-        totals.images_per_second.append(report.num_examples * self.pipeline.num_replicas / seconds)
+        replicas = self.pipeline.num_replicas
+        speed = StepSpeed(seconds, report.num_examples * replicas, num_targets * replicas)
+        totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
         status = StepStatus(
             step=self.pipeline.step,
             epoch=self._epoch,
             loss=report.loss,
             top1=report.metrics.get("top1"),
-            images_per_second=totals.images_per_second[-1],
+            examples_per_second=speed.num_examples / seconds,
+            examples=self.examples,
             peak_memory_bytes=totals.peak_memory_bytes,
             bubble=totals.bubble,
         )
@@ -190,7 +200,7 @@ class Trainer:
                 "loss": report.loss,
                 **report.metrics,
                 **values,
-                "images_per_second": status.images_per_second,
+                "examples_per_second": status.examples_per_second,
                 "step_seconds": report.step_seconds,
                 "peak_memory_bytes": status.peak_memory_bytes,
             }
@@ -207,7 +217,8 @@ class Trainer:
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
-        if ends_training or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs)):
+        is_due = ends_training or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs))
+        if is_due and self.evaluate_every_epochs is not None:
             self._evaluate()
         if self.checkpoint_folder is not None and (ends_training or _is_due(step, self.save_every_steps)):
             self._save(self.checkpoint_folder)

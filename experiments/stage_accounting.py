@@ -1,0 +1,184 @@
+"""Account every allocation of a step to the stage that holds it, while one process plays all stages.
+
+A stage's forward, recomputation and backward run between two readings of the allocator. What a task leaves behind is
+its stage's, except for boundary outputs and input gradients, which are their receiver's from then on. What is freed
+after a task, such as the gradients that it was given, is its stage's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import gpipe
+from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.stage import Stage
+
+
+_TASK = "gpipe.task"
+
+
+class Reading(NamedTuple):
+    """By how much the allocated bytes grew: since the task before, in the task, and at most within it."""
+
+    between: int
+    grown: int
+    most: int
+
+
+class Allocator(Protocol):
+    """Reads what tasks allocate.
+
+    Attributes:
+        readings: of the step's tasks in order.
+    """
+
+    readings: list[Reading]
+
+    def step(self, run: Callable[[], Any]) -> None:
+        """Run a step, whose tasks run through `task`."""
+
+    def task(self, run: Callable[[], Any]) -> Any:
+        """Run a task and return its result."""
+
+
+class ProcessorAllocator:
+    """Torch's allocator of main memory, as its profiler sees it."""
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+
+    def step(self, run: Callable[[], Any]) -> None:
+        """Run a step under the profiler, and read its tasks."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            run()
+        events = list(_flat(profiled.profiler.kineto_results.experimental_event_tree()))
+        tasks = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == _TASK]
+        changes = sorted(
+            (event.start_time_ns, event.typed[1].alloc_size)
+            for event in events
+            if event.typed[0] == _EventType.Allocation
+        )
+        before = 0
+        for start, end in sorted(tasks):
+            between = sum(size for at, size in changes if before <= at < start)
+            course = list(accumulate((size for at, size in changes if start <= at < end), initial=0))
+            self.readings.append(Reading(between, course[-1], max(course)))
+            before = end
+
+    def task(self, run: Callable[[], Any]) -> Any:
+        """Run a task so that it can be told in the profile."""
+        with record_function(_TASK):
+            return run()
+
+
+class CudaAllocator:
+    """The caching allocator of a GPU: what tensors take, rounded as it rounds."""
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+        self._last = 0
+
+    def step(self, run: Callable[[], Any]) -> None:
+        """Run a step."""
+        self._last = torch.cuda.memory_allocated()
+        run()
+
+    def task(self, run: Callable[[], Any]) -> Any:
+        """Run a task and read the allocator before and after it."""
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = run()
+        after, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        self.readings.append(Reading(before - self._last, after - before, most - before))
+        self._last = after
+        return result
+
+
+@dataclass
+class Account:
+    """What one stage holds: weights, buffers and optimiser state, what its tasks left behind, and its peak, in bytes."""
+
+    fixed: int
+    held: int = 0
+    peak: int = 0
+
+
+class Accounting:
+    """Accounts of all stages of a pipeline.
+
+    Args:
+        pipeline: that plays all its stages in this process.
+        optimizer: whose state is held too, once it has made a step.
+        allocator: of the device.
+    """
+
+    def __init__(self, pipeline: gpipe.Pipeline, optimizer: torch.optim.Optimizer | None, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._pipeline = pipeline
+        self._tasks: list[tuple[int, int, int]] = []  # stage, who gets what it returns, and how many bytes that is
+        self.accounts = {index: Account(_fixed_bytes(stage, optimizer)) for index, stage in pipeline.stages.items()}
+        for stage in pipeline.stages.values():
+            self._watch(stage)
+
+    def step(self, batch: tuple[Any, Any]) -> list[int]:
+        """Make a training step; return the most that each stage held, with weights and optimiser state, in bytes."""
+        for index, account in self.accounts.items():
+            account.held = account.peak = _storage_bytes(Payload.of(batch[0]).tensors) if index == 0 else 0
+        self._tasks.clear()
+        self._allocator.readings.clear()
+        self._allocator.step(lambda: self._pipeline.train_step(batch))
+        account = self.accounts[0]
+        for (index, target, travelling), reading in zip(self._tasks, self._allocator.readings, strict=True):
+            account.held += reading.between  # that of the task before
+            account = self.accounts[index]
+            account.peak = max(account.peak, account.held + reading.most)
+            account.held += reading.grown
+            if target in self.accounts:
+                account.held -= travelling
+                self.accounts[target].held += travelling
+        return [account.fixed + account.peak for _, account in sorted(self.accounts.items())]
+
+    def _watch(self, stage: Stage) -> None:
+        for name in ("forward", "recompute", "backward"):
+            setattr(stage, name, self._watched(stage.index, name, getattr(stage, name)))
+
+    def _watched(self, index: int, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        target = {"forward": index + 1, "backward": index - 1}.get(name, index)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            result = self._allocator.task(lambda: run(*args, **options))
+            if name == "forward":  # on a device of its own the receiver has a copy, whatever the sender keeps
+                result.tensors = [tensor.clone() for tensor in result.tensors]
+            self._tasks.append((index, target, 0 if result is None else _storage_bytes(result.tensors)))
+            return result
+
+        return watched
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _fixed_bytes(stage: Stage, optimizer: torch.optim.Optimizer | None) -> int:
+    tensors = [tensor for layer in stage.layers.values() for tensor in layer.state_dict(keep_vars=True).values()]
+    state = {} if optimizer is None else optimizer.state
+    for tensor in list(tensors):
+        with suppress(KeyError):
+            tensors += [value for value in state[tensor].values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _flat(events: Iterable[Any]) -> Iterable[Any]:
+    for event in events:
+        yield event
+        yield from _flat(event.children)

@@ -1,0 +1,57 @@
+"""What a host has for the processes of a run: GPUs, and cores that they may be pinned to."""
+
+import os
+
+
+class DevicesMissing(RuntimeError):
+    """Say how many GPUs or cores the processes of a run need, and how many are here; `reason` is just that."""
+
+    def __init__(self, num_needed: int, noun: str, num_found: int, remedy: str) -> None:
+        self.reason = f"needs {num_needed} {noun}, {num_found} {'is' if num_found == 1 else 'are'} here"
+        super().__init__(f"this run {self.reason}: {remedy}.")
+
+
+def check_devices(num_processes: int, device: str, num_threads: int | None, pin_cores: bool) -> None:
+    """Look whether there is a GPU for each process, and a core for each thread where processes are pinned.
+
+    device: cpu, cuda or auto. torchrun's processes are left to whoever started them. Raises DevicesMissing.
+    """
+    if is_adopted():
+        return
+    if num_processes > 1 and device != "cpu":
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if 0 < num_gpus < num_processes:  # without any, `auto` is the CPU
+            remedy = "set launch.device=cpu, or launch.num_processes=1, which plays several stages on one GPU"
+            raise DevicesMissing(num_processes, "GPUs", num_gpus, remedy)
+    num_cores = num_processes * (num_threads or 1)
+    if pin_cores and num_cores > (found := len(own_cores())):
+        raise DevicesMissing(num_cores, "cores", found, "set launch.pin_cores=false, which lets processes share a core")
+
+
+def own_cores() -> list[int]:
+    """Return the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+
+
+def pin(num_threads: int, local_rank: int) -> None:
+    """Confine this thread, and those that it starts, to as many cores of its own; neighbours get neighbouring cores.
+
+    Raises ValueError where the system cannot do that, or has too few cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("launch.pin_cores is true, but this system pins no process: set launch.pin_cores=false.")
+    cores = own_cores()
+    own = cores[local_rank * num_threads : (local_rank + 1) * num_threads]
+    if len(own) < num_threads:
+        raise ValueError(
+            f"launch.pin_cores is true, but process {local_rank} of this host finds {len(own)} of {num_threads} cores "
+            "left: set launch.pin_cores=false, or start fewer processes."
+        )
+    os.sched_setaffinity(0, own)
+
+
+def is_adopted() -> bool:
+    """Say whether torchrun, or something that sets the same variables, started this process."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()

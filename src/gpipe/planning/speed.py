@@ -1,0 +1,60 @@
+"""How long a device takes for a layer, planned from its figures (the roofline)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpipe.planning.device import Device
+from gpipe.planning.ledger import Work
+from gpipe.planning.memory import DeviceMemory
+from gpipe.planning.profile import LayerProfile
+
+
+class LayerSeconds(NamedTuple):
+    """How long one layer, or the loss, takes for a micro-batch: forward (or recomputed), and backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device does in a second.
+
+    Attributes:
+        peak_flops_per_second: of its arithmetic, at the precision of the run.
+        flops_per_second: that products reach.
+        bytes_per_second: that operations reach between arithmetic and memory.
+        link_bytes_per_second: to a neighbouring device, one way.
+    """
+
+    peak_flops_per_second: float
+    flops_per_second: float
+    bytes_per_second: float
+    link_bytes_per_second: float
+
+    @classmethod
+    def of(cls, device: Device, precision: str, efficiency: float) -> Speed:
+        """Take a device to reach a share `efficiency` of its peaks, at "float32" or "bfloat16"."""
+        peak = device.flops_per_second(precision)
+        return cls(peak, efficiency * peak, efficiency * device.memory_bandwidth, device.link_bandwidth)
+
+    def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
+        """Return how long each layer takes if nothing but its operations does, one after the other.
+
+        Each is bound by arithmetic or by memory, whichever takes longer; a compiler that fuses them does better.
+        """
+        known: dict[int, LayerSeconds] = {}  # equal layers share their profile
+        for profile in profiles:
+            if id(profile) not in known:
+                known[id(profile)] = LayerSeconds(self._work(profile.forward), self._work(profile.backward))
+        return [known[id(profile)] for profile in profiles]
+
+    def update_seconds(self, memory: DeviceMemory) -> float:
+        """Return how long an optimiser's update takes: it reads all that belongs to parameters and writes most of it."""
+        return 2 * memory.parameter_bytes / self.bytes_per_second
+
+    def _work(self, operations: Iterable[Work]) -> float:
+        return sum(max(one.flops / self.flops_per_second, one.bytes_moved / self.bytes_per_second) for one in operations)

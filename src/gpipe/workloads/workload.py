@@ -1,0 +1,44 @@
+"""What `build` asks of a family of models and of its data."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight
+from gpipe.training.loader import Loader
+
+
+class Workload(Protocol):
+    """Builds, from the settings of a run, all that depends on the kind of model and of data."""
+
+    @property
+    def examples(self) -> str:
+        """What the examples are called, in the plural."""
+
+    @property
+    def final_drop_path(self) -> float | None:
+        """The drop-path rate at the end of training, None for a model without drop-path."""
+
+    @property
+    def loss_weight(self) -> LossWeight | None:
+        """How much a micro-batch counts; None: by its number of examples."""
+
+    def layers(self) -> nn.Sequential:
+        """Describe the whole model on the meta device."""
+
+    def inputs(self, num_examples: int) -> Tensor:
+        """Describe the inputs of so many examples on the meta device."""
+
+    def loss(self) -> LossFunction:
+        """Return the loss of a micro-batch."""
+
+    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Loader]:
+        """Return the loaders of the training and the test data.
+
+        A training mini-batch is shared out over the replicas; each replica evaluates on the whole test set.
+        """
+
+    def warnings(self) -> Sequence[str]:
+        """Return what the user should know of the data, a sentence each."""
