@@ -53,6 +53,42 @@ def engine_overhead_run(records: list[Record]) -> str:
     return provenance(_newest(records, "engine_overhead"), "engine_overhead")
 
 
+def schedule_simulation(records: list[Record]) -> str:
+    """Return how long each schedule's steps took with layers that sleep, beside what the simulator says."""
+    record = _newest(records, "schedule_simulation")
+    if record is None:
+        return not_run("schedule_simulation")
+    rows = [
+        [
+            f"{row['schedule']}, {row['rematerialize']}",
+            str(row["num_devices"]),
+            str(row["stages_per_device"]),
+            str(row["num_microbatches"]),
+            f"{row['simulated_seconds'] * 1e3:.1f}",
+            f"{row['makespan_seconds'] * 1e3:.1f}",
+            f"{row['makespan_seconds'] / row['simulated_seconds']:.3f}",
+            f"{row['step_seconds'] * 1e3:.1f}",
+        ]
+        for row in record.results["grid"]
+    ]
+    header = [
+        "schedule, recomputation",
+        "P",
+        "K / P",
+        "M",
+        "first to last task, simulated, ms",
+        "measured, ms",
+        "measured / simulated",
+        "whole step, measured, ms",
+    ]
+    return markdown(header, rows)
+
+
+def schedule_simulation_run(records: list[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(_newest(records, "schedule_simulation"), "schedule_simulation")
+
+
 def image_runs(records: list[Record]) -> str:
     """Return the runs that trained on images from scratch: what was trained on what, how far, and how fast."""
     runs = _image_runs(records)
@@ -140,6 +176,8 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "engine_overhead": engine_overhead,
     "one_stage_overhead": one_stage_overhead,
     "engine_overhead_run": engine_overhead_run,
+    "schedule_simulation": schedule_simulation,
+    "schedule_simulation_run": schedule_simulation_run,
     "image_runs": image_runs,
     "image_runs_from": image_runs_from,
     "input_pipeline": input_pipeline,
