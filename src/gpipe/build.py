@@ -104,6 +104,7 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
         objective=settings.objective.value,
         memory_limit_bytes=settings.memory_limit_bytes,
         partitions=partitions,
+        stages_per_device=settings.stages_per_device,
     )
 
 
