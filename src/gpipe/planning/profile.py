@@ -174,7 +174,8 @@ class _Chain:
         self.ledger.reset_peak()
         self.position = len(self.layers) - 1
         with self._blamed():
-            loss.backward()
+            if loss.requires_grad:  # else everything is frozen
+                loss.backward()
         self._note_backward()
 
     def _run(self, index: int, layer: nn.Module | None, payload: Payload, targets: Any, *, announce: bool) -> Payload:
