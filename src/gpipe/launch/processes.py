@@ -70,7 +70,7 @@ class Processes:
     num_threads: of each process; None shares this host's cores out. device: cpu, cuda, or auto.
     timeout_seconds: after which a collective operation without an answer is given up.
     folder: for the file with an error's traceback. debug: show the traceback on the terminal too.
-    pin_cores: every process, an only one too, is a new one on cores of its own, as many as it has threads.
+    pin_cores: every process, an only one too, is a new one; on a CPU it has as many cores of its own as threads.
     """
 
     num_stages: int
@@ -188,7 +188,9 @@ def _place_alone(processes: Processes) -> Place:
 def _set_threads(processes: Processes) -> None:
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_threads = processes.num_threads or max(1, len(own_cores()) // num_local)
-    if processes.pin_cores:  # now, because the threads that are started from here on stay on the same cores
+    # Not beside a GPU, where the processes that decode images would have to share the one core.
+    if processes.pin_cores and _device_type(processes.device) == "cpu":
+        # The threads that are started from here on stay on the same cores.
         pin(num_threads, int(os.environ.get("LOCAL_RANK", "0")))
     torch.set_num_threads(num_threads)
 
