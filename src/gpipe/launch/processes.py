@@ -14,7 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,10 +35,14 @@ _SHUTDOWN_SECONDS = 3  # for a process that does not end by SIGTERM
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: `mesh` has the dimensions ("replica", "stage"), None where it plays all stages."""
+    """Where this process stands: `mesh` has the dimensions ("replica", "stage"), None where it plays all stages.
+
+    num_cores: those of this host that the run has, more than this process's where it is pinned.
+    """
 
     mesh: DeviceMesh | None
     device_type: str
+    num_cores: int = field(default_factory=lambda: len(own_cores()))
 
     @property
     def is_main(self) -> bool:
@@ -139,8 +143,9 @@ def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with one_message(debug=processes.debug):
+            num_cores = len(own_cores())
             _set_threads(processes)
-            place = _join(processes)
+            place = replace(_join(processes), num_cores=num_cores)
             # Each of torchrun's processes composed its own configuration: the first one's folder holds.
             folder = Path(place.share(str(processes.folder)))
         with one_message(folder, processes.debug):
