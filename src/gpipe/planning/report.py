@@ -52,7 +52,8 @@ def _verdict(found: Forecast, setting: Setting, device: Device, remedies: Sequen
 
 def gib(size: int) -> str:
     """Return a size in bytes with its unit."""
-    return f"{size / GIB:.{1 if size < 100 * GIB else 0}f} GiB"
+    value = size / GIB
+    return f"{value:.1f} GiB" if 1 <= value < 100 else f"{value:.3g} GiB"
 
 
 def _row(found: Forecast, index: int) -> tuple[str, ...]:
