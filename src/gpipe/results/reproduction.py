@@ -24,6 +24,12 @@ from gpipe.results.records import (
     without_places,
     write_records,
 )
+from gpipe.results.schedules import (
+    schedule_memory,
+    schedule_memory_run,
+    schedule_simulation,
+    schedule_simulation_run,
+)
 from gpipe.results.table4 import table4, table4_cost, transfer_laptop, transfer_laptop_run
 from gpipe.results.tables import TABLES
 
@@ -34,6 +40,10 @@ BESIDE_PAPER = {"table4": table4}
 Table: TypeAlias = Callable[[list[Record]], str]
 EVERY_TABLE: dict[str, Table] = {
     **TABLES,
+    "schedule_simulation": schedule_simulation,
+    "schedule_simulation_run": schedule_simulation_run,
+    "schedule_memory": schedule_memory,
+    "schedule_memory_run": schedule_memory_run,
     "table4_cost": table4_cost,
     "transfer_laptop": transfer_laptop,
     "transfer_laptop_run": transfer_laptop_run,
