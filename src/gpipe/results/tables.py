@@ -180,6 +180,7 @@ def _of(run: Record, section: str, key: str) -> Any:
 
 
 def newest(records: list[Record], experiment: str) -> Record | None:
+    """Return the newest record of an experiment, None where there is none."""
     found = [record for record in records if record.experiment == experiment]
     return max(found, key=lambda record: record.date, default=None)
 
