@@ -23,7 +23,7 @@ def planned_memory(records: Sequence[Record]) -> str:
             ", ".join(map(str, row["partitions"])),
             _mebibytes(row["planned_bytes"]),
             _mebibytes(row["measured_bytes"]),
-            f"{max(_deviations(row), key=abs):+.1%}",
+            f"{max(_deviations(row), key=abs):+z.1%}",
         ]
         for row in rows
         if row["num_stages"] == most
@@ -42,7 +42,7 @@ def planned_memory_deviations(records: Sequence[Record]) -> str:
         groups.setdefault((row["model"], str(row["num_stages"])), []).extend(_deviations(row))
     groups["all", ""] = [deviation for found in groups.values() for deviation in found]
     rows = [
-        [model, stages, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+.1%}", f"{max(found):+.1%}"]
+        [model, stages, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
         for (model, stages), found in groups.items()
     ]
     return markdown(["model", "K", "stages measured", "median, either way", "furthest below", "furthest above"], rows)
