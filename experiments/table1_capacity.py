@@ -105,7 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = {
         "columns": [plan(column) for column in COLUMNS],
-        "variants": [vary(variant) for variant in VARIANTS],
+        "variants": [vary(variant, CUTS) for variant in VARIANTS],
     }
     if not arguments.plan_only:
         results["search"] = [find_largest(column) for column in COLUMNS if not column.name.startswith("Naive")]

@@ -100,7 +100,7 @@ def test_the_largest_model_is_found_for_each_cut(monkeypatch: pytest.MonkeyPatch
 def test_attention_op_by_op_needs_more_memory_and_smaller_micro_batches_less() -> None:
     column = Small("Pipeline-1", 2, None, 1)
     variants = [Variant(column, 4), Variant(column, 4, is_fused=False), Variant(column, 8, is_fused=False)]
-    fused, op_by_op, smaller = (vary(variant)["activation_bytes"] for variant in variants)
+    fused, op_by_op, smaller = (vary(variant, CUTS)["activation_bytes"]["memory"] for variant in variants)
     assert fused < op_by_op > smaller
 
 
@@ -111,7 +111,7 @@ def written(kind: str, **results: Any) -> Record:
 def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table1_capacity, "_fits", lambda column, cut: lambda size: size <= 32)
     planned = written(
-        "planned", columns=[plan(IMAGES)], search=[find_largest(IMAGES)], variants=[vary(Variant(IMAGES, 4))]
+        "planned", columns=[plan(IMAGES)], search=[find_largest(IMAGES)], variants=[vary(Variant(IMAGES, 4), CUTS)]
     )
     paper = {"family": "amoebanet", "name": "Pipeline-2", "num_layers": "3", "num_filters": "32", "num_stages": "2"}
     paper |= {"parameters": "9.99M", "parameter_gb": "1", "activation_gb": "2"}

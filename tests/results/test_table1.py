@@ -92,9 +92,14 @@ def test_memory_is_added_up_over_the_devices() -> None:
 def test_other_choices_stand_beside_the_papers_activations() -> None:
     images = {"family": "amoebanet", "name": "Pipeline-2", "num_microbatches": 128, "attention": None}
     text = {"family": "transformer", "name": "Pipeline-8", "num_microbatches": 16, "attention": "op by op"}
-    variants = [{**text, "activation_bytes": 3 * GIB}, {**images, "activation_bytes": GIB}]
+    cuts = [{"variance of FLOPs": size * GIB, "memory": GIB} for size in (3, 2)]
+    sizes = [{"activation_bytes": found, "peak_bytes": found} for found in cuts]
+    variants = [{**text, **sizes[0]}, {**images, **sizes[1]}]
     rows = cells(table1_variants([record("planned", variants=variants)], PAPER))
-    assert [row[1:] for row in rows] == [["128", "", "8.11", "3.39", "1.00"], ["16", "op by op", "50.9", "", "3.00"]]
+    assert [row[1:] for row in rows] == [
+        ["128", "", "8.11", "3.39", *["2.00", "1.00"] * 2],
+        ["16", "op by op", "50.9", "", *["3.00", "1.00"] * 2],
+    ]
 
 
 def test_the_fullest_device_says_whether_a_model_fits() -> None:

@@ -48,7 +48,7 @@ def table1_memory(records: Sequence[Record], paper: Paper) -> str:
 
 
 def table1_variants(records: Sequence[Record], paper: Paper) -> str:
-    """Return the activations of all devices together, in GiB, with other choices where the paper gives none."""
+    """Return the activations of all devices together, and the fullest device, in GiB, with other choices."""
     found = _newest(records, "planned", "variants")
     if found is None:
         return not_run(PROGRAM)
@@ -57,9 +57,11 @@ def table1_variants(records: Sequence[Record], paper: Paper) -> str:
         for entry in (entry for entry in found.results["variants"] if _key(entry) == _key(row)):
             choices = [str(entry["num_microbatches"]), entry["attention"] or ""]
             known = [row["activation_gb"], row["torchgpipe_activation_gib"]]
-            rows.append([_model(row), *choices, *known, _gibibytes(entry["activation_bytes"])])
+            planned = [_gibibytes(entry[name][cut]) for name in ("activation_bytes", "peak_bytes") for cut in CUTS]
+            rows.append([_model(row), *choices, *known, *planned])
     header = ["model", "M", "attention", "activations: paper", "torchgpipe, M = 128"]
-    return markdown([*header, f"planned, {CUTS[MEASURED_CUT]}"], rows)
+    header += [f"{figure}, {name}" for figure in ("planned", "fullest device") for name in CUTS.values()]
+    return markdown(header, rows)
 
 
 def table1_devices(records: Sequence[Record], paper: Paper) -> str:
