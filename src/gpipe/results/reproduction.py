@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from gpipe.results.curve import read_curve
 from gpipe.results.jobs import Job
+from gpipe.results.planned_memory import planned_memory, planned_memory_deviations, planned_memory_run
 from gpipe.results.records import (
     RECORD_FILE,
     Record,
@@ -24,11 +25,23 @@ from gpipe.results.records import (
     without_places,
     write_records,
 )
+<<<<<<< HEAD
 from gpipe.results.schedules import (
     schedule_memory,
     schedule_memory_run,
     schedule_simulation,
     schedule_simulation_run,
+=======
+from gpipe.results.table1 import (
+    table1_devices,
+    table1_measured,
+    table1_measured_run,
+    table1_memory,
+    table1_parameters,
+    table1_run,
+    table1_search,
+    table1_variants,
+>>>>>>> h5
 )
 from gpipe.results.table4 import table4, table4_cost, transfer_laptop, transfer_laptop_run
 from gpipe.results.tables import TABLES
@@ -36,14 +49,30 @@ from gpipe.results.tables import TABLES
 RUNS_FILE = "runs.jsonl"
 PAPER_FILE = "paper.csv"
 METRICS_FILE = "metrics.jsonl"
-BESIDE_PAPER = {"table4": table4}
+BESIDE_PAPER = {
+    "table1_parameters": table1_parameters,
+    "table1_memory": table1_memory,
+    "table1_devices": table1_devices,
+    "table1_search": table1_search,
+    "table1_measured": table1_measured,
+    "table1_variants": table1_variants,
+    "table4": table4,
+}
 Table: TypeAlias = Callable[[list[Record]], str]
 EVERY_TABLE: dict[str, Table] = {
     **TABLES,
+<<<<<<< HEAD
     "schedule_simulation": schedule_simulation,
     "schedule_simulation_run": schedule_simulation_run,
     "schedule_memory": schedule_memory,
     "schedule_memory_run": schedule_memory_run,
+=======
+    "planned_memory": planned_memory,
+    "planned_memory_deviations": planned_memory_deviations,
+    "planned_memory_run": planned_memory_run,
+    "table1_run": table1_run,
+    "table1_measured_run": table1_measured_run,
+>>>>>>> h5
     "table4_cost": table4_cost,
     "transfer_laptop": transfer_laptop,
     "transfer_laptop_run": transfer_laptop_run,

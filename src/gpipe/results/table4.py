@@ -1,13 +1,10 @@
 """The tables of the paper's Table 4: our accuracies beside the paper's, a small transfer, and what all would cost."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 
 from gpipe.results.records import Record
-from gpipe.results.tables import markdown, not_run, provenance
-
-Paper = Sequence[Mapping[str, str]]
-"""The rows of paper.csv."""
+from gpipe.results.tables import Paper, markdown, not_run, provenance
 
 # The same settings as the paper's, not a smaller model.
 PAPER_SCALE = ("amoebanet_imagenet", "transfer", "transfer_table")

@@ -1,9 +1,12 @@
 """The tables that READMEs show, each made from records alone."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpipe.results.records import Record
+
+Paper = Sequence[Mapping[str, str]]
+"""The rows of a paper.csv."""
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
