@@ -25,13 +25,12 @@ from gpipe.results.records import (
     without_places,
     write_records,
 )
-<<<<<<< HEAD
 from gpipe.results.schedules import (
     schedule_memory,
     schedule_memory_run,
     schedule_simulation,
     schedule_simulation_run,
-=======
+)
 from gpipe.results.table1 import (
     table1_devices,
     table1_measured,
@@ -41,7 +40,6 @@ from gpipe.results.table1 import (
     table1_run,
     table1_search,
     table1_variants,
->>>>>>> h5
 )
 from gpipe.results.table4 import table4, table4_cost, transfer_laptop, transfer_laptop_run
 from gpipe.results.tables import TABLES
@@ -61,18 +59,15 @@ BESIDE_PAPER = {
 Table: TypeAlias = Callable[[list[Record]], str]
 EVERY_TABLE: dict[str, Table] = {
     **TABLES,
-<<<<<<< HEAD
     "schedule_simulation": schedule_simulation,
     "schedule_simulation_run": schedule_simulation_run,
     "schedule_memory": schedule_memory,
     "schedule_memory_run": schedule_memory_run,
-=======
     "planned_memory": planned_memory,
     "planned_memory_deviations": planned_memory_deviations,
     "planned_memory_run": planned_memory_run,
     "table1_run": table1_run,
     "table1_measured_run": table1_measured_run,
->>>>>>> h5
     "table4_cost": table4_cost,
     "transfer_laptop": transfer_laptop,
     "transfer_laptop_run": transfer_laptop_run,
