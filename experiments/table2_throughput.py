@@ -70,8 +70,8 @@ def studies(*, is_small: bool) -> dict[str, list[Study]]:
     v2, v3, p100 = (DEVICES[name] for name in ("tpu_v2", "tpu_v3", "p100"))
     if is_small:
         narrow = {"vocabulary_size": 64, "model_size": 32, "feedforward_size": 64, "num_heads": 2}
-        image, text = (partial(images, 64), 4, (1, 2)), (partial(tokens, 16, 64), 4, (1,))
-        nets = [("AmoebaNet-D (3,16)", amoebanet(3, 16, 64)), ("AmoebaNet-D (3,8)", amoebanet(3, 8, 64))]
+        image, text = (partial(images, 64), 1, (1,)), (partial(tokens, 16, 64), 1, (1,))
+        nets = [(f"AmoebaNet-D (3,{width})", amoebanet(3, width, 64)) for width in (16, 8)]
         stacks = [(f"Transformer-{n}", transformer(n, **narrow)) for n in (12, 8)]
     else:
         image, text = (partial(images, 224), 128, (1, 4, 16)), (partial(tokens, 1024, 32_000), 32, (1, 2))
