@@ -100,7 +100,14 @@ def test_the_law_of_early_recomputation_is_what_the_simulator_finds() -> None:
     }
     paper = [row("T", k, m, "2") for k, m in speeds]
     for line, speed in zip(cells(table2_law([], paper)), speeds.values(), strict=True):
-        assert line[5:] == [f"{speed / speeds[2, 1]:.2f}", f"{2 * speeds[2, 1] / speed:.2f}"]
+        assert line[5:7] == [f"{speed / speeds[2, 1]:.2f}", f"{2 * speeds[2, 1] / speed:.2f}"]
+
+
+def test_the_number_of_micro_batches_that_the_law_would_need_is_found_where_there_is_one() -> None:
+    at_eight, at_four = (2 / 7, 4 * 8 / (4 * 8 + 9)), (2 / 7, 4 * 4 / (4 * 4 + 9))
+    paper = [row("T", 2, 1, "1"), row("T", 4, 4, f"{at_eight[1] / at_eight[0]}")]
+    paper += [row("T", 4, 32, f"{at_four[1] / at_four[0]}"), row("T", 4, 32, "3.6")]
+    assert [line[7] for line in cells(table2_law([], paper))] == ["1.0", "8.0", "4.0", "none"]
 
 
 def test_the_bubble_formula_stands_beside_the_paper() -> None:

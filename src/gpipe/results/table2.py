@@ -38,18 +38,23 @@ def table2_equal(records: Sequence[Record], paper: Paper) -> str:
 
 
 def table2_law(records: Sequence[Record], paper: Paper) -> str:  # noqa: ARG001 - the paper's numbers alone
-    """Return the paper's speed-ups beside what equal stages allow, if a micro-batch takes as long an example anywhere.
+    """Return the paper's speed-ups beside what equal stages allow, if an example takes as long in every cell.
 
-    With a backward of two forwards, (M+K-1)/(KM) of four forwards; less what is recomputed while a stage waits:
-    (M+K-1) F + M (R+B) + (K-1) B, which is (4M+3K-3)/(KM) forwards.
+    The bubble formula is (M+K-1)/(KM). With recomputation while a stage waits it is (M+K-1) F + M (R+B) + (K-1) B: with
+    B = 2F and R = F an example takes (4M+3K-3)/(KM) forwards. The last column is the M that this would need.
     """
     bubble = over_base({(t, k, m): k * m / (m + k - 1) for t, k, m in map(key_of, paper)}, paper)
-    early = over_base({(t, k, m): k * m / (4 * m + 3 * k - 3) for t, k, m in map(key_of, paper)}, paper)
+    speeds = {(t, k, m): k * m / (4 * m + 3 * k - 3) for t, k, m in map(key_of, paper)}
+    early = over_base(speeds, paper)
     rows = []
     for row in paper:
         key, found = key_of(row), float(row["speed_up"])
-        rows.append([*names(row), row["speed_up"], ratio(bubble[key]), ratio(early[key]), f"{found / early[key]:.2f}"])
-    return markdown(["model", "K", "M", "paper", "bubble formula", "recomputing early", "paper / that"], rows)
+        k = key[1]
+        speed = found * speeds[key] / early[key]
+        needed = f"{speed * (3 * k - 3) / (k - 4 * speed):.1f}" if k > 4 * speed else "none"
+        law = [ratio(bubble[key]), ratio(early[key]), f"{found / early[key]:.2f}", needed]
+        rows.append([*names(row), row["speed_up"], *law])
+    return markdown(["model", "K", "M", "paper", "bubble formula", "recomputing early", "paper / that", "its M"], rows)
 
 
 def table2_breakdown(records: Sequence[Record]) -> str:
