@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,18 +69,22 @@ def studies(*, is_small: bool) -> dict[str, list[Study]]:
     """Return the models of each table, with the paper's devices: Table 1's TPUs, and GPUs linked by PCI-E."""
     v2, v3, p100 = (DEVICES[name] for name in ("tpu_v2", "tpu_v3", "p100"))
     if is_small:
-        narrow = {"vocabulary_size": 64, "model_size": 32, "feedforward_size": 64, "num_heads": 2}
-        image, text = (partial(images, 64), 1, (1,)), (partial(tokens, 16, 64), 1, (1,))
-        nets = [(f"AmoebaNet-D (3,{width})", amoebanet(3, width, 64)) for width in (16, 8)]
-        stacks = [(f"Transformer-{n}", transformer(n, **narrow)) for n in (12, 8)]
+        narrow = transformer(8, vocabulary_size=64, model_size=32, feedforward_size=64, num_heads=2)
+        table2 = [
+            Study("AmoebaNet-D (3,16)", amoebanet(3, 16, 64), partial(images, 64), v2, 1, (1,)),
+            Study("Transformer-8", narrow, partial(tokens, 16, 64), v3, 1, (1,)),
+        ]
+        table3 = [replace(study, device=p100) for study in table2]
     else:
         image, text = (partial(images, 224), 128, (1, 4, 16)), (partial(tokens, 1024, 32_000), 32, (1, 2))
-        nets = [(f"AmoebaNet-D (18,{width})", amoebanet(18, width, 224)) for width in (256, 128)]
-        stacks = [(f"Transformer-{n}", transformer(n)) for n in (48, 24)]
-    return {
-        "table2_throughput": [Study(*nets[0], image[0], v2, *image[1:]), Study(*stacks[0], text[0], v3, *text[1:])],
-        "table3_slow_links": [Study(*nets[1], image[0], p100, *image[1:]), Study(*stacks[1], text[0], p100, *text[1:])],
-    }
+        table2, table3 = [
+            [
+                Study(f"AmoebaNet-D (18,{width})", amoebanet(18, width, 224), image[0], devices[0], *image[1:]),
+                Study(f"Transformer-{depth}", transformer(depth), text[0], devices[1], *text[1:]),
+            ]
+            for width, depth, devices in ((256, 48, (v2, v3)), (128, 24, (p100, p100)))
+        ]
+    return {"table2_throughput": table2, "table3_slow_links": table3}
 
 
 def results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: str) -> dict[str, Any]:
