@@ -1,5 +1,7 @@
 """The parts of a step's time, against arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpipe.pipeline.schedule import Kind
@@ -15,7 +17,7 @@ def forecast_of(setting: Setting, scales: list[float], transfer: float = 0.0, up
         StageForecast(0, 0, 0, 0, FORWARD * scale, RECOMPUTE * scale, BACKWARD * scale, 0, transfer) for scale in scales
     ]
     timeline: Timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), lambda _: transfer)
-    return Forecast(tuple(stages), (), timeline, update, 0.0)
+    return Forecast(tuple(stages), (), timeline, 0.0, update, 0.0)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4, 32])
@@ -51,6 +53,12 @@ def test_what_a_stage_takes_longer_is_imbalance_and_what_a_link_takes_is_transfe
     unequal = forecast_of(Setting(2, 100), [1.0, 3.0])
     # Nearly all of the time the second stage works, and the mean is two thirds of it.
     assert break_down(unequal, Setting(2, 100)).imbalance == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_averaging_over_replicas_is_transfer() -> None:
+    setting = Setting(2, 4)
+    found = replace(forecast_of(setting, [1.0, 1.0]), averaging_seconds=6.0)
+    assert break_down(found, setting).transfer == pytest.approx(6.0 / found.step_seconds)
 
 
 def test_recomputation_is_part_of_the_stages_time() -> None:

@@ -19,7 +19,7 @@ class Breakdown(NamedTuple):
         recomputation: likewise.
         bubble: the wait for other stages that would be left if all stages were equal and transfers took no time.
         imbalance: by how much unequal stages make the step longer.
-        transfer: by how much, besides, the links do.
+        transfer: by how much, besides, the links do, the averaging over replicas too.
         update: the optimiser's, on the slowest device.
     """
 
@@ -48,7 +48,7 @@ def break_down(found: Forecast, setting: Setting) -> Breakdown:
         recomputation=recomputation,
         bubble=even.makespan_seconds - busy,
         imbalance=without_transfer - even.makespan_seconds,
-        transfer=found.timeline.makespan_seconds - without_transfer,
+        transfer=found.timeline.makespan_seconds - without_transfer + found.averaging_seconds,
         update=found.update_seconds,
     )
     return Breakdown(*(part / found.step_seconds for part in parts))

@@ -28,6 +28,7 @@ class Setting:
         schedule: a name of `gpipe.pipeline.schedule`.
         stages_per_device: 1, or more where the schedule interleaves.
         state_ratio: bytes of optimiser state and averages for each byte of trainable parameters.
+        num_replicas: R pipelines, which share a mini-batch out and average their gradients.
     """
 
     num_stages: int
@@ -36,6 +37,12 @@ class Setting:
     schedule: str = "gpipe"
     stages_per_device: int = 1
     state_ratio: float = 1.0
+    num_replicas: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Of all replicas."""
+        return self.num_replicas * self.num_stages // self.stages_per_device
 
     @cached_property
     def tasks(self) -> Schedule:
@@ -88,20 +95,22 @@ class Forecast:
         stages: K of them.
         memory: of each device; stage s is on device s % P.
         timeline: the simulated tasks.
-        update_seconds: of the optimiser, after the last task, on the slowest device.
+        averaging_seconds: of the gradients over the replicas, as if nothing of it overlapped with the tasks.
+        update_seconds: of the optimiser, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
     """
 
     stages: tuple[StageForecast, ...]
     memory: tuple[DeviceMemory, ...]
     timeline: Timeline
+    averaging_seconds: float
     update_seconds: float
     utilization: float
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, with the update."""
-        return self.timeline.makespan_seconds + self.update_seconds
+        """Seconds of a step: the tasks, then the averaging, then the update."""
+        return self.timeline.makespan_seconds + self.averaging_seconds + self.update_seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -137,13 +146,14 @@ def forecast(
     timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
     if layer_update_seconds is None:
-        update_seconds = max(map(speed.update_seconds, memory))
+        update_seconds = speed.update_seconds(memory)
     else:
         updates = [sum(layer_update_seconds[first:end]) for first, end in bounds]
         update_seconds = max(sum(updates[device :: len(memory)]) for device in range(len(memory)))
+    ends = speed.averaging_seconds(memory, setting.num_replicas), update_seconds
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
-    possible = (timeline.makespan_seconds + update_seconds) * len(memory) * speed.peak_flops_per_second
-    return Forecast(stages, memory, timeline, update_seconds, flops / possible)
+    possible = (timeline.makespan_seconds + sum(ends)) * len(memory) * speed.peak_flops_per_second
+    return Forecast(stages, memory, timeline, *ends, flops / possible)
 
 
 def plan_memory(

@@ -58,11 +58,15 @@ class Speed:
                 known[id(profile)] = LayerSeconds(forward, forward, backward)
         return [known[id(profile)] for profile in profiles]
 
-    def update_seconds(self, memory: DeviceMemory) -> float:
-        """Return how long an optimiser's update takes: it reads all that belongs to parameters and writes most of it."""
-        return 2 * memory.parameter_bytes / self.bytes_per_second
+    def averaging_seconds(self, memory: Sequence[DeviceMemory], num_replicas: int) -> float:
+        """Return how long the slowest device's gradients take around a ring of its replicas."""
+        gradients = max(device.gradient_bytes for device in memory)
+        return 2 * (num_replicas - 1) / num_replicas * gradients / self.link_bytes_per_second
+
+    def update_seconds(self, memory: Sequence[DeviceMemory]) -> float:
+        """Return how long the optimiser takes: it reads and writes all that belongs to parameters."""
+        return 2 * max(device.parameter_bytes for device in memory) / self.bytes_per_second
 
     def _work(self, operations: Iterable[Work]) -> float:
-        return sum(
-            max(one.flops / self.flops_per_second, one.bytes_moved / self.bytes_per_second) for one in operations
-        )
+        flops, moved = self.flops_per_second, self.bytes_per_second
+        return sum(max(one.flops / flops, one.bytes_moved / moved) for one in operations)

@@ -24,6 +24,12 @@ from gpipe.results.records import (
     without_places,
     write_records,
 )
+from gpipe.results.schedules import (
+    schedule_memory,
+    schedule_memory_run,
+    schedule_simulation,
+    schedule_simulation_run,
+)
 from gpipe.results.table2 import (
     table2,
     table2_breakdown,
@@ -55,6 +61,10 @@ _BESIDE_PAPER_TABLES = (table2, table2_fixed, table2_equal, table2_law, table3, 
 BESIDE_PAPER = {table.__name__: table for table in _BESIDE_PAPER_TABLES}
 Table: TypeAlias = Callable[[list[Record]], str]
 _OF_RECORDS_ALONE: tuple[Table, ...] = (
+    schedule_simulation,
+    schedule_simulation_run,
+    schedule_memory,
+    schedule_memory_run,
     table2_breakdown,
     table2_planned_breakdown,
     table2_partitions,
