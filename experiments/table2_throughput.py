@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models; prints the records")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a core stands for an accelerator
-    for name, record in records(options):
+    for name, record in list(records(options)):  # one that is added changes the repository that the next one names
         if options.small:
             print(json.dumps(asdict(record)))
         else:
