@@ -67,7 +67,7 @@ def ratio(value: float | None) -> str:
 
 def deviation(value: float | None, paper: float) -> str:
     """Write by how much a number is off the paper's."""
-    return "" if value is None else f"{value / paper - 1:+.0%}"
+    return "" if value is None else f"{round(value / paper - 1, 2) + 0.0:+.0%}"  # never -0%
 
 
 def breakdown(models: Models, batch: str, cut_by: str) -> str:
