@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from gpipe.results.records import Record
-from gpipe.results.tables import markdown, not_run, provenance
+from gpipe.results.tables import markdown, named, not_run, provenance
 
 EXPERIMENT = "planned_memory"
 
@@ -67,3 +67,6 @@ def _deviations(row: Mapping[str, Any]) -> list[float]:
 
 def _mebibytes(sizes: Sequence[int]) -> str:
     return ", ".join(f"{size / 2**20:.1f}" for size in sizes)
+
+
+TABLES = named(planned_memory, planned_memory_deviations, planned_memory_run)

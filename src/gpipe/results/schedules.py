@@ -1,7 +1,7 @@
 """The schedules beside each other: simulated and measured time, planned memory."""
 
 from gpipe.results.records import Record
-from gpipe.results.tables import markdown, newest, not_run, provenance
+from gpipe.results.tables import markdown, named, newest, not_run, provenance
 
 
 def schedule_simulation(records: list[Record]) -> str:
@@ -70,3 +70,6 @@ def schedule_memory(records: list[Record]) -> str:
 def schedule_memory_run(records: list[Record]) -> str:
     """Return the command, date and hardware of the newest plan."""
     return provenance(newest(records, "schedule_memory"), "schedule_memory")
+
+
+TABLES = named(schedule_simulation, schedule_simulation_run, schedule_memory, schedule_memory_run)

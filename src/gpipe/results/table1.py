@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpipe.results.records import Record
-from gpipe.results.tables import Paper, markdown, not_run, provenance
+from gpipe.results.tables import Paper, markdown, named, not_run, provenance
 
 EXPERIMENT = "table1_capacity"
 PROGRAM = "experiments/table1_capacity.py"
@@ -192,3 +192,7 @@ def _measured_peak(column: Mapping[str, Any] | None) -> list[str]:
         return ["out of memory", "does not fit"]
     peak = max(column["peak_bytes"])
     return [_gibibytes(peak), fit(peak, column["memory_bytes"])]
+
+
+BESIDE_PAPER = named(table1_parameters, table1_memory, table1_devices, table1_search, table1_measured, table1_variants)
+TABLES = named(table1_run, table1_measured_run)

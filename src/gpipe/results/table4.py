@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 
 from gpipe.results.records import Record
-from gpipe.results.tables import Paper, markdown, not_run, provenance
+from gpipe.results.tables import Paper, markdown, named, not_run, provenance
 
 # The same settings as the paper's, not a smaller model.
 PAPER_SCALE = ("amoebanet_imagenet", "transfer", "transfer_table")
@@ -131,3 +131,7 @@ def _gain(gains: Sequence[float]) -> list[str]:
         return ["", "not run: one of the two is missing"]
     points = f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})"
     return [points, "it helps" if fmean(gains) > 0 else "it does not help"]
+
+
+BESIDE_PAPER = named(table4)
+TABLES = named(transfer_laptop, transfer_laptop_run, table4_cost)

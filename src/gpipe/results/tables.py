@@ -5,6 +5,8 @@ from typing import Any
 
 from gpipe.results.records import Record
 
+TableFunction = Callable[..., str]
+"""(records) -> Markdown; or, of those in BESIDE_PAPER, (records, the paper's numbers)."""
 Paper = Sequence[Mapping[str, str]]
 """The rows of a paper.csv."""
 
@@ -139,17 +141,6 @@ def image_throughput(records: list[Record]) -> str:
     return markdown(["model", "recomputation", "code", "batch", "images/s", "GiB, peak", "of torchgpipe's"], rows)
 
 
-TABLES: dict[str, Callable[[list[Record]], str]] = {
-    "engine_overhead": engine_overhead,
-    "one_stage_overhead": one_stage_overhead,
-    "engine_overhead_run": engine_overhead_run,
-    "image_runs": image_runs,
-    "image_runs_from": image_runs_from,
-    "input_pipeline": input_pipeline,
-    "image_throughput": image_throughput,
-}
-
-
 def provenance(record: Record | None, program: str) -> str:
     """Return where a record comes from: command, kind of its numbers, date, commit, hardware and packages."""
     if record is None:
@@ -191,3 +182,19 @@ def newest(records: list[Record], experiment: str) -> Record | None:
 def not_run(program: str) -> str:
     """Return what stands in the place of a table that has no record."""
     return f"Not run: {program}.\n"
+
+
+def named(*tables: TableFunction) -> dict[str, TableFunction]:
+    """Return tables under the names by which READMEs ask for them: those of their functions."""
+    return {table.__name__: table for table in tables}
+
+
+TABLES = named(
+    engine_overhead,
+    one_stage_overhead,
+    engine_overhead_run,
+    image_runs,
+    image_runs_from,
+    input_pipeline,
+    image_throughput,
+)
