@@ -33,7 +33,7 @@ def test_equal_stages_take_what_the_formula_says(num_stages: int, num_microbatch
 def test_an_operation_is_bound_by_arithmetic_or_by_memory() -> None:
     speed = Speed(10.0, 5.0, 100.0, 1.0)
     profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200),))
-    assert speed.seconds([profile, profile]) == [(10.0 + 10.0, 2.0)] * 2
+    assert speed.seconds([profile, profile]) == [(10.0 + 10.0, 10.0 + 10.0, 2.0)] * 2
 
 
 def test_boundaries_take_time_both_ways() -> None:

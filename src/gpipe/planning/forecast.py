@@ -60,7 +60,8 @@ class StageForecast:
         last_layer: of its layers.
         parameters: their number.
         flops: of a forward and a backward.
-        forward_seconds: of a forward, and of a recomputation.
+        forward_seconds: of a forward.
+        recompute_seconds: of a recomputation.
         backward_seconds: of a backward.
         output_bytes: that travel to the next stage; as many gradients come back; 0 in the last stage.
         transfer_seconds: of these, one way.
@@ -71,9 +72,19 @@ class StageForecast:
     parameters: int
     flops: int
     forward_seconds: float
+    recompute_seconds: float
     backward_seconds: float
     output_bytes: int
     transfer_seconds: float
+
+    def seconds(self, kind: Kind) -> float:
+        """Return the seconds of a task."""
+        found = {
+            Kind.FORWARD: self.forward_seconds,
+            Kind.RECOMPUTE: self.recompute_seconds,
+            Kind.BACKWARD: self.backward_seconds,
+        }
+        return found[kind]
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ def forecast(
     partitions: Sequence[int],
     setting: Setting,
     speed: Speed,
+    layer_update_seconds: Sequence[float] | None = None,
 ) -> Forecast:
     """Say what a step takes.
 
@@ -121,22 +133,24 @@ def forecast(
         layer_seconds: likewise, planned (`Speed.seconds`) or measured.
         partitions: the number of layers of each stage.
         setting: how the model is run.
-        speed: of a device, for transfers, the update and the utilisation.
+        speed: of a device, for transfers, the utilisation, and the update where that was not measured.
+        layer_update_seconds: of the optimiser, measured, for each layer; None plans them.
     """
     bounds = list(pairwise(accumulate(partitions, initial=0)))
     stages = tuple(_stage(profiles, layer_seconds, first, end, speed) for first, end in bounds)
-
-    def seconds(task: Task) -> float:
-        stage = stages[task.stage]
-        return stage.backward_seconds if task.kind is Kind.BACKWARD else stage.forward_seconds
 
     def transfer_seconds(task: Task) -> float:
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
         return stages[task.stage - (task.kind is Kind.BACKWARD)].transfer_seconds
 
-    timeline = simulate(setting.tasks, seconds, transfer_seconds)
+    timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
-    ends = speed.averaging_seconds(memory, setting.num_replicas), speed.update_seconds(memory)
+    if layer_update_seconds is None:
+        update_seconds = speed.update_seconds(memory)
+    else:
+        updates = [sum(layer_update_seconds[first:end]) for first, end in bounds]
+        update_seconds = max(sum(updates[device :: len(memory)]) for device in range(len(memory)))
+    ends = speed.averaging_seconds(memory, setting.num_replicas), update_seconds
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
     possible = (timeline.makespan_seconds + sum(ends)) * len(memory) * speed.peak_flops_per_second
     return Forecast(stages, memory, timeline, *ends, flops / possible)
@@ -174,6 +188,7 @@ def _stage(
         parameters=sum(profile.parameters for profile in own),
         flops=sum(work.flops for profile in own for work in (*profile.forward, *profile.backward)),
         forward_seconds=sum(one.forward for one in seconds),
+        recompute_seconds=sum(one.recompute for one in seconds),
         backward_seconds=sum(one.backward for one in seconds),
         output_bytes=output_bytes,
         transfer_seconds=output_bytes / speed.link_bytes_per_second,

@@ -41,37 +41,76 @@ from gpipe.results.table1 import (
     table1_search,
     table1_variants,
 )
+from gpipe.results.table2 import (
+    table2,
+    table2_breakdown,
+    table2_equal,
+    table2_figures,
+    table2_fixed,
+    table2_laptop,
+    table2_laptop_equal,
+    table2_law,
+    table2_partitions,
+    table2_planned_breakdown,
+    table2_run,
+)
+from gpipe.results.table3 import (
+    table3,
+    table3_breakdown,
+    table3_figures,
+    table3_fixed,
+    table3_partitions,
+    table3_run,
+)
 from gpipe.results.table4 import table4, table4_cost, transfer_laptop, transfer_laptop_run
 from gpipe.results.tables import TABLES
 
 RUNS_FILE = "runs.jsonl"
 PAPER_FILE = "paper.csv"
 METRICS_FILE = "metrics.jsonl"
-BESIDE_PAPER = {
-    "table1_parameters": table1_parameters,
-    "table1_memory": table1_memory,
-    "table1_devices": table1_devices,
-    "table1_search": table1_search,
-    "table1_measured": table1_measured,
-    "table1_variants": table1_variants,
-    "table4": table4,
-}
+_BESIDE_PAPER_TABLES = (
+    table1_parameters,
+    table1_memory,
+    table1_devices,
+    table1_search,
+    table1_measured,
+    table1_variants,
+    table2,
+    table2_fixed,
+    table2_equal,
+    table2_law,
+    table3,
+    table3_fixed,
+    table4,
+)
+BESIDE_PAPER = {table.__name__: table for table in _BESIDE_PAPER_TABLES}
 Table: TypeAlias = Callable[[list[Record]], str]
-EVERY_TABLE: dict[str, Table] = {
-    **TABLES,
-    "schedule_simulation": schedule_simulation,
-    "schedule_simulation_run": schedule_simulation_run,
-    "schedule_memory": schedule_memory,
-    "schedule_memory_run": schedule_memory_run,
-    "planned_memory": planned_memory,
-    "planned_memory_deviations": planned_memory_deviations,
-    "planned_memory_run": planned_memory_run,
-    "table1_run": table1_run,
-    "table1_measured_run": table1_measured_run,
-    "table4_cost": table4_cost,
-    "transfer_laptop": transfer_laptop,
-    "transfer_laptop_run": transfer_laptop_run,
-}
+_OF_RECORDS_ALONE: tuple[Table, ...] = (
+    schedule_simulation,
+    schedule_simulation_run,
+    schedule_memory,
+    schedule_memory_run,
+    planned_memory,
+    planned_memory_deviations,
+    planned_memory_run,
+    table1_run,
+    table1_measured_run,
+    table2_breakdown,
+    table2_planned_breakdown,
+    table2_partitions,
+    table2_figures,
+    table2_laptop,
+    table2_laptop_equal,
+    table2_run,
+    table3_breakdown,
+    table3_partitions,
+    table3_figures,
+    table3_run,
+    table4_cost,
+    transfer_laptop,
+    transfer_laptop_run,
+)
+EVERY_TABLE: dict[str, Table] = {**TABLES, **{table.__name__: table for table in _OF_RECORDS_ALONE}}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
