@@ -55,8 +55,7 @@ if __name__ == "__main__":
     parser.add_argument("overrides", nargs="*", help="of train.py's settings, in both runs")
     parser.add_argument("--print", action="store_true", help="print the records instead of adding them")
     options = parser.parse_args()
-    for name in RECIPES:
-        found = run(name, options.overrides)
+    for found in [run(recipe, options.overrides) for recipe in RECIPES]:
         if options.print:
             print(found)
         else:
