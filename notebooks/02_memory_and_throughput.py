@@ -243,8 +243,8 @@ plt.show()
 #
 # GPipe runs all forward passes of a mini-batch before the first backward pass. **1F1B** begins a micro-batch's backward
 # pass as soon as it can, so that stage $k$ never has more than $K - k$ micro-batches under way. **Interleaved** 1F1B
-# besides gives each device several shorter stages, which halves the bubble for twice the transfers. A plan for
-# Transformer-48 on eight devices of 16 GB, with 32 micro-batches of one sequence:
+# besides gives each device several shorter stages, which halves the bubble of equal stages for twice the transfers.
+# A plan for Transformer-48 on eight devices of 16 GB, with 32 micro-batches of one sequence:
 
 # %%
 SCHEDULE_COLORS = {"gpipe": BLUE, "1f1b": OCHRE, "interleaved_1f1b": GREEN}
@@ -511,7 +511,7 @@ if simulated:
 #
 # ### Measured, on two cores
 #
-# All of the above is planned or simulated. This is measured: small models, one process a stage, a core each. The
+# All speeds so far are planned or simulated. These are measured: small models, one process a stage, a core each. The
 # bars compare one stage with two; the ticks are what the law with early recomputation makes of one stage's speed.
 
 
