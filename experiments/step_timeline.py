@@ -1,0 +1,71 @@
+"""When each task of a real step ran: the small models of Table 2 through two stages, for the notebooks to draw.
+
+    python experiments/step_timeline.py
+
+Trains each model with train.py for a few steps, one process a stage, a core each, and takes the last step's tasks. Of
+several runs the one whose step was quickest counts, as other programs get in the way. Appends a record a model to
+reproductions/table2_throughput/runs.jsonl; no table reads them. Two minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gpipe.outcome import TRACE_FILE
+from gpipe.results.records import RECORD_FILE, Record, read_records
+from gpipe.results.reproduction import add_record
+
+EXPERIMENT = "step_timeline"
+RECIPES = ("table2_amoebanet_d", "table2_transformer_lm")
+SHAPE = ("pipeline.num_stages=2", "pipeline.num_microbatches=8", "trainer.timeline_every_steps=1")
+ROOT = Path(__file__).parent.parent
+
+
+def read_events(trace: Path) -> list[list[Any]]:
+    """Return a trace's tasks as rows (kind, stage, micro-batch, start, end), in seconds since the first one began."""
+    tasks = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    begin = min(task["ts"] for task in tasks)
+    rows = []
+    for task in tasks:
+        start, end = ((seconds - begin) / 1e6 for seconds in (task["ts"], task["ts"] + task["dur"]))
+        rows.append([task["cat"], task["args"]["stage"], task["args"]["micro_batch"], round(start, 6), round(end, 6)])
+    return rows
+
+
+def run(recipe: str, overrides: list[str]) -> Record:
+    """Train a model of Table 2 and return the run's record, with the tasks of its last step."""
+    command = ["train.py", "+experiment=table2_throughput", "scale=laptop", f"recipe={recipe}", *SHAPE, *overrides]
+    with TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, *command, f"hydra.run.dir={folder}/run"], cwd=ROOT, check=True)
+        record = read_records(Path(folder) / "run" / RECORD_FILE)[0]
+        events = read_events(Path(folder) / "run" / TRACE_FILE)
+    kept = {key: record.results[key] for key in ("predicted_bubble", "partitions")}
+    results = {**kept, "num_devices": record.config["pipeline"]["num_stages"], "events": events}
+    return replace(record, command=f"python experiments/{EXPERIMENT}.py", experiment=EXPERIMENT, results=results)
+
+
+def quickest(recipe: str, overrides: list[str], num_runs: int) -> Record:
+    """Return the record of the run whose last step was the quickest, and from how many runs it was taken."""
+    records = [run(recipe, overrides) for _ in range(num_runs)]
+    best = min(records, key=lambda record: max(end for *_, end in record.results["events"]))
+    return replace(best, results={"num_runs": num_runs, **best.results})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", help="of train.py's settings, in both runs")
+    parser.add_argument("--runs", type=int, default=4, help="of each model; default: %(default)s")
+    parser.add_argument("--print", action="store_true", help="print the records instead of adding them")
+    options = parser.parse_args()
+    for found in [quickest(recipe, options.overrides, options.runs) for recipe in RECIPES]:
+        if options.print:
+            print(found)
+        else:
+            add_record(ROOT, "table2_throughput", found)

@@ -1,0 +1,628 @@
+# %% [markdown]
+# # What fits, and how fast it runs
+#
+# A pipeline is there for two things: to hold models that no single device could hold, and to keep all its devices busy.
+# The paper shows the first in its Table 1, the second in its Tables 2 and 3. This notebook draws what we have beside
+# them. It trains nothing: every number below comes from records in [reproductions](../reproductions), or from the
+# paper.
+#
+# The words (stage, boundary, micro-batch, re-materialisation, bubble) are those of the
+# [first notebook](01_how_gpipe_works.ipynb). A model has $K$ stages, a mini-batch $M$ micro-batches. Our numbers are of
+# three kinds, which never share a mark:
+#
+# | kind | what it is | bars | lines and points |
+# |---|---|---|---|
+# | **planned** | computed from shapes and a device's data sheet; nothing ran | stripes | dashed, open squares |
+# | **simulated** | the schedule, with each layer's seconds as measured on one core | dots | solid, small points |
+# | **measured** | a real step | filled | filled circles |
+#
+# The paper's numbers are open diamonds, those of torchgpipe, another implementation, are crosses.
+
+# %%
+from collections.abc import Mapping, Sequence
+from math import nan
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import matplotlib.pyplot as plt
+from IPython import display as page
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize
+from gpipe.pipeline.timeline import Timeline, plot, simulate
+from gpipe.results.planned_memory import newest as newest_planned_memory
+from gpipe.results.records import Record, read_records
+from gpipe.results.reproduction import RUNS_FILE, read_paper
+from gpipe.results.speed_ups import Key, grid, grid_speeds, key_of, measured_runs, over_base
+from gpipe.results.table2 import GRID, LAPTOP
+from gpipe.results.table3 import GRID as SLOW_GRID
+from gpipe.results.tables import markdown, newest
+
+BLUE, OCHRE, GREEN, RED = "#4878a8", "#c9a227", "#7d9d5b", "#b0413e"
+PALE_BLUE, SLATE, SILVER = "#a9c0d8", "#5d6873", "#d5d5d5"
+HATCHES = {"planned": "////", "simulated": "....", "measured": ""}
+LINES = {"planned": {"ls": "--", "marker": "s", "mfc": "white"}, "simulated": {"ls": "-", "marker": "."}}
+PAPER = {"ls": "", "marker": "D", "color": "#333333", "ms": 7, "mfc": "none", "label": "the paper"}
+TORCHGPIPE = {"ls": "", "marker": "x", "color": "dimgray", "ms": 6, "label": "torchgpipe"}
+plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+plt.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 10, "hatch.linewidth": 0.7})
+
+ROOT, GIB, MIB = Path("../reproductions"), 2**30, 2**20
+CAPACITY, SPEED, SLOW, BUBBLE = (
+    ROOT / name for name in ("table1_model_size", "table2_throughput", "table3_slow_links", "bubble")
+)
+records = {folder: read_records(folder / RUNS_FILE) for folder in (CAPACITY, SPEED, SLOW, BUBBLE)}
+paper = {folder: read_paper(folder) for folder in (CAPACITY, SPEED, SLOW)}
+
+
+def show(*paragraphs: str) -> None:
+    """Show Markdown: each argument is a paragraph or a table."""
+    page.display(page.Markdown("\n\n".join(paragraphs)))
+
+
+def bars(axis: plt.Axes, places: Sequence[float], heights: Sequence[float], kind: str, **style: Any) -> None:
+    """Draw bars with the pattern of their kind."""
+    axis.bar(places, heights, hatch=HATCHES[kind], edgecolor="white", linewidth=0.4, **style)
+
+
+def legend_above(figure: plt.Figure, axis: plt.Axes, **style: Any) -> None:
+    """Put the legend of one axis above the figure."""
+    handles, labels = axis.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(unique.values(), unique.keys(), loc="outside upper left", ncols=style.pop("ncols", 6), **style)
+
+
+found = {
+    (record.experiment, record.kind, f"{record.hardware['cpu']}, {record.hardware['num_cores']} cores")
+    for every in records.values()
+    for record in every
+}
+show("What there is:", markdown(["experiment", "kind", "made on"], sorted(found)))
+
+# %% [markdown]
+# ## 1. What fits
+#
+# ### What a stage holds
+#
+# Three things take a device's memory in a training step: **parameters** (weights, gradients and the optimiser's state;
+# with the paper's RMSProp 12 bytes a parameter), the **stash** (a boundary input for each micro-batch between its
+# forward and its backward pass), and the **activations** of the micro-batch at work, with what its operations need
+# while they run. The most that all three take together, the peak, must stay below the red line.
+#
+# The columns are models of Table 1 with our $M = 32$. The rows are two ways of cutting the layers into stages: as
+# the paper does, such that the stages' FLOPs differ least, and such that the fullest device is as empty as can be.
+
+# %%
+capacity = max(
+    (record for record in records[CAPACITY] if record.kind == "planned" and "columns" in record.results),
+    key=lambda record: record.date,
+)
+columns = {(column["family"], column["name"]): column for column in capacity.results["columns"]}
+CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
+PARTS = {"weights, gradients, optimiser": BLUE, "stash": OCHRE, "activations at work": GREEN}
+
+
+def name_of(column: Mapping[str, Any]) -> str:
+    """Name a model of Table 1."""
+    filters = column["num_filters"]
+    size = f"AmoebaNet-D ({column['num_layers']},{filters})" if filters else f"Transformer-{column['num_layers']}"
+    return f"{column['name']}: {size}"
+
+
+def draw_stages(axis: plt.Axes, column: Mapping[str, Any], cut: str) -> None:
+    """Draw what each stage holds at its peak, planned, below the line of its device's memory."""
+    bottoms = [0.0] * column["num_stages"]
+    devices, places = column["cuts"][cut]["devices"], range(column["num_stages"])
+    for part, color in PARTS.items():
+        # The rest is what the peak leaves: it may come before all gradients are there.
+        sizes = {
+            "weights, gradients, optimiser": [device["parameter_bytes"] for device in devices],
+            "stash": [device["stash_bytes"] for device in devices],
+            "activations at work": [d["peak_bytes"] - d["parameter_bytes"] - d["stash_bytes"] for d in devices],
+        }[part]
+        heights = [size / GIB for size in sizes]
+        assert min(heights) >= 0
+        bars(axis, places, heights, "planned", bottom=bottoms, color=color, label=part)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    room = column["memory_bytes"] / GIB
+    for place, peak in zip(places, bottoms, strict=True):
+        color = RED if peak > room else SLATE
+        text = axis.text(place, peak + 0.02 * room, f"{peak:.1f}", ha="center", va="bottom", fontsize=8, color=color)
+        text.set_bbox({"color": "white", "pad": 0.4})
+    axis.axhline(room, color=RED, linewidth=1.2, zorder=0, label="the device's memory")
+    axis.set_ylim(0, room * 1.2)
+    axis.set_xticks(places)
+
+
+SHOWN = [("amoebanet", "Pipeline-4"), ("amoebanet", "Pipeline-8"), ("transformer", "Pipeline-8")]
+figure, axes = plt.subplots(2, 3, figsize=(10, 5.2), layout="constrained", width_ratios=(1, 1.6, 1.6))
+for row, cut in zip(axes, CUTS, strict=True):
+    for axis, key in zip(row, SHOWN, strict=True):
+        draw_stages(axis, columns[key], cut)
+    row[0].set_ylabel(f"{CUTS[cut]}\nplanned peak, GiB")
+for (top, bottom), key in zip(axes.T, SHOWN, strict=True):
+    top.set_title(name_of(columns[key]).replace(": ", ":\n"))
+    bottom.set_xlabel("stage")
+legend_above(figure, axes[0, 0])
+plt.show()
+
+# %% [markdown]
+# AmoebaNet's early layers have large images and few weights, its late layers the opposite. Equal FLOPs therefore put
+# most of the weights on the last device, while the first has room to spare. A cut by memory moves layers forward until
+# all devices are about as full. The layers of a Transformer are alike: any sensible cut is the best one, and each
+# further device holds as many layers more. That is why the paper's Transformers grow linearly with $K$.
+
+
+# %%
+def tell_fit(column: Mapping[str, Any]) -> list[str]:
+    """Return a row of what the fullest device holds with each cut, and whether it fits."""
+    room = column["memory_bytes"]
+    peaks = [max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) for cut in CUTS]
+    fits = [f"{peak / GIB:.1f}, {'fits' if peak <= room else 'does not fit'}" for peak in peaks]
+    return [name_of(column), f"{column['parameters'] / 1e6:,.0f}M", f"{room / GIB:g}", *fits]
+
+
+header = ["model", "parameters", "a device has, GiB", *(f"fullest, {name}" for name in CUTS.values())]
+naive, first = columns["amoebanet", "Naive-1"], columns["amoebanet", "Pipeline-1"]
+peaks = [column["cuts"]["memory"]["devices"][0]["peak_bytes"] / GIB for column in (naive, first)]
+show(
+    "Planned:",
+    markdown(header, map(tell_fit, columns.values())),
+    f"Re-materialisation and micro-batches help one device already. {name_of(naive)} keeps all activations of the "
+    f"whole mini-batch: {peaks[0]:.1f} GiB by plan. {name_of(first)}, a model "
+    f"{first['parameters'] / naive['parameters']:.1f} times as large, recomputes them: {peaks[1]:.1f} GiB.",
+)
+
+# %% [markdown]
+# ### More micro-batches, less memory
+#
+# With re-materialisation only one micro-batch at a time has its activations alive. So the smaller the micro-batches,
+# the less a device needs, down to the stash, which holds the whole mini-batch's boundary inputs whatever $M$ is. The
+# paper does not say what its $M$ was; torchgpipe's program has 128. For Transformers another choice matters as
+# much: attention **op by op** keeps matrices of tokens times tokens, **fused** attention does not.
+
+# %%
+COLUMNS_M = 32  # of experiments/table1_columns.py, with fused attention
+Choice = tuple[int, str | None]
+CHOICES: dict[str, dict[Choice, tuple[str, str]]] = {
+    "amoebanet": {
+        (16, None): (PALE_BLUE, "M = 16"),
+        (COLUMNS_M, None): (BLUE, "M = 32"),
+        (128, None): (SLATE, "M = 128"),
+    },
+    "transformer": {
+        (16, "op by op"): (PALE_BLUE, "M = 16, op by op"),
+        (32, "op by op"): (BLUE, "M = 32, op by op"),
+        (COLUMNS_M, None): (OCHRE, "M = 32, fused"),
+    },
+}
+
+
+def activations(family: str, name: str, choice: Choice) -> float:
+    """Return the planned bytes of activations of all devices together, with the paper's cut."""
+    for row in capacity.results["variants"]:
+        if (row["family"], row["name"], row["num_microbatches"], row["attention"]) == (family, name, *choice):
+            return float(row["activation_bytes"]["variance of FLOPs"])
+    devices = columns[family, name]["cuts"]["variance of FLOPs"]["devices"]
+    return float(sum(device["activation_bytes"] for device in devices))
+
+
+def draw_activations(axis: plt.Axes, family: str) -> None:
+    """Draw the activations a device of each pipeline, planned, and the paper's and torchgpipe's."""
+    rows = [row for row in paper[CAPACITY] if row["family"] == family and row["name"] != "Naive-1"]
+    shares = [1 / int(row["num_stages"]) for row in rows]
+    for index, (choice, (color, label)) in enumerate(CHOICES[family].items()):
+        sizes = [activations(family, row["name"], choice) * share for row, share in zip(rows, shares, strict=True)]
+        places = [place + 0.26 * (index - 1) for place in range(len(rows))]
+        bars(axis, places, [size / GIB for size in sizes], "planned", width=0.25, color=color, label=label)
+    for name, offset, style in (("activation_gb", 0.0, PAPER), ("torchgpipe_activation_gib", 0.26, TORCHGPIPE)):
+        known = [(place + offset, float(row[name]) * shares[place]) for place, row in enumerate(rows) if row[name]]
+        axis.plot(*zip(*known, strict=True), **style) if known else None
+    axis.set_xticks(range(len(rows)), [f"{row['name']}" for row in rows])
+    axis.set_ylim(0, None)
+
+
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
+for axis, family, title in zip(axes, CHOICES, ("AmoebaNet-D", "Transformer"), strict=True):
+    draw_activations(axis, family)
+    axis.set_title(title)
+    axis.margins(y=0.15)
+    axis.legend(fontsize=8, loc="upper center", ncols=2)
+    axis.set_ylim(0, 1.45 * axis.get_ylim()[1])
+axes[0].set_ylabel("activations a device, GiB\nbars planned, the paper's cut")
+plt.show()
+
+# %% [markdown]
+# With attention op by op and 16 micro-batches the Transformers' bars meet the paper's diamonds; the paper may have
+# trained so, but this is a guess. The paper's AmoebaNets, too, are nearest to few and large micro-batches. The plans
+# for torchgpipe's 128 are below its crosses, which are what its allocator had reserved, more than was in use at once.
+#
+# ### Schedules
+#
+# GPipe runs all forward passes of a mini-batch before the first backward pass. **1F1B** begins a micro-batch's backward
+# pass as soon as it can, so that stage $k$ never has more than $K - k$ micro-batches under way. **Interleaved** 1F1B
+# besides gives each device several shorter stages, which halves the bubble of equal stages for twice the transfers.
+# A plan for Transformer-48 on eight devices of 16 GB, with 32 micro-batches of one sequence:
+
+# %%
+SCHEDULE_COLORS = {"gpipe": BLUE, "1f1b": OCHRE, "interleaved_1f1b": GREEN}
+MODES = {"always": "re-materialised", "never": "all activations kept"}
+schedules = newest(records[BUBBLE], "schedule_memory")
+assert schedules is not None
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.7), layout="constrained", sharey=True)
+for axis, (mode, title) in zip(axes, MODES.items(), strict=True):
+    for row in (row for row in schedules.results["rows"] if row["rematerialize"] == mode):
+        label = f"{row['schedule']}: {row['step_seconds']:.2f} s a step, bubble {row['bubble']:.1%}"
+        peaks = [peak / GIB for peak in row["peak_bytes"]]
+        axis.plot(peaks, **LINES["planned"], color=SCHEDULE_COLORS[row["schedule"]], label=label)
+    axis.axhline(16, color=RED, linewidth=1.2)
+    axis.text(7.3, 16.2, "the device's memory", color=RED, ha="right", va="bottom", fontsize=9)
+    axis.set_title(title)
+    axis.set_xlabel("device")
+    axis.set_ylim(0, 37)
+    axis.legend(loc="upper left", fontsize=9)
+axes[0].set_ylabel("planned peak, GiB")
+plt.show()
+
+# %% [markdown]
+# Left: with re-materialisation a micro-batch that waits is a small boundary input, and the schedule hardly matters for
+# memory. Right: steps are faster without recomputation, but GPipe's then overflow the devices. 1F1B and its
+# interleaved form fit, and the early stages hold most, as they wait longest for their gradients.
+#
+# ### Can the plan be trusted?
+#
+# We took real steps of two small models on the CPU, for all modes of re-materialisation, two schedules and several
+# $K$, and accounted each change of the allocator to the stage at work. A point is a stage.
+
+# %%
+held = newest_planned_memory(records[CAPACITY])
+assert held is not None
+groups: dict[str, list[tuple[float, float]]] = {}
+for row in held.results["rows"]:
+    pairs = zip(row["measured_bytes"], row["planned_bytes"], strict=True)
+    points = [(measured / MIB, 100 * (planned / measured - 1)) for measured, planned in pairs]
+    groups.setdefault(row["model"], []).extend(points)
+figure, axis = plt.subplots(figsize=(10, 3.1), layout="constrained")
+for (model, points), color, marker in zip(groups.items(), (BLUE, OCHRE), ("o", "^"), strict=True):
+    axis.plot(*zip(*points, strict=True), marker, color=color, alpha=0.65, markeredgewidth=0, label=model)
+axis.axhline(0, color="gray", linewidth=1)
+axis.set_ylim(-8, 8)
+axis.set_xlabel("measured peak of a stage, MiB")
+axis.set_ylabel("planned above measured, %")
+axis.legend(ncols=2, loc="upper right")
+plt.show()
+off = [abs(deviation) for points in groups.values() for _, deviation in points]
+show(f"{len(off)} stages: the plan is off by {median(off):.1f}% in the median, and by {max(off):.1f}% at most.")
+
+# %% [markdown]
+# These are small models on a CPU. What a GPU's allocator wastes between blocks, and what its libraries take for
+# themselves, is not in any plan.
+#
+# ## 2. How fast it runs
+#
+# ### Speed-up with stages and micro-batches
+#
+# The paper's Table 2 has the throughput of AmoebaNet-D (18,256) and Transformer-48 on TPUs, each over its own
+# $K = 2$, $M = 1$. Its batch sizes are unknown. Ours are the largest micro-batches that fit, by our plan.
+#
+# The dotted lines are arithmetic. Let a stage need one unit of time for a micro-batch's forward pass, one for its
+# recomputation and two for its backward pass: $4M$ units of work in a step. If recomputation had to wait like the rest,
+# the step would take $4 (M + K - 1)$ units, which is $(M + K - 1)/M$ times the work: the **bubble law**. As
+# recomputation runs early, while a stage waits for a gradient, the step takes $4M + 3(K - 1)$ units.
+
+
+# %%
+def law(key: Key) -> float:
+    """Return examples a unit of time, with equal stages and early recomputation."""
+    _, k, m = key
+    return k * m / (4 * m + 3 * (k - 1))
+
+
+def bubble_law(key: Key) -> float:
+    """Return the same by the bubble formula alone."""
+    _, k, m = key
+    return k * m / (4 * (m + k - 1))
+
+
+def draw_speed_ups(axis: plt.Axes, folder: Path, experiment: str, title: str, count: int) -> None:
+    """Draw speed-ups over K of one model with one M: the paper's, planned, simulated, and the laws."""
+    rows = [row for row in paper[folder] if row["title"] == title and int(row["num_microbatches"]) == count]
+    stages = [int(row["num_stages"]) for row in rows]
+    keys = {key_of(row) for row in paper[folder]}
+    for found, style, label in ((bubble_law, SILVER, "bubble law"), (law, "gray", "with early recomputation")):
+        speeds = over_base({key: found(key) for key in keys}, paper[folder])
+        axis.plot(stages, [speeds[title, k, count] for k in stages], ls=":", lw=2, color=style, label=label)
+    for cut, color, of in (("flops", OCHRE, ", cut by FLOPs"), ("seconds", BLUE, "")):
+        for kind in ("planned", "simulated"):
+            speeds = over_base(grid_speeds(grid(records[folder], experiment, kind), "fits", cut), paper[folder])
+            known = [(k, speeds[title, k, count]) for k in stages if (title, k, count) in speeds]
+            if known:
+                axis.plot(*zip(*known, strict=True), **LINES[kind], color=color, ms=5, label=f"{kind}{of}")
+    axis.plot(stages, [float(row["speed_up"]) for row in rows], **PAPER)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(FixedLocator(stages))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xticklabels([str(k) for k in stages])
+    axis.set_title(f"{title}, M = {count}")
+
+
+theirs = {key_of(row): float(row["torchgpipe_samples_per_second"] or "nan") for row in paper[SPEED]}
+their_speed_ups = over_base(theirs, paper[SPEED])
+titles = list(dict.fromkeys(row["title"] for row in paper[SPEED]))
+figure, axes = plt.subplots(2, 3, figsize=(10, 6.4), layout="constrained", sharey=True)
+for row, title in zip(axes, titles, strict=True):
+    for axis, count in zip(row, (1, 4, 32), strict=True):
+        draw_speed_ups(axis, SPEED, GRID, title, count)
+        axis.plot((2, 4, 8), [their_speed_ups[title, k, count] for k in (2, 4, 8)], **TORCHGPIPE)
+        axis.set_ylim(0, 7)
+    row[0].set_ylabel("throughput over K = 2, M = 1")
+for axis in axes[1]:
+    axis.set_xlabel("K, stages")
+legend_above(figure, axes[0, 0], ncols=4)
+plt.show()
+
+# %% [markdown]
+# With one micro-batch, more stages gain next to nothing: one works, the others wait. With $M = 32$ the Transformer
+# follows the law, on the paper's TPUs as in our plans. With $M = 4$ the paper is above what the law allows for any
+# GPipe schedule if a sequence takes as long in every cell; we do not know why.
+#
+# AmoebaNet falls short of the law, as its layers differ. How far depends on the cut: by the seconds of the layers it
+# comes near torchgpipe's crosses, by their FLOPs nearer to the paper's diamonds. How many of a model's nine cells are
+# within 20 % of the paper's (cell by cell in [Table 2](../reproductions/table2_throughput/README.md)):
+
+
+# %%
+def count_near(speed_ups: Mapping[Key, float], title: str) -> str:
+    """Say how many of a model's cells are within 20 % of the paper's."""
+    rows = [row for row in paper[SPEED] if row["title"] == title]
+    known = [speed_ups[key_of(row)] / float(row["speed_up"]) for row in rows if speed_ups.get(key_of(row), nan) > 0]
+    return f"{sum(abs(ratio - 1) <= 0.2 for ratio in known)} of {len(known)}" if known else ""
+
+
+found_by = {
+    "law with early recomputation": over_base({key_of(row): law(key_of(row)) for row in paper[SPEED]}, paper[SPEED])
+}
+for kind in ("planned", "simulated"):
+    for cut, of in (("seconds", "seconds"), ("flops", "FLOPs")):
+        cells = grid_speeds(grid(records[SPEED], GRID, kind), "fits", cut)
+        found_by[f"{kind}, cut by {of}"] = over_base(cells, paper[SPEED])
+found_by["torchgpipe, measured"] = their_speed_ups
+show(
+    markdown(["", *titles], [[name, *(count_near(ours, title) for title in titles)] for name, ours in found_by.items()])
+)
+
+# %% [markdown]
+# ### Where a step's time goes
+#
+# A step's time, shared out: **computing** is what a single device would do as well, and all the rest is the price of
+# the pipeline. **Bubble** is the wait that equal stages would still have, **imbalance** what unequal ones add. The
+# black ticks are the formula $(K-1)/(M+K-1)$: the bubble stays below them, because recomputation runs early.
+
+# %%
+SHARES = {
+    "bubble": ("bubble", SILVER),
+    "imbalance": ("imbalance", RED),
+    "transfer": ("transfer", OCHRE),
+    "update": ("optimiser", SLATE),
+    "recomputation": ("recomputation", PALE_BLUE),
+    "computing": ("computing", BLUE),
+}
+
+
+def draw_shares(axis: plt.Axes, model: Mapping[str, Any]) -> None:
+    """Draw where the simulated time of each cell goes; what shortens a step is drawn below 0."""
+    cells = [cell for cell in model["cells"] if (cell["batch"], cell["cut_by"]) == ("fits", "seconds")]
+    places = [index + index // 3 * 0.6 for index in range(len(cells))]
+    tops = [0.0] * len(cells)
+    for name, (label, color) in SHARES.items():
+        heights = [100 * cell["shares"][name] for cell in cells]
+        bottoms = [top if height > 0 else 0.0 for top, height in zip(tops, heights, strict=True)]
+        bars(axis, places, heights, "simulated", bottom=bottoms, color=color, label=label)
+        tops = [top + max(height, 0.0) for top, height in zip(tops, heights, strict=True)]
+    for place, cell in zip(places, cells, strict=True):
+        k, m = cell["num_stages"], cell["num_microbatches"]
+        axis.plot(
+            [place - 0.4, place + 0.4], [100 * (k - 1) / (m + k - 1)] * 2, color="black", lw=1.3, label="(K-1)/(M+K-1)"
+        )
+    axis.set_xticks(places, [str(cell["num_microbatches"]) for cell in cells])
+    for group, k in enumerate(dict.fromkeys(cell["num_stages"] for cell in cells)):
+        axis.text(fmean(places[3 * group : 3 * group + 3]), 104, f"K = {k}", ha="center")
+    axis.set_ylim(-3, 112)
+    axis.set_title(model["model"])
+    axis.set_xlabel("M, micro-batches")
+
+
+simulated = grid(records[SPEED], GRID, "simulated")
+if simulated:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
+    for axis, model in zip(axes, simulated, strict=True):
+        draw_shares(axis, model)
+    axes[0].set_ylabel("simulated, % of a step")
+    legend_above(figure, axes[0], ncols=7)
+    plt.show()
+else:
+    show("Not run: `python experiments/table2_throughput.py`.")
+
+# %% [markdown]
+# More micro-batches shrink the bubble; what is left then is imbalance, which a better cut shrinks. Recomputation is
+# the price of the memory in section 1. Transfers hardly count here. The next figure looks for links where they do.
+#
+# ### Slow links
+#
+# The paper's Table 3 repeats $M = 32$ on GPUs without fast links, which exchange data over PCI-E. Only activations at
+# boundaries travel, so the speed-ups suffer little:
+
+# %%
+slow = grid(records[SLOW], SLOW_GRID, "simulated")
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained", sharey=True)
+for axis, title in zip(axes, dict.fromkeys(row["title"] for row in paper[SLOW]), strict=True):
+    draw_speed_ups(axis, SLOW, SLOW_GRID, title, 32)
+    axis.set_ylim(0, 4)
+    axis.set_xlabel("K, stages")
+axes[0].set_ylabel("throughput over K = 2")
+legend_above(figure, axes[0], ncols=4)
+plt.show()
+for model in slow:
+    cells = [cell for cell in model["cells"] if (cell["batch"], cell["cut_by"]) == ("fits", "seconds")]
+    parts = ", ".join(f"{cell['shares']['transfer']:.1%} with K = {cell['num_stages']}" for cell in cells)
+    show(f"**{model['model']}**: simulated, transfers take {parts} of a step.")
+
+# %% [markdown]
+# ### Which batch?
+#
+# A speed-up depends on what is kept the same. The mini-batch may **grow** with $M$ (micro-batches of 4 examples in
+# every cell), be **equal** in every cell (so that micro-batches shrink), or be as large as **fits**. The paper does not
+# say what it did; torchgpipe's table has another batch in every cell. Simulated, for $M = 32$:
+
+# %%
+BATCHES = {
+    "fits": ("largest that fits", BLUE),
+    "fixed": ("growing mini-batch", OCHRE),
+    "equal": ("equal mini-batch", GREEN),
+}
+
+
+def draw_batches(axis: plt.Axes, title: str) -> None:
+    """Draw simulated speed-ups for M = 32 with each way to choose the batch, beside the paper's."""
+    rows = [row for row in paper[SPEED] if row["title"] == title and row["num_microbatches"] == "32"]
+    for index, (batch, (label, color)) in enumerate(BATCHES.items()):
+        speeds = over_base(grid_speeds(simulated, batch), paper[SPEED])
+        heights = [speeds[key_of(row)] for row in rows]
+        places = [place + 0.26 * (index - 1) for place in range(len(rows))]
+        bars(axis, places, heights, "simulated", width=0.25, color=color, label=label)
+    axis.plot(range(len(rows)), [float(row["speed_up"]) for row in rows], **PAPER)
+    axis.set_xticks(range(len(rows)), [f"K = {row['num_stages']}" for row in rows])
+    axis.set_title(title)
+
+
+if simulated:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.3), layout="constrained", sharey=True)
+    for axis, title in zip(axes, titles, strict=True):
+        draw_batches(axis, title)
+    axes[0].set_ylabel("simulated throughput\nover K = 2, M = 1")
+    legend_above(figure, axes[0])
+    plt.show()
+
+# %% [markdown]
+# The three differ little here, because a CPU core is about as fast on small micro-batches as on large ones, and the
+# simulation has such a core's seconds. On a GPU or a TPU small micro-batches cost more.
+#
+# ### Measured, on two cores
+#
+# All speeds so far are planned or simulated. These are measured: small models, one process a stage, a core each. The
+# bars compare one stage with two; the ticks are what the law with early recomputation makes of one stage's speed.
+
+
+# %%
+def small_name(run: Record) -> str:
+    """Name a small model."""
+    model = run.config["model"]
+    if model["family"] == "amoebanet":
+        return f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
+    return f"Transformer-{model['num_layers']}, {model['model_size']} wide"
+
+
+def draw_measured(axis: plt.Axes, speeds: Mapping[tuple[int, int], float]) -> None:
+    """Draw measured examples a second by (K, M), and what the law makes of those of one stage."""
+    stages, counts = (sorted({key[index] for key in speeds}) for index in (0, 1))
+    for index, (k, color) in enumerate(zip(stages, (SILVER, BLUE, OCHRE, GREEN), strict=False)):
+        for place, m in enumerate(counts):
+            left, speed, alone = place + 0.8 / len(stages) * (index + 0.5) - 0.4, speeds.get((k, m)), speeds.get((1, m))
+            if speed:
+                bars(axis, [left], [speed], "measured", width=0.76 / len(stages), color=color, label=f"K = {k}")
+            if speed and alone and k > 1:
+                axis.text(left, 0.5 * speed, f"x {speed / alone:.2f}", ha="center", color="white", fontsize=9)
+                expected = alone * law(("", k, m)) / law(("", 1, m))
+                axis.plot([left - 0.2, left + 0.2], [expected] * 2, color="black", lw=1.5, label="the law")
+    axis.set_xticks(range(len(counts)), [f"M = {m}" for m in counts])
+
+
+measured = {
+    label: runs
+    for batch, label in (("fixed", "mini-batch grows"), ("equal", "equal mini-batch"))
+    if (runs := [run for run in measured_runs(records[SPEED], LAPTOP, batch) if run.examples_per_second])
+}
+if measured:
+    names = list(dict.fromkeys(small_name(run) for runs in measured.values() for run in runs))
+    size = (10, 2.9 * len(names) + 0.4)
+    figure, axes = plt.subplots(len(names), len(measured), figsize=size, layout="constrained", squeeze=False)
+    for column_axes, (label, runs) in zip(axes.T, measured.items(), strict=True):
+        for axis, name in zip(column_axes, names, strict=True):
+            speeds = {
+                (run.config["pipeline"]["num_stages"], run.config["pipeline"]["num_microbatches"]): float(speed)
+                for run in runs
+                if small_name(run) == name and (speed := run.examples_per_second)
+            }
+            if speeds:
+                draw_measured(axis, speeds)
+            axis.set_title(f"{name}, {label}")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("measured, examples/s")
+    legend_above(figure, axes[0, 0])
+    plt.show()
+else:
+    show("Not run yet: `python train.py -m +experiment=table2_throughput scale=laptop reproduction=table2_throughput`.")
+
+# %% [markdown]
+# ## 3. A real step
+#
+# Finally, the timeline of a real step of each small model, with two stages on two cores and eight micro-batches. Above
+# as **measured**; below as **simulated**: the same schedule, each stage's mean seconds for a forward pass, a
+# recomputation and a backward pass, and transfers that cost nothing. Of several runs the quickest step is shown, as
+# other programs get in the way.
+
+# %%
+steps: dict[str, Record] = {}
+for record in sorted(records[SPEED], key=lambda record: record.date):
+    if record.experiment == "step_timeline":
+        steps[small_name(record)] = record
+
+
+def read_step(record: Record) -> dict[str, Timeline]:
+    """Return the timeline of a recorded step, and its simulation."""
+    step = Timeline.from_json(record.results["events"], record.results["num_devices"])
+    pipeline = record.config["pipeline"]
+    shape = pipeline["num_stages"], pipeline["num_microbatches"], Rematerialize(pipeline["rematerialize"])
+    schedule = SCHEDULES[pipeline["schedule"]](*shape, pipeline["stages_per_device"])
+    return {"measured": step, "simulated": simulate(schedule, step.mean_seconds())}
+
+
+def tell_step(record: Record, timelines: Mapping[str, Timeline]) -> str:
+    """Say how the step compares with its simulation, and how equal the stages are."""
+    step, again = timelines["measured"], timelines["simulated"]
+    busy = [f"{seconds * 1e3:.0f}" for seconds in step.busy_seconds()]
+    recomputed = sum(step.busy_seconds(Kind.RECOMPUTE)) / sum(step.busy_seconds())
+    off = step.makespan_seconds / again.makespan_seconds - 1
+    return (
+        f"Layers a stage: {', '.join(map(str, record.results['partitions']))}. The stages worked {' and '.join(busy)} "
+        f"ms, {recomputed:.0%} of it recomputing. The measured step is {off:+.1%} off the simulated one. Bubble: "
+        f"{record.results['predicted_bubble']:.1%} by the formula, {again.bubble:.1%} simulated, {step.bubble:.1%} "
+        f"measured. The quickest of {record.results['num_runs']} runs."
+    )
+
+
+for name, record in steps.items():
+    timelines = read_step(record)
+    with TemporaryDirectory() as folder:
+        plot(timelines, Path(folder) / "step.png")
+        show(f"**{name}**")
+        page.display(page.Image((Path(folder) / "step.png").read_bytes(), width=880))
+    show(tell_step(record, timelines))
+if not steps:
+    show("Not run: `python experiments/step_timeline.py`.")
+
+# %% [markdown]
+# The order of the tasks is that of the first notebook: all forward passes, then the backward passes in reverse, and
+# recomputation early, where a stage waits for a gradient anyway. Both models were cut by FLOPs. For the Transformer
+# these tell the seconds well. AmoebaNet's early layers have few FLOPs for the seconds that they take, so that its first
+# stage sets the pace and the second one waits for it. That is the imbalance of section 2.
+#
+# ## Where to go on
+#
+# `python plan.py` plans a model of your own before anything is launched. The pages of the reproductions have the
+# commands, the whole tables, and where we depart from the paper:
+# [Table 1](../reproductions/table1_model_size/README.md), [Table 2](../reproductions/table2_throughput/README.md),
+# [Table 3](../reproductions/table3_slow_links/README.md), [the bubble](../reproductions/bubble/README.md). Records of
+# new runs go to `runs.jsonl` there. Execute this notebook again, and they are in the pictures.
