@@ -17,10 +17,10 @@ METHOD = "forkserver"  # fresh processes, which need not import torch again
 
 
 class Cell(NamedTuple):
-    """One setting in which the engines are compared; workload is its index in the scale."""
+    """One setting in which the engines are compared."""
 
     scale: str
-    workload: int
+    workload: str
     partitions: tuple[int, ...]
     num_microbatches: int
     device: str

@@ -70,9 +70,10 @@ def _transformer(num_layers: int, model_size: int, num_heads: int, num_tokens: i
     return Workload(title, make, batch_size, (num_tokens,), size | {"num_heads": num_heads})
 
 
+MODELS = ("amoebanet", "transformer")
 # Without dropout, whose masks every engine draws in its own way. "paper" is for GPUs: near Tables 2 and 3.
 SCALES = {
-    "tiny": (_amoebanet(3, 8, 32, 8), _transformer(6, 16, 2, 8, 8)),
-    "laptop": (_amoebanet(6, 32, 64, 64), _transformer(8, 256, 4, 128, 32)),
-    "paper": (_amoebanet(18, 256, 224, 128), _transformer(24, 2048, 32, 512, 32)),
+    "tiny": dict(zip(MODELS, (_amoebanet(3, 8, 32, 8), _transformer(6, 16, 2, 8, 8)), strict=True)),
+    "laptop": dict(zip(MODELS, (_amoebanet(6, 32, 64, 64), _transformer(8, 256, 4, 128, 32)), strict=True)),
+    "paper": dict(zip(MODELS, (_amoebanet(18, 256, 224, 128), _transformer(24, 2048, 32, 512, 32)), strict=True)),
 }

@@ -26,7 +26,7 @@ from peer_engines import ENGINES, why_not
 from peer_measurements import peak_memory_bytes, seconds_in_turns
 from peer_partitions import partition_quality
 from peer_processes import Cell
-from peer_workloads import SCALES, Workload
+from peer_workloads import MODELS, SCALES, Workload
 
 import gpipe
 from gpipe.results.records import Record, append_record, make_record, without_places
@@ -42,7 +42,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]
     fixed |= {"partitions": list(cell.partitions)}
     num_cores = len(os.sched_getaffinity(0))
     if cell.device == "cpu" and cell.num_stages > num_cores:
-        reason = f"not run: {cell.num_stages} cores, here are {num_cores}"
+        reason = f"not run: {cell.num_stages} stages need {cell.num_stages} cores, here: {num_cores}"
         return [fixed | {"engine": name, "outcome": reason} for name in ENGINES]
     seconds = seconds_in_turns(cell, options.rounds, options.steps)
     rows = []
@@ -61,12 +61,13 @@ def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]
 
 def measure_grid(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all cells."""
-    for number, workload in enumerate(SCALES[options.scale]):
+    for name in options.models:
+        workload = SCALES[options.scale][name]
         costs = [cost.flops for cost in gpipe.analyze_layers(workload.layers(), workload.batch("meta")[0])]
         for num_stages in options.num_stages:
             partitions = tuple(gpipe.partition_layers(costs, num_stages))
             for num_microbatches in options.num_microbatches:
-                cell = Cell(options.scale, number, partitions, num_microbatches, options.device)
+                cell = Cell(options.scale, name, partitions, num_microbatches, options.device)
                 for row in measure_cell(cell, options):
                     print({name: row[name] for name in row if name != "step_seconds"}, file=sys.stderr, flush=True)
                     yield row
@@ -92,6 +93,7 @@ def main() -> None:
     """Read the command line, measure, and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", choices=SCALES, default="laptop", help="of the models")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--num-stages", type=numbers, default=[1, 2], help="K, such as 1,2,4,8")
     parser.add_argument("--num-microbatches", type=numbers, default=[1, 4, 32], help="M, such as 1,4,32")
     parser.add_argument("--partitions", type=numbers, default=[2, 4, 8], help="K whose partitions are compared")
@@ -103,7 +105,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("not run: torch finds no GPU here; --device cpu measures on cores")
     torch.set_num_threads(1)
-    workloads = SCALES[options.scale]
+    workloads = [SCALES[options.scale][name] for name in options.models]
     partitions = [row for workload in workloads for row in measure_partitions(workload, options)]
     config = {"models": [workload.describe() for workload in workloads], "rounds": options.rounds}
     record = make_record(

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))  # a script's
 
 
 def gradients(
-    rank: int, num_processes: int, engine: str, workload: int, partitions: list[int]
+    rank: int, num_processes: int, engine: str, workload: str, partitions: list[int]
 ) -> dict[str, np.ndarray]:
     """Return this process's gradients after two steps of an engine in so many processes, by the parameters' names."""
     from peer_engines import ENGINES, Place

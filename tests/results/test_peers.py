@@ -9,7 +9,7 @@ from gpipe.results.peers import PEERS, peers_memory, peers_partitions, peers_spe
 from gpipe.results.records import Record, make_record
 
 SPEEDS = {("ours", 1): 10.0, ("torch", 1): 8.0, ("ours", 2): 18.0, ("torch", 2): 12.0}
-NOT_RUN = "not run: 4 cores, here are 2"
+NOT_RUN = "not run: 4 stages need 4 cores, here: 2"
 
 
 def record() -> Record:
