@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 FORWARD, BACKWARD = 0.004, 0.008  # seconds
 
 _overshoot = 0.0
-_seconds: dict[float, list[float]] = {FORWARD: [], BACKWARD: []}
+_seconds: defaultdict[float, list[float]] = defaultdict(list)
 
 
 def calibrate() -> None:
@@ -26,7 +27,7 @@ def calibrate() -> None:
 
 
 def measured_seconds() -> tuple[float, float]:
-    """Return the medians of what the layers of this process took forward and backward since `calibrate`."""
+    """Return the medians of what this process's layers of 4 and 8 ms took forward and backward since `calibrate`."""
     return statistics.median(_seconds[FORWARD]), statistics.median(_seconds[BACKWARD])
 
 
@@ -38,23 +39,26 @@ def _pause(seconds: float) -> None:
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        _pause(FORWARD)
+    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+        ctx.seconds = backward_seconds
+        _pause(forward_seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
-        _pause(BACKWARD)
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _pause(ctx.seconds)
+        return gradient, None, None
 
 
 class Sleeper(nn.Module):
-    """A layer of 4 ms forward and 8 ms backward, with one parameter."""
+    """A layer of 4 ms forward and 8 ms backward, or of other times, with one parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward_seconds: float = FORWARD, backward_seconds: float = BACKWARD) -> None:
         super().__init__()
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x times the weight, later; any shape."""
-        return _Sleep.apply(x * self.weight)  # in this order the first stage has a backward too
+        # In this order the first stage has a backward too.
+        return _Sleep.apply(x * self.weight, self.forward_seconds, self.backward_seconds)

@@ -104,7 +104,7 @@ class CudaAllocator:
 
 @dataclass
 class Account:
-    """What one stage holds: weights, buffers and optimiser state, what its tasks left behind, and its peak, in bytes."""
+    """What one stage holds, in bytes: weights, buffers and optimiser state; what its tasks left behind; its peak."""
 
     fixed: int
     held: int = 0

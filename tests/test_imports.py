@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "launch": {"pipeline"},
     "workloads": {"config", "pipeline", "models", "data", "training"},
     "build": {"config", "pipeline", "models", "training", "planning", "launch", "workloads"},
+    "plan": {"build", "config", "launch", "planning"},
     "run": {"build", "config", "launch", "outcome", "pipeline", "planning"},
     "sweep": {"config", "data", "launch", "results"},
     "outcome": {"launch", "pipeline", "planning", "results", "training"},

@@ -81,7 +81,7 @@ def test_processes_are_started_as_neighbouring_stages(tmp_path: Path) -> None:
 def note_cores(place: Place, folder: Path) -> None:
     rank = 0 if place.mesh is None else dist.get_rank()
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    (folder / f"cores-{rank}.txt").write_text(f"{cores} {torch.get_num_threads()} {os.getpid()}")
+    (folder / f"cores-{rank}.txt").write_text(f"{cores} {torch.get_num_threads()} {os.getpid()} {place.num_cores}")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -89,9 +89,9 @@ def test_pinned_processes_are_new_and_have_cores_of_their_own(tmp_path: Path, nu
     before = os.sched_getaffinity(0)
     run(note_cores, two(tmp_path, num_stages=num_processes, num_processes=num_processes, pin_cores=True))
     found = [(tmp_path / f"cores-{rank}.txt").read_text().split() for rank in range(num_processes)]
-    assert [cores for cores, _, _ in found] == [str(core) for core in sorted(before)[:num_processes]]
-    assert {threads for _, threads, _ in found} == {"1"}
-    assert str(os.getpid()) not in [pid for _, _, pid in found]
+    assert [cores for cores, *_ in found] == [str(core) for core in sorted(before)[:num_processes]]
+    assert {(threads, available) for _, threads, _, available in found} == {("1", str(len(before)))}
+    assert str(os.getpid()) not in [pid for _, _, pid, _ in found]
     assert os.sched_getaffinity(0) == before
 
 

@@ -138,7 +138,7 @@ def test_the_table_of_speeds_has_the_figures_that_there_are(tmp_path: Path) -> N
     summarize(tmp_path, read_jobs(tmp_path))
     lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    names = ["examples/s", "s a step", "bubble", "bubble, predicted", "MiB, peak", "minutes"]
+    names = ["examples/s", "s a step, data apart", "bubble", "bubble, predicted", "MiB, peak", "minutes"]
     assert cells[0] == ["stages", *names, "outcome"]
     assert cells[2:] == [
         ["1", "12.35", "0.988", "", "0.0%", "3", "0.5", "done"],

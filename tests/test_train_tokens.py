@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose
 
+from gpipe.config import to_run
 from gpipe.results.records import read_records
+from gpipe.run import start as train
 from tests.test_train import metrics, run_folder, start, weights
 
 TOKENS = ("model=transformer_lm_small", "data=random_tokens")
@@ -51,14 +54,14 @@ def test_a_run_in_two_processes_leaves_a_record_with_its_speed(two_processes: Pa
     assert 3 < results["evaluation"]["test"]["loss"] < 5.5  # log(60) = 4.1
 
 
+@pytest.mark.usefixtures("composer")
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(two_processes: Path, tmp_path: Path) -> None:
     """One process goes on where two stopped, across the end of an epoch of three steps."""
+    for name, more in (("whole", []), ("rest", [f"trainer.resume_from={run_folder(two_processes)}"])):
+        folder = tmp_path / name / "runs" / "train" / "now"
+        folder.mkdir(parents=True)
+        train(to_run(compose("train", overrides=[*TINY, "trainer.max_steps=5", *more])), folder, [])
     whole, rest = tmp_path / "whole", tmp_path / "rest"
-    whole.mkdir()
-    rest.mkdir()
-    assert start(whole, *TINY, "trainer.max_steps=5").returncode == 0
-    resumed = f"trainer.resume_from={run_folder(two_processes)}"
-    assert start(rest, *TINY, "trainer.max_steps=5", resumed).returncode == 0
     assert [line["step"] for line in metrics(rest)] == [4, 5, 5]
     assert metrics(rest) == metrics(whole)[-3:]
     expected, found = weights(run_folder(whole)), weights(run_folder(rest))
@@ -84,7 +87,7 @@ def test_the_throughput_table_tells_speeds_and_which_cells_this_machine_cannot_r
     assert (done.returncode, done.stderr) == (0, "")
     assert "table2_throughput_laptop: not evaluated after 3 steps" in done.stdout
     assert re.search(r"not run: needs 4096 cores, \d+ are here", done.stdout)
-    header = "examples/s | s a step | bubble | bubble, predicted | MiB, peak | minutes | outcome"
+    header = "examples/s | s a step, data apart | bubble | bubble, predicted | MiB, peak | minutes | outcome"
     assert header in done.stdout.replace("  ", "").replace(" |", " |")
     records = read_records(tmp_path / "runs")
     assert [record.config["trainer"]["batch_size"] for record in records] == [16]

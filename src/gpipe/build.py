@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,13 +18,21 @@ from gpipe.models import set_drop_path, softmax_names
 from gpipe.pipeline.cost import analyze_layers
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.microbatch import microbatch_sizes
+from gpipe.pipeline.partition import partition_layers
+from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.device import Device
+from gpipe.planning.forecast import Setting
 from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
+from gpipe.planning.planner import Planner
+from gpipe.planning.profile import LayerProfile, profile_layers
+from gpipe.planning.speed import Speed
 from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.manifest import MANIFEST
-from gpipe.training.optimizers import build_optimizer
+from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
@@ -74,11 +82,14 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
     place: where this process stands; None for a dry run. Raises ValueError where the layers cannot be cut so: more
     stages than layers, or a memory limit that is too low.
     """
-    settings = run.pipeline
+    settings, workload = run.pipeline, workload_of(run)
     sizes = microbatch_sizes(run.trainer.batch_size // run.launch.num_replicas, settings.num_microbatches)
-    inputs = workload_of(run).inputs(max(sizes))
+    inputs = workload.inputs(max(sizes))
     costs = analyze_layers(layers, inputs)
-    if settings.partition_by is PartitionBy.seconds and settings.partitions is None:
+    partition_by, partitions = settings.partition_by, settings.partitions
+    if partition_by is PartitionBy.memory and partitions is None:
+        partitions = partition_by_memory(_profiler(run)(max(sizes)), build_setting(run))
+    elif partition_by is PartitionBy.seconds and partitions is None:
         if place is None:
             raise ConfigError("pipeline.partition_by is seconds, but a dry run computes nothing: set it to flops.")
         # Two measurements never agree, and two cuts would never meet: the first process measures for all.
@@ -89,11 +100,75 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
         costs,
         sizes,
         settings.num_stages,
-        partition_by=settings.partition_by.value,
+        partition_by=partition_by.value,
         objective=settings.objective.value,
         memory_limit_bytes=settings.memory_limit_bytes,
-        partitions=settings.partitions,
+        partitions=partitions,
+        stages_per_device=settings.stages_per_device,
     )
+
+
+def build_setting(run: RunConfig) -> Setting:
+    """Return how the run's model is run, for planning."""
+    settings = run.pipeline
+    return Setting(
+        num_stages=settings.num_stages,
+        num_microbatches=settings.num_microbatches,
+        rematerialize=Rematerialize(settings.rematerialize.value),
+        schedule=settings.schedule.value,
+        stages_per_device=settings.stages_per_device,
+        state_ratio=_state_ratio(run),
+        num_replicas=run.launch.num_replicas,
+    )
+
+
+def build_planner(run: RunConfig, device: Device, speed: Speed) -> Planner:
+    """Build what plans the run's steps on devices of a kind; partition_by=seconds takes the planned ones."""
+    settings = run.pipeline
+
+    def cut(profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+        if settings.partitions is not None and len(settings.partitions) == setting.num_stages:
+            return settings.partitions
+        if settings.partition_by is PartitionBy.memory:
+            return partition_by_memory(profiles, setting)
+        costs: dict[PartitionBy, Sequence[float]] = {
+            PartitionBy.flops: [sum(work.flops for work in profile.forward) for profile in profiles],
+            PartitionBy.parameter_bytes: [profile.parameter_bytes for profile in profiles],
+            PartitionBy.seconds: [one.forward for one in speed.seconds(profiles)],
+        }
+        limit = settings.memory_limit_bytes
+        memory = None if limit is None else [profile.parameter_bytes for profile in profiles[:-1]]
+        return partition_layers(
+            costs[settings.partition_by][:-1],
+            setting.num_stages,
+            objective=settings.objective.value,
+            memory_bytes=memory,
+            memory_limit_bytes=limit,
+        )
+
+    return Planner(_profiler(run), cut, run.trainer.batch_size, device, speed)
+
+
+def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
+    """Return what describes the run's layers with a micro-batch of a given size."""
+    workload = workload_of(run)
+    layers, loss = workload.layers(), workload.loss()
+    autocast = _build_autocast(run.trainer.autocast, "cpu")
+
+    def profile(size: int) -> list[LayerProfile]:
+        return profile_layers(layers, loss, (workload.inputs(size), workload.targets(size)), autocast=autocast)
+
+    return profile
+
+
+def _state_ratio(run: RunConfig) -> float:
+    """Return the bytes that the optimiser and the moving average keep for each byte of a parameter, by trying it."""
+    parameter = nn.Parameter(torch.zeros(64, 16))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = _build_optimizer(run.optimizer, [("probe", parameter)], run.optimizer.learning_rate)
+    optimizer.step()
+    slots = sum(value.numel() for value in optimizer_state(optimizer).values() if value.ndim > 0)
+    return slots / parameter.numel() + (run.ema.decay is not None)
 
 
 def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Place) -> Pipeline:
@@ -162,7 +237,7 @@ def build_trainer(
         progress.message(f"warning: {sentence}")
     trainer = Trainer(
         pipeline=pipeline,
-        optimizer=_build_optimizer(run.optimizer, pipeline, rate),
+        optimizer=_build_optimizer(run.optimizer, pipeline.named_parameters(), rate),
         learning_rate=build_schedule(
             run.schedule.name.value,
             rate,
@@ -201,10 +276,12 @@ def build_trainer(
     return trainer
 
 
-def _build_optimizer(settings: OptimizerConfig, pipeline: Pipeline, rate: float) -> torch.optim.Optimizer:
+def _build_optimizer(
+    settings: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], rate: float
+) -> torch.optim.Optimizer:
     handled_elsewhere = ("name", "learning_rate", "times_batch_size", "clip_norm")
     own = {name: value for name, value in asdict(settings).items() if name not in handled_elsewhere}
-    return build_optimizer(settings.name, pipeline.named_parameters(), rate, **own)
+    return build_optimizer(settings.name, parameters, rate, **own)
 
 
 def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:

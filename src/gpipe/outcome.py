@@ -46,6 +46,7 @@ def finish(
         seed=config["seed"],
         results={**summary.as_dict(), "predicted_bubble": plan.bubble, "partitions": plan.partitions},
         gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
+        num_cores=place.num_cores,
     )
     write_record(folder / RECORD_FILE, record)
     if timeline is not None:

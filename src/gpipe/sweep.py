@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,36 +49,34 @@ def run_job(
     says why and the other jobs go on; only a signal, such as Ctrl-C, ends the sweep.
     """
     label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
-    config: dict[str, Any] | None = None
+    made = partial(Outcome, overrides=overrides, data=data)
     try:
         run = check()
-        config = to_plain(run)
-        if not run.trainer.dry_run:
-            launch = run.launch
-            check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
-    except (DataMissing, DevicesMissing) as missing:
-        reason = missing.reason if isinstance(missing, DevicesMissing) else "data missing"
-        print(f"\nnot run: {label}: {reason}", flush=True)
-        write_outcome(folder, Outcome("not run", overrides, data, reason, config))
+        record = _record(folder, run)
+        lack = None if record is not None else _lack_of_devices(run)
+    except DataMissing:
+        print(f"\nnot run: {label}: data missing", flush=True)
+        write_outcome(folder, made("not run", reason="data missing"))
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
         print(f"error: {error}", file=sys.stderr, flush=True)
-        write_outcome(folder, Outcome("failed", overrides, data, str(error)))
+        write_outcome(folder, made("failed", reason=str(error)))
         return None
-    record = _record(folder, run)
-    if record is not None:
-        print(f"\ndone before: {label}", flush=True)
-    else:
-        print(f"\njob: {label}", flush=True)
+    if lack is not None:
+        print(f"\nnot run: {label}: {lack}", flush=True)
+        write_outcome(folder, made("not run", reason=lack, config=to_plain(run)))
+        return None
+    print(f"\n{'job' if record is None else 'done before'}: {label}", flush=True)
+    if record is None:
         try:
             train(_going_on(folder, run), folder, overrides, hints=False)
         except SystemExit as end:
             if end.code != 1:
                 raise
-            write_outcome(folder, Outcome("failed", overrides, data, _reason(folder)))
+            write_outcome(folder, made("failed", reason=_reason(folder)))
             return None
         record = _record(folder, run)
-    write_outcome(folder, Outcome("done", overrides, data))
+    write_outcome(folder, made("done"))
     return None if record is None else record.results.get("top1")
 
 
@@ -94,6 +93,17 @@ class SweepEnd(Callback):
             add_jobs(Path(config.hydra.runtime.cwd), config.reproduction, config.name, command, jobs)
         if any(job.outcome.status == "failed" for job in jobs):
             raise SystemExit(1)
+
+
+def _lack_of_devices(run: RunConfig) -> str | None:
+    """Return what a job needs and this machine has not, None where that is nothing."""
+    launch = run.launch
+    try:
+        if not run.trainer.dry_run:
+            check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
+    except DevicesMissing as missing:
+        return missing.reason
+    return None
 
 
 def _record(folder: Path, run: RunConfig) -> Record | None:

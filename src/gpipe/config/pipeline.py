@@ -26,6 +26,7 @@ class PartitionBy(Enum):
     flops = "flops"
     parameter_bytes = "parameter_bytes"
     seconds = "seconds"
+    memory = "memory"
 
 
 class Objective(Enum):
@@ -92,8 +93,8 @@ class LaunchConfig:
     """Processes: one that plays all stages, or one a stage and replica.
 
     num_threads: of each process; null shares the processor's cores out.
-    pin_cores: true starts every process, an only one too, on as many cores of its own as it has threads; to compare
-        speeds.
+    pin_cores: true starts a new process for each, an only one too, and on a CPU gives it as many cores of its own as it
+        has threads, so that speeds can be compared.
     debug: true shows the whole traceback of an error instead of one message.
     """
 

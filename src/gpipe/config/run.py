@@ -82,10 +82,10 @@ class RunConfig:
         require(size % replicas == 0, "trainer.batch_size", size, f"a multiple of launch.num_replicas={replicas}")
 
 
-def register_schemas() -> None:
-    """Tell Hydra the shape of a run; it then refuses unknown keys and wrong types while it composes."""
+def register_schemas(run: type[RunConfig] = RunConfig) -> None:
+    """Tell Hydra the shape of a run, or of more; it then refuses unknown keys and wrong types while it composes."""
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=RunConfig)
+    store.store(name="run_schema", node=run)
     store.store(group="model", name="amoebanet_schema", node=AmoebaNetConfig)
     store.store(group="model", name="transformer_lm_schema", node=TransformerLMConfig)
     store.store(group="data", name="images_schema", node=ImagesConfig)

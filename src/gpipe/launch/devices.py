@@ -12,22 +12,26 @@ class DevicesMissing(RuntimeError):
 
 
 def check_devices(num_processes: int, device: str, num_threads: int | None, pin_cores: bool) -> None:
-    """Look whether there is a GPU for each process, and a core for each thread where processes are pinned.
+    """Look whether there is a GPU for each process; on a CPU, a core for each thread where processes are pinned.
 
     device: cpu, cuda or auto. torchrun's processes are left to whoever started them. Raises DevicesMissing.
     """
     if is_adopted():
         return
-    if num_processes > 1 and device != "cpu":
-        import torch
-
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if 0 < num_gpus < num_processes:  # without any, `auto` is the CPU
+    if num_gpus := 0 if device == "cpu" else _num_gpus():
+        if 1 < num_processes > num_gpus:
             remedy = "set launch.device=cpu, or launch.num_processes=1, which plays several stages on one GPU"
             raise DevicesMissing(num_processes, "GPUs", num_gpus, remedy)
+        return
     num_cores = num_processes * (num_threads or 1)
     if pin_cores and num_cores > (found := len(own_cores())):
         raise DevicesMissing(num_cores, "cores", found, "set launch.pin_cores=false, which lets processes share a core")
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def own_cores() -> list[int]:

@@ -15,7 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,10 +36,14 @@ _SHUTDOWN_SECONDS = 3  # for a process that does not end by SIGTERM
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: `mesh` has the dimensions ("replica", "stage"), None where it plays all stages."""
+    """Where this process stands: `mesh` has the dimensions ("replica", "stage"), None where it plays all stages.
+
+    num_cores: those of this host that the run has, more than this process's where it is pinned.
+    """
 
     mesh: DeviceMesh | None
     device_type: str
+    num_cores: int = field(default_factory=lambda: len(own_cores()))
 
     @property
     def is_main(self) -> bool:
@@ -73,7 +77,7 @@ class Processes:
     num_threads: of each process; None shares this host's cores out. device: cpu, cuda, or auto.
     timeout_seconds: after which a collective operation without an answer is given up.
     folder: for the file with an error's traceback. debug: show the traceback on the terminal too.
-    pin_cores: every process, an only one too, is a new one on cores of its own, as many as it has threads.
+    pin_cores: every process, an only one too, is a new one; on a CPU it has as many cores of its own as threads.
     """
 
     num_stages: int
@@ -148,8 +152,9 @@ def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with one_message(debug=processes.debug):
+            num_cores = len(own_cores())
             _set_threads(processes)
-            place = _join(processes)
+            place = replace(_join(processes), num_cores=num_cores)
             # Each of torchrun's processes composed its own configuration: the first one's folder holds.
             folder = Path(place.share(str(processes.folder)))
         with one_message(folder, processes.debug):
@@ -196,7 +201,9 @@ def _place_alone(processes: Processes) -> Place:
 def _set_threads(processes: Processes) -> None:
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_threads = processes.num_threads or max(1, len(own_cores()) // num_local)
-    if processes.pin_cores:  # now, because the threads that are started from here on stay on the same cores
+    # Not beside a GPU, where the processes that decode images would have to share the one core.
+    if processes.pin_cores and _device_type(processes.device) == "cpu":
+        # The threads that are started from here on stay on the same cores.
         pin(num_threads, int(os.environ.get("LOCAL_RANK", "0")))
     torch.set_num_threads(num_threads)
 

@@ -36,6 +36,7 @@ class LayerCost:
         activation_bytes: bytes that autograd keeps for backward, without parameters and buffers. A storage counts in
             the first layer that keeps it, so that the sum over all layers is what the plain model keeps without
             re-materialisation. A partition's boundary input may be among them.
+            On the meta device attention is not fused, and keeps its matrices: planning/profile.py knows better.
         seconds: median forward time; None where it was not measured.
     """
 

@@ -45,7 +45,8 @@ class Pipeline:
     """Trains a sequence of layers, cut into partitions, by pipelined micro-batches (GPipe, section 2).
 
     Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, or on whether
-    one process plays all stages or each stage has its own.
+    one process plays all stages or each stage has its own. The 1F1B schedules add up the micro-batches from the first
+    on, GPipe from the last on: between the two, gradients differ by rounding.
 
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,

@@ -57,7 +57,7 @@ def local_devices(devices: Devices, layers: nn.Module, num_stages: int) -> list[
 
 
 def process_device(devices: Devices, mesh: DeviceMesh) -> torch.device:
-    """Return the device of a process that has one stage; by default the current one of the mesh's type.
+    """Return the device of one process of a mesh; by default the current one of the mesh's type.
 
     Raises:
         ValueError: several devices are given.
@@ -66,7 +66,7 @@ def process_device(devices: Devices, mesh: DeviceMesh) -> torch.device:
         devices = mesh.device_type
     if isinstance(devices, str | torch.device):
         return _indexed(torch.device(devices))
-    raise ValueError(f"{len(devices)} devices for a process with one stage; give the device of this process alone")
+    raise ValueError(f"{len(devices)} devices for one process of a mesh; give the device of this process alone")
 
 
 def _indexed(device: torch.device) -> torch.device:

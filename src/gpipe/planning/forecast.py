@@ -28,6 +28,7 @@ class Setting:
         schedule: a name of `gpipe.pipeline.schedule`.
         stages_per_device: 1, or more where the schedule interleaves.
         state_ratio: bytes of optimiser state and averages for each byte of trainable parameters.
+        num_replicas: R pipelines, which share a mini-batch out and average their gradients.
     """
 
     num_stages: int
@@ -36,6 +37,12 @@ class Setting:
     schedule: str = "gpipe"
     stages_per_device: int = 1
     state_ratio: float = 1.0
+    num_replicas: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Of all replicas."""
+        return self.num_replicas * self.num_stages // self.stages_per_device
 
     @cached_property
     def tasks(self) -> Schedule:
@@ -53,7 +60,8 @@ class StageForecast:
         last_layer: of its layers.
         parameters: their number.
         flops: of a forward and a backward.
-        forward_seconds: of a forward, and of a recomputation.
+        forward_seconds: of a forward.
+        recompute_seconds: of a recomputation.
         backward_seconds: of a backward.
         output_bytes: that travel to the next stage; as many gradients come back; 0 in the last stage.
         transfer_seconds: of these, one way.
@@ -64,9 +72,19 @@ class StageForecast:
     parameters: int
     flops: int
     forward_seconds: float
+    recompute_seconds: float
     backward_seconds: float
     output_bytes: int
     transfer_seconds: float
+
+    def seconds(self, kind: Kind) -> float:
+        """Return the seconds of a task."""
+        found = {
+            Kind.FORWARD: self.forward_seconds,
+            Kind.RECOMPUTE: self.recompute_seconds,
+            Kind.BACKWARD: self.backward_seconds,
+        }
+        return found[kind]
 
 
 @dataclass(frozen=True)
@@ -77,20 +95,22 @@ class Forecast:
         stages: K of them.
         memory: of each device; stage s is on device s % P.
         timeline: the simulated tasks.
-        update_seconds: of the optimiser, after the last task, on the slowest device.
+        averaging_seconds: of the gradients over the replicas, as if nothing of it overlapped with the tasks.
+        update_seconds: of the optimiser, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
     """
 
     stages: tuple[StageForecast, ...]
     memory: tuple[DeviceMemory, ...]
     timeline: Timeline
+    averaging_seconds: float
     update_seconds: float
     utilization: float
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, with the update."""
-        return self.timeline.makespan_seconds + self.update_seconds
+        """Seconds of a step: the tasks, then the averaging, then the update."""
+        return self.timeline.makespan_seconds + self.averaging_seconds + self.update_seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -104,6 +124,7 @@ def forecast(
     partitions: Sequence[int],
     setting: Setting,
     speed: Speed,
+    layer_update_seconds: Sequence[float] | None = None,
 ) -> Forecast:
     """Say what a step takes.
 
@@ -112,25 +133,27 @@ def forecast(
         layer_seconds: likewise, planned (`Speed.seconds`) or measured.
         partitions: the number of layers of each stage.
         setting: how the model is run.
-        speed: of a device, for transfers, the update and the utilisation.
+        speed: of a device, for transfers, the utilisation, and the update where that was not measured.
+        layer_update_seconds: of the optimiser, measured, for each layer; None plans them.
     """
     bounds = list(pairwise(accumulate(partitions, initial=0)))
     stages = tuple(_stage(profiles, layer_seconds, first, end, speed) for first, end in bounds)
-
-    def seconds(task: Task) -> float:
-        stage = stages[task.stage]
-        return stage.backward_seconds if task.kind is Kind.BACKWARD else stage.forward_seconds
 
     def transfer_seconds(task: Task) -> float:
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
         return stages[task.stage - (task.kind is Kind.BACKWARD)].transfer_seconds
 
-    timeline = simulate(setting.tasks, seconds, transfer_seconds)
+    timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
-    update_seconds = max(map(speed.update_seconds, memory))
+    if layer_update_seconds is None:
+        update_seconds = speed.update_seconds(memory)
+    else:
+        updates = [sum(layer_update_seconds[first:end]) for first, end in bounds]
+        update_seconds = max(sum(updates[device :: len(memory)]) for device in range(len(memory)))
+    ends = speed.averaging_seconds(memory, setting.num_replicas), update_seconds
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
-    possible = (timeline.makespan_seconds + update_seconds) * len(memory) * speed.peak_flops_per_second
-    return Forecast(stages, memory, timeline, update_seconds, flops / possible)
+    possible = (timeline.makespan_seconds + sum(ends)) * len(memory) * speed.peak_flops_per_second
+    return Forecast(stages, memory, timeline, *ends, flops / possible)
 
 
 def plan_memory(
@@ -165,6 +188,7 @@ def _stage(
         parameters=sum(profile.parameters for profile in own),
         flops=sum(work.flops for profile in own for work in (*profile.forward, *profile.backward)),
         forward_seconds=sum(one.forward for one in seconds),
+        recompute_seconds=sum(one.recompute for one in seconds),
         backward_seconds=sum(one.backward for one in seconds),
         output_bytes=output_bytes,
         transfer_seconds=output_bytes / speed.link_bytes_per_second,

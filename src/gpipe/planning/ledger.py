@@ -17,7 +17,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Work(NamedTuple):
-    """One operation's work: FLOPs (a multiply-add is 2; products, convolutions, attention) and bytes read or written."""
+    """One operation: FLOPs of products, convolutions and attention (a multiply-add is 2), and bytes read or written."""
 
     flops: int
     bytes_moved: int
@@ -43,7 +43,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, elsewhere: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._elsewhere = {tensor.untyped_storage()._cdata for tensor in elsewhere}
         self.live_bytes = 0
         self.peak_bytes = 0

@@ -53,12 +53,14 @@ class DeviceMemory:
     Attributes:
         parameter_bytes: weights, buffers, gradients, optimiser state and averages: 12 a parameter for the paper's
             RMSProp in float32.
+        gradient_bytes: those of them that are gradients.
         stash_bytes: the most boundary inputs at once.
         activation_bytes: the most of everything that is not parameters: stash, graphs, what computing takes.
         peak_bytes: the most at once of all; below the sum where the peak comes before all gradients are there.
     """
 
     parameter_bytes: int
+    gradient_bytes: int
     stash_bytes: int
     activation_bytes: int
     peak_bytes: int
@@ -87,13 +89,11 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         later_gradients -= profile.trainable_bytes
         backward = max(backward, kept + profile.backward_peak_bytes)
         first_backward = max(first_backward, kept + profile.first_backward_peak_bytes + later_gradients)
+    outputs = profiles[end].inputs if end < len(profiles) else ()
     # The gradients of the outputs are held until the stage's backward ends; in the plain model they are gone earlier.
     given = profiles[end].input_bytes if end < len(profiles) else 0
     # Outputs that this stage's graph does not keep are gone when they have been sent.
-    outputs = profiles[end].inputs if end < len(profiles) else ()
-    kept -= sum(
-        sent.size for sent in outputs if end + sent.made_by >= first and (sent.kept_by is None or sent.kept_by >= 0)
-    )
+    kept -= sum(sent.size for sent in outputs if end + sent.made_by >= first and not sent.is_kept_before)
     return StageMemory(
         parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
         gradient_bytes=gradients,
@@ -131,6 +131,7 @@ def device_memory(
     fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
     return DeviceMemory(
         parameter_bytes=fixed + walk.gradients,
+        gradient_bytes=walk.gradients,
         stash_bytes=walk.most_stash,
         activation_bytes=walk.most_activations,
         peak_bytes=fixed + max(walk.most, walk.gradients),  # the update: all gradients, no activations

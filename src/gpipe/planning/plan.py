@@ -35,6 +35,7 @@ class Plan:
     num_microbatches: int
     microbatch_size: int
     cost_name: str
+    stages_per_device: int = 1
 
     @property
     def partitions(self) -> list[int]:
@@ -47,9 +48,17 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The idle share of the stages' time if all were equal: (K-1)/(M+K-1) (paper, section 2)."""
-        num_stages = len(self.stages)
-        return (num_stages - 1) / (self.num_microbatches + num_stages - 1)
+        """The idle share of the devices' time if all stages were equal: (K-1)/(M+K-1) (paper, section 2).
+
+        Of P devices with v stages each: (P-1)/(vM+P-1) (Narayanan et al. 2021, section 2.2.2).
+        """
+        others = len(self.stages) // self.stages_per_device - 1
+        return others / (self.stages_per_device * self.num_microbatches + others)
+
+    @property
+    def bubble_law(self) -> str:
+        """The formula of `bubble`."""
+        return "(K-1)/(M+K-1)" if self.stages_per_device == 1 else f"(P-1)/({self.stages_per_device}M+P-1)"
 
     @property
     def imbalance(self) -> float:
@@ -66,6 +75,7 @@ def plan_pipeline(
     objective: Objective = "max",
     memory_limit_bytes: int | None = None,
     partitions: Sequence[int] | None = None,
+    stages_per_device: int = 1,
 ) -> Plan:
     """Choose which layers each stage gets, and add up what they cost.
 
@@ -77,6 +87,7 @@ def plan_pipeline(
         objective: as for `partition_layers`.
         memory_limit_bytes: most bytes of parameters in one partition; None is no limit.
         partitions: the number of layers of each stage, where they are not to be chosen.
+        stages_per_device: v, where the schedule interleaves.
 
     Raises:
         ValueError: the layers cannot be cut so.
@@ -101,7 +112,7 @@ def plan_pipeline(
     bounds = pairwise(accumulate(partitions, initial=0))
     total = sum(costs) or 1.0
     stages = tuple(_add_up(layer_costs[start:end], start, sum(costs[start:end]) / total) for start, end in bounds)
-    return Plan(stages, len(microbatch_sizes), max(microbatch_sizes), partition_by)
+    return Plan(stages, len(microbatch_sizes), max(microbatch_sizes), partition_by, stages_per_device)
 
 
 def measure_seconds(layers: nn.Sequential, example: Tensor, seed: int, device: torch.device | str) -> list[float]:
@@ -145,7 +156,7 @@ def print_plan(plan: Plan, name: str, processes: Sequence[str], console: Console
         )
     console.print(table)
     console.print(
-        f"{sum(stage.parameters for stage in plan.stages):,} parameters. Predicted bubble (K-1)/(M+K-1) = "
+        f"{sum(stage.parameters for stage in plan.stages):,} parameters. Predicted bubble {plan.bubble_law} = "
         f"{plan.bubble:.1%}; the largest stage is {plan.imbalance:.1%} above the mean.",
         soft_wrap=True,
     )

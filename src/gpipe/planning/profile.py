@@ -8,7 +8,7 @@ see memory.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,11 @@ class Input(NamedTuple):
     made_by: int
     freed_by: int | None
     kept_by: int | None
+
+    @property
+    def is_kept_before(self) -> bool:
+        """Whether a graph of the layers before keeps it."""
+        return self.kept_by is not None and self.kept_by < 0
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,8 @@ def profile_layers(
 class _Chain:
     """The plain model at work, layer by layer, with a ledger of what that takes."""
 
-    def __init__(self, layers: Sequence[nn.Module], loss: Callable[[Any, Any], Any], ledger: Ledger) -> None:
-        self.layers = [*layers, None]
+    def __init__(self, layers: Iterable[nn.Module], loss: Callable[[Any, Any], Any], ledger: Ledger) -> None:
+        self.layers: list[nn.Module | None] = [*layers, None]
         self.loss = loss
         self.ledger = ledger
         self.position = 0
@@ -169,7 +174,8 @@ class _Chain:
         self.ledger.reset_peak()
         self.position = len(self.layers) - 1
         with self._blamed():
-            loss.backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:  # else everything is frozen
+                loss.backward()
         self._note_backward()
 
     def _run(self, index: int, layer: nn.Module | None, payload: Payload, targets: Any, *, announce: bool) -> Payload:

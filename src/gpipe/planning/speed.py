@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from gpipe.planning.device import Device
@@ -13,9 +13,10 @@ from gpipe.planning.profile import LayerProfile
 
 
 class LayerSeconds(NamedTuple):
-    """How long one layer, or the loss, takes for a micro-batch: forward (or recomputed), and backward."""
+    """How long one layer, or the loss, takes for a micro-batch: forward, recomputed, and backward."""
 
     forward: float
+    recompute: float
     backward: float
 
 
@@ -41,6 +42,10 @@ class Speed:
         peak = device.flops_per_second(precision)
         return cls(peak, efficiency * peak, efficiency * device.memory_bandwidth, device.link_bandwidth)
 
+    def slowed(self, factor: float) -> Speed:
+        """Return the speed of a device that takes `factor` times as long for everything, transfers too."""
+        return Speed(*(value / factor for value in astuple(self)))
+
     def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
         """Return how long each layer takes if nothing but its operations does, one after the other.
 
@@ -49,14 +54,19 @@ class Speed:
         known: dict[int, LayerSeconds] = {}  # equal layers share their profile
         for profile in profiles:
             if id(profile) not in known:
-                known[id(profile)] = LayerSeconds(self._work(profile.forward), self._work(profile.backward))
+                forward, backward = self._work(profile.forward), self._work(profile.backward)
+                known[id(profile)] = LayerSeconds(forward, forward, backward)
         return [known[id(profile)] for profile in profiles]
 
-    def update_seconds(self, memory: DeviceMemory) -> float:
-        """Return how long an optimiser's update takes: it reads all that belongs to parameters and writes most of it."""
-        return 2 * memory.parameter_bytes / self.bytes_per_second
+    def averaging_seconds(self, memory: Sequence[DeviceMemory], num_replicas: int) -> float:
+        """Return how long the slowest device's gradients take around a ring of its replicas."""
+        gradients = max(device.gradient_bytes for device in memory)
+        return 2 * (num_replicas - 1) / num_replicas * gradients / self.link_bytes_per_second
+
+    def update_seconds(self, memory: Sequence[DeviceMemory]) -> float:
+        """Return how long the optimiser takes: it reads and writes all that belongs to parameters."""
+        return 2 * max(device.parameter_bytes for device in memory) / self.bytes_per_second
 
     def _work(self, operations: Iterable[Work]) -> float:
-        return sum(
-            max(one.flops / self.flops_per_second, one.bytes_moved / self.bytes_per_second) for one in operations
-        )
+        flops, moved = self.flops_per_second, self.bytes_per_second
+        return sum(max(one.flops / flops, one.bytes_moved / moved) for one in operations)

@@ -161,7 +161,7 @@ _FIGURES = (
     _Figure("top-5", _result("top5"), "{:.2%}".format),
     _Figure("loss", _loss, "{:.4f}".format),
     _Figure("examples/s", lambda record: record.examples_per_second, "{:.4g}".format),
-    _Figure("s a step", _result("step_seconds"), "{:.3g}".format),
+    _Figure("s a step, data apart", _result("step_seconds"), "{:.3g}".format),
     _Figure("bubble", _result("bubble"), "{:.1%}".format),
     _Figure("bubble, predicted", _result("predicted_bubble"), "{:.1%}".format),
     _Figure("MiB, peak", _result("peak_memory_bytes"), lambda value: f"{value / 2**20:.0f}"),

@@ -88,8 +88,12 @@ def make_record(
     seed: int,
     results: Mapping[str, Any],
     gpus: Sequence[str] = (),
+    num_cores: int | None = None,
 ) -> Record:
-    """Describe a run that has just been made here; `gpus` are the names of the GPUs that it used."""
+    """Describe a run that has just been made here.
+
+    gpus: the names of the GPUs that it used. num_cores: that it could use; None: as many as this process.
+    """
     commit, dirty = git_state(Path(__file__).parent)
     return Record(
         kind=kind,
@@ -98,7 +102,7 @@ def make_record(
         commit=commit,
         dirty=dirty,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        hardware=describe_hardware(gpus),
+        hardware=describe_hardware(gpus, num_cores),
         packages=package_versions(),
         config=dict(config),
         seed=seed,
@@ -115,10 +119,10 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
     return commit, None if status is None else status != ""
 
 
-def describe_hardware(gpus: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the processor's model, the number of cores this process may use, and the GPUs' names."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": _cpu_model(), "num_cores": cores, "gpus": list(gpus)}
+def describe_hardware(gpus: Sequence[str] = (), num_cores: int | None = None) -> dict[str, Any]:
+    """Return the processor's model, the number of cores, by default those this process may use, and the GPUs' names."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": _cpu_model(), "num_cores": num_cores or own, "gpus": list(gpus)}
 
 
 def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:

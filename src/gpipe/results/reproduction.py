@@ -7,11 +7,11 @@ python -m gpipe.results.reproduction add runs/<name>/<date> reproductions/<claim
 import csv
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
+from gpipe.results import planned_memory, schedules, table1, table2, table3, table4, tables
 from gpipe.results.curve import read_curve
 from gpipe.results.jobs import Job
 from gpipe.results.records import (
@@ -24,24 +24,20 @@ from gpipe.results.records import (
     without_places,
     write_records,
 )
-from gpipe.results.table4 import table4, table4_cost, transfer_laptop, transfer_laptop_run
-from gpipe.results.tables import TABLES
+from gpipe.results.tables import TableFunction
 
 RUNS_FILE = "runs.jsonl"
 PAPER_FILE = "paper.csv"
 METRICS_FILE = "metrics.jsonl"
-BESIDE_PAPER = {"table4": table4}
-Table: TypeAlias = Callable[[list[Record]], str]
-EVERY_TABLE: dict[str, Table] = {
-    **TABLES,
-    "table4_cost": table4_cost,
-    "transfer_laptop": transfer_laptop,
-    "transfer_laptop_run": transfer_laptop_run,
+_CLAIMS = (table1, table2, table3, table4)
+BESIDE_PAPER = {name: table for claim in _CLAIMS for name, table in claim.BESIDE_PAPER.items()}
+EVERY_TABLE = {
+    name: table for part in (tables, schedules, planned_memory, *_CLAIMS) for name, table in part.TABLES.items()
 }
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(readme: Path, records: list[Record], tables: Mapping[str, Table] = EVERY_TABLE) -> str:
+def rendered(readme: Path, records: list[Record], tables: Mapping[str, TableFunction] = EVERY_TABLE) -> str:
     """Return a README with each of its tables made from records, and from the paper's numbers in paper.csv beside it.
 
     A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; `tables` says how to make each of them.

@@ -1,13 +1,10 @@
 """The tables of the paper's Table 4: our accuracies beside the paper's, a small transfer, and what all would cost."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 
 from gpipe.results.records import Record
-from gpipe.results.tables import markdown, not_run, provenance
-
-Paper = Sequence[Mapping[str, str]]
-"""The rows of paper.csv."""
+from gpipe.results.tables import Paper, markdown, named, not_run, provenance
 
 # The same settings as the paper's, not a smaller model.
 PAPER_SCALE = ("amoebanet_imagenet", "transfer", "transfer_table")
@@ -134,3 +131,7 @@ def _gain(gains: Sequence[float]) -> list[str]:
         return ["", "not run: one of the two is missing"]
     points = f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})"
     return [points, "it helps" if fmean(gains) > 0 else "it does not help"]
+
+
+BESIDE_PAPER = named(table4)
+TABLES = named(transfer_laptop, transfer_laptop_run, table4_cost)

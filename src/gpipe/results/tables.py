@@ -1,9 +1,14 @@
 """The tables that READMEs show, each made from records alone."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpipe.results.records import Record
+
+TableFunction = Callable[..., str]
+"""(records) -> Markdown; or, of those in BESIDE_PAPER, (records, the paper's numbers)."""
+Paper = Sequence[Mapping[str, str]]
+"""The rows of a paper.csv."""
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -14,7 +19,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def engine_overhead(records: list[Record]) -> str:
     """Return the share of the bubble formula's throughput that each engine reached with layers that sleep."""
-    record = _newest(records, "engine_overhead")
+    record = newest(records, "engine_overhead")
     if record is None:
         return not_run("engine_overhead")
     rows = [
@@ -35,7 +40,7 @@ def engine_overhead(records: list[Record]) -> str:
 
 def one_stage_overhead(records: list[Record]) -> str:
     """Return the time of a one-stage pipeline beside a hand-written loop."""
-    record = _newest(records, "one_stage_overhead")
+    record = newest(records, "one_stage_overhead")
     if record is None:
         return not_run("one_stage_overhead")
     results, config = record.results, record.config
@@ -50,7 +55,7 @@ def one_stage_overhead(records: list[Record]) -> str:
 
 def engine_overhead_run(records: list[Record]) -> str:
     """Return the command, date and hardware of the newest run."""
-    return provenance(_newest(records, "engine_overhead"), "engine_overhead")
+    return provenance(newest(records, "engine_overhead"), "engine_overhead")
 
 
 def image_runs(records: list[Record]) -> str:
@@ -83,7 +88,7 @@ def image_runs_from(records: list[Record]) -> str:
 
 def input_pipeline(records: list[Record]) -> str:
     """Return how many images a second are decoded and augmented, by our loader and by torchvision's."""
-    record = _newest(records, "input_pipeline")
+    record = newest(records, "input_pipeline")
     if record is None:
         return not_run("input_pipeline")
     rows = [
@@ -108,7 +113,7 @@ def input_pipeline(records: list[Record]) -> str:
 
 def image_throughput(records: list[Record]) -> str:
     """Return how many images a second one GPU trains on, beside torchgpipe's model at the same batch size."""
-    record = _newest(records, "image_throughput")
+    record = newest(records, "image_throughput")
     if record is None:
         return not_run("image_throughput")
     grid = record.results["grid"]
@@ -134,17 +139,6 @@ def image_throughput(records: list[Record]) -> str:
             ]
         )
     return markdown(["model", "recomputation", "code", "batch", "images/s", "GiB, peak", "of torchgpipe's"], rows)
-
-
-TABLES: dict[str, Callable[[list[Record]], str]] = {
-    "engine_overhead": engine_overhead,
-    "one_stage_overhead": one_stage_overhead,
-    "engine_overhead_run": engine_overhead_run,
-    "image_runs": image_runs,
-    "image_runs_from": image_runs_from,
-    "input_pipeline": input_pipeline,
-    "image_throughput": image_throughput,
-}
 
 
 def provenance(record: Record | None, program: str) -> str:
@@ -179,7 +173,8 @@ def _of(run: Record, section: str, key: str) -> Any:
     return run.config[section][key]
 
 
-def _newest(records: list[Record], experiment: str) -> Record | None:
+def newest(records: list[Record], experiment: str) -> Record | None:
+    """Return the newest record of an experiment, None where there is none."""
     found = [record for record in records if record.experiment == experiment]
     return max(found, key=lambda record: record.date, default=None)
 
@@ -187,3 +182,19 @@ def _newest(records: list[Record], experiment: str) -> Record | None:
 def not_run(program: str) -> str:
     """Return what stands in the place of a table that has no record."""
     return f"Not run: {program}.\n"
+
+
+def named(*tables: TableFunction) -> dict[str, TableFunction]:
+    """Return tables under the names by which READMEs ask for them: those of their functions."""
+    return {table.__name__: table for table in tables}
+
+
+TABLES = named(
+    engine_overhead,
+    one_stage_overhead,
+    engine_overhead_run,
+    image_runs,
+    image_runs_from,
+    input_pipeline,
+    image_throughput,
+)

@@ -100,7 +100,8 @@ def differences(manifest: Manifest, kind: str, own: Mapping[str, Tensor], layers
 def describe_differences(found: Mapping[str, str]) -> str:
     """Say in a few words which layers differ, and how the first of their tensors do."""
     layers = sorted({layer_of(name) for name in found})
-    examples = "; ".join(f"{name} is {how}" for name, how in list(found.items())[:_NUM_NAMED])
+    ordered = sorted(found.items(), key=lambda item: layer_of(item[0]))  # a process's layers may lie apart
+    examples = "; ".join(f"{name} is {how}" for name, how in ordered[:_NUM_NAMED])
     more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
     subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
     return f"{subject} ({examples}{more})"

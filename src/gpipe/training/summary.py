@@ -12,8 +12,9 @@ class Summary:
 
     `evaluation` has the last figures of every evaluation set, `top1`, `top5` and `best_top1` are of the first one.
     `seconds` is the time of training and evaluation, of earlier sessions too. `examples` says what the data call them;
-    `examples_per_second`, `tokens_per_second` (None where an example has one target) and `step_seconds`, which include
-    the update and the wait for data, are medians over this session's `num_timed_steps` last steps.
+    `examples_per_second` and `tokens_per_second` (None where an example has one target), which include the update and
+    the wait for data, and `step_seconds`, which leaves the wait out, are medians over this session's `num_timed_steps`
+    last steps.
     `peak_memory_bytes` is that of the fullest process of the pipeline.
     """
 
@@ -40,9 +41,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class StepSpeed:
-    """How long a step took, the wait for its data included, and how much it did, over all replicas."""
+    """How long a step took, `wait_seconds` of it for data, and how much it did, over all replicas."""
 
     seconds: float
+    wait_seconds: float
     num_examples: int
     num_targets: int
 
@@ -91,7 +93,7 @@ class Totals:
             examples=examples,
             examples_per_second=_median(speed.num_examples / speed.seconds for speed in timed),
             tokens_per_second=_median(speed.num_targets / speed.seconds for speed in timed) if has_tokens else None,
-            step_seconds=_median(speed.seconds for speed in timed),
+            step_seconds=_median(speed.seconds - speed.wait_seconds for speed in timed),
             num_timed_steps=len(timed),
             peak_memory_bytes=peak_memory_bytes,
             bubble=self.bubble,

@@ -180,7 +180,7 @@ class Trainer:
         totals.seconds += seconds
         totals.wait_seconds += values["wait_seconds"]
         replicas = self.pipeline.num_replicas
-        speed = StepSpeed(seconds, report.num_examples * replicas, num_targets * replicas)
+        speed = StepSpeed(seconds, values["wait_seconds"], report.num_examples * replicas, num_targets * replicas)
         totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
         status = StepStatus(

@@ -65,6 +65,10 @@ class ImageClassification:
         data = self.data
         return torch.empty(num_examples, data.channels, data.image_size, data.image_size, device="meta")
 
+    def targets(self, num_examples: int) -> Tensor:
+        """Describe the classes of so many images on the meta device."""
+        return torch.empty(num_examples, dtype=torch.int64, device="meta")
+
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
         model = self.model

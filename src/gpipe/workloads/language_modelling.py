@@ -45,6 +45,10 @@ class LanguageModelling:
         """Describe so many sequences on the meta device."""
         return torch.empty(num_examples, self.data.sequence_length, dtype=torch.int64, device="meta")
 
+    def targets(self, num_examples: int) -> Tensor:
+        """Describe the next tokens of so many sequences on the meta device."""
+        return self.inputs(num_examples)
+
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
         return ClassificationLoss(self.run.trainer.label_smoothing)

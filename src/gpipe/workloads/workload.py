@@ -31,6 +31,9 @@ class Workload(Protocol):
     def inputs(self, num_examples: int) -> Tensor:
         """Describe the inputs of so many examples on the meta device."""
 
+    def targets(self, num_examples: int) -> Tensor:
+        """Describe the targets of so many examples on the meta device."""
+
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
 

@@ -1,0 +1,89 @@
+"""The columns of Table 1 measured: all stages in one process on one GPU, what each holds read from the allocator.
+
+A stage that needs more than the paper's accelerators have does not fit; where the GPU itself runs out of memory, that
+is the result. Of a Transformer's stages the first, a middle one and the last are measured: the others are like these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from stage_accounting import Accounting, Allocator, CudaAllocator
+from table1_capacity import planner_of
+from table1_columns import Column, describe, loss
+from torch import nn
+
+import gpipe
+from gpipe.planning.cut import partition_by_memory
+from gpipe.results.records import Record, make_record
+
+
+def measure_columns(columns: Sequence[Column], command: str) -> Record:
+    """Return a record of every column."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = [measure(column, "cuda", CudaAllocator()) for column in columns]
+    return make_record(
+        kind="measured",
+        command=command,
+        experiment="table1_capacity",
+        config={},
+        seed=0,
+        results={"columns": found},
+        gpus=[torch.cuda.get_device_name(0)],
+    )
+
+
+def measure(column: Column, device: str, allocator: Allocator) -> dict[str, Any]:
+    """Return the peak of each measured stage, beside what was planned for it, in bytes."""
+    planner, setting = planner_of(column, partition_by_memory), column.setting
+    planned = planner.forecast(setting)
+    partitions = [stage.last_layer - stage.first_layer + 1 for stage in planned.stages]
+    stages = list(range(len(partitions)))
+    if column.family == "transformer" and len(stages) > 3:
+        stages = [0, len(stages) // 2, len(stages) - 1]
+    room = planner.device.memory_bytes
+    result = {
+        **describe(column),
+        "partitions": partitions,
+        "stages": stages,
+        "planned_bytes": [planned.memory[stage].peak_bytes for stage in stages],
+        "memory_bytes": room,
+    }
+    try:
+        peaks = _peaks(
+            column, [partitions[stage] for stage in stages], _part(column, partitions, stages), device, allocator
+        )
+    except torch.cuda.OutOfMemoryError as error:
+        return {**result, "out_of_memory": str(error).partition("\n")[0]}
+    return {**result, "peak_bytes": peaks, "fits": max(peaks) <= room}
+
+
+def _part(column: Column, partitions: Sequence[int], stages: Sequence[int]) -> nn.Sequential:
+    """Return the layers of some stages, which fit together: Transformer layers are alike."""
+    starts = [0, *accumulate(partitions)]
+    layers = column.layers()
+    return nn.Sequential(*(layer for stage in stages for layer in layers[starts[stage] : starts[stage + 1]]))
+
+
+def _peaks(
+    column: Column, partitions: Sequence[int], layers: nn.Sequential, device: str, allocator: Allocator
+) -> list[int]:
+    """Make two steps and return what each stage held at most in the second, when the optimiser has its state."""
+    setting = column.setting
+    pipeline = gpipe.Pipeline(
+        layers,
+        loss,
+        partitions,
+        setting.num_microbatches,
+        rematerialize=setting.rematerialize.value,
+        devices=device,
+    )
+    optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-6)
+    batch = column.batch(column.batch_size, device)
+    pipeline.train_step(batch)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return Accounting(pipeline, optimizer, allocator).step(batch)

@@ -1,0 +1,91 @@
+"""Planned memory beside the allocator's: every stage of two small models, on the CPU.
+
+    python experiments/planned_memory.py
+
+One process plays all stages of a real step, and what each stage holds at most is read from torch's allocator
+(stage_accounting.py), for every mode of re-materialisation, K = 1, 2 and 4, and both schedules with one stage a device.
+Adds a record to reproductions/table1_model_size/ and renders its README. About a minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_models import MICROBATCH_SIZE, SmallModel, images, text
+from stage_accounting import Accounting, ProcessorAllocator
+
+import gpipe
+from gpipe.pipeline.schedule import Rematerialize
+from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.forecast import Setting, plan_memory
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = "table1_model_size"
+NUM_MICROBATCHES = 4
+# Interleaved stages share a device, whose peak is not the sum of theirs.
+SETTINGS = [
+    Setting(num_stages, NUM_MICROBATCHES, mode, schedule)
+    for schedule, mode, num_stages in product(("gpipe", "1f1b"), Rematerialize, (1, 2, 4))
+]
+
+
+def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
+    """Return the planned and the measured peak of each stage in bytes, with the partitions cut by memory."""
+    cut = partition_by_memory(model.profiles, setting)
+    planned = plan_memory(model.profiles, cut, setting)
+    return {
+        "model": model.title,
+        "schedule": setting.schedule,
+        "rematerialize": setting.rematerialize.value,
+        "num_stages": setting.num_stages,
+        "partitions": cut,
+        "planned_bytes": [memory.peak_bytes for memory in planned],
+        "measured_bytes": _measure(model, cut, setting),
+    }
+
+
+def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list[int]:
+    """Make two steps and return what each stage held at most in the second, when the optimiser has its state."""
+    pipeline = gpipe.Pipeline(
+        model.layers,
+        model.loss,
+        partitions,
+        setting.num_microbatches,
+        rematerialize=setting.rematerialize.value,
+        schedule=setting.schedule,
+    )
+    optimizer = torch.optim.RMSprop(pipeline.parameters())
+    batch = model.batch(MICROBATCH_SIZE * setting.num_microbatches)
+    pipeline.train_step(batch)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return Accounting(pipeline, optimizer, ProcessorAllocator()).step(batch)
+
+
+def main() -> None:
+    """Compare all settings with both models."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for model, setting in product((images(), text()), SETTINGS):
+        rows.append(compare(model, setting))
+        print(rows[-1], flush=True)
+    record = make_record(
+        kind="measured",
+        command="python experiments/planned_memory.py",
+        experiment="planned_memory",
+        config={"num_microbatches": NUM_MICROBATCHES, "microbatch_size": MICROBATCH_SIZE},
+        seed=0,
+        results={"rows": rows},
+    )
+    add_record(ROOT, FOLDER, record)
+
+
+if __name__ == "__main__":
+    main()

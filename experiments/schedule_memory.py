@@ -1,0 +1,69 @@
+"""What each schedule costs in memory and gains in time, planned.
+
+    python experiments/schedule_memory.py
+
+Transformer-48 of the paper's Table 2 on eight devices of 16 GB with 32 micro-batches of one sequence: GPipe, 1F1B and
+interleaved 1F1B, with and without re-materialisation. Adds a record of planned numbers to reproductions/bubble/ and
+renders its README. Seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from table1_capacity import by_variance, planner_of
+from table1_columns import Column
+
+from gpipe.pipeline.schedule import Rematerialize
+from gpipe.planning.forecast import Setting
+from gpipe.planning.planner import Planner
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_LAYERS, NUM_DEVICES, NUM_MICROBATCHES = 48, 8, 32
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))  # with the stages of each device
+
+
+def plan(planner: Planner, schedule: str, stages_per_device: int, mode: Rematerialize) -> dict[str, Any]:
+    """Return a row of the table."""
+    setting = Setting(NUM_DEVICES * stages_per_device, NUM_MICROBATCHES, mode, schedule, stages_per_device)
+    found = planner.forecast(setting)
+    return {
+        "schedule": schedule,
+        "rematerialize": str(mode),
+        "stages_per_device": stages_per_device,
+        "bubble": found.timeline.bubble,
+        "step_seconds": found.step_seconds,
+        "activation_bytes": [memory.activation_bytes for memory in found.memory],
+        "peak_bytes": [memory.peak_bytes for memory in found.memory],
+    }
+
+
+def main() -> None:
+    """Plan every schedule with every mode."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    planner = planner_of(Column("Transformer-48", NUM_LAYERS, None, NUM_DEVICES), by_variance)
+    modes = (Rematerialize.ALWAYS, Rematerialize.NEVER)
+    rows = [plan(planner, schedule, share, mode) for mode in modes for schedule, share in SCHEDULES]
+    settings = {
+        "num_layers": NUM_LAYERS,
+        "num_devices": NUM_DEVICES,
+        "num_microbatches": NUM_MICROBATCHES,
+        "device": planner.device.name,
+    }
+    record = make_record(
+        kind="planned",
+        command="python experiments/schedule_memory.py",
+        experiment="schedule_memory",
+        config=settings,
+        seed=0,
+        results={"rows": rows},
+    )
+    add_record(ROOT, "bubble", record)
+
+
+if __name__ == "__main__":
+    main()

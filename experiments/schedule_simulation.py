@@ -1,0 +1,120 @@
+"""How well the simulator foretells the engine's steps, schedule by schedule.
+
+    python experiments/schedule_simulation.py
+
+Stages of unequal layers that take a set time without the processor, one process a device over Gloo. The simulator is
+given those times and the schedule's tasks, and no measurement: what a step takes longer is the engine's and the
+machine's. Appends a record to reproductions/bubble/runs.jsonl and renders its README. About two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from engine_overhead import median_seconds
+from hand_written_loop import square
+from sleeping_layers import Sleeper, calibrate
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gpipe
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
+from gpipe.pipeline.timeline import simulate
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
+
+SHAPES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 4, 2)]  # with P and the stages of each device
+NUM_MICROBATCHES = 8
+MODES = ("never", "always")
+FORWARD, BACKWARD = 0.032, 0.064  # seconds of a device for a micro-batch, in the mean
+UNEVEN = (1.0, 1.2, 0.8, 1.0)  # stage by stage, and again from the start
+ROOT = Path(__file__).parent.parent
+
+
+def layer_of(stage: int, stages_per_device: int) -> Sleeper:
+    """Return the one layer of a stage; a device has the same work however many stages it has."""
+    share = UNEVEN[stage % len(UNEVEN)] / stages_per_device
+    return Sleeper(FORWARD * share, BACKWARD * share)
+
+
+def simulated_seconds(name: str, num_stages: int, stages_per_device: int, mode: str) -> float:
+    """Return what a step should take if nothing but the layers took time."""
+    layers = [layer_of(stage, stages_per_device) for stage in range(num_stages)]
+
+    def seconds(task: Task) -> float:
+        layer = layers[task.stage]
+        return layer.backward_seconds if task.kind is Kind.BACKWARD else layer.forward_seconds
+
+    schedule = SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
+    return simulate(schedule, seconds).makespan_seconds
+
+
+def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -> None:
+    """Measure all schedules in one process of P, in turns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
+    mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
+    calibrate()
+    batch = torch.randn(NUM_MICROBATCHES, 16), torch.randn(NUM_MICROBATCHES, 16)
+    steps, makespans = {}, {}
+    for name, _, stages_per_device in SHAPES:
+        for mode in MODES:
+            num_stages = num_devices * stages_per_device
+            layers = nn.Sequential(*(layer_of(stage, stages_per_device) for stage in range(num_stages)))
+            pipeline = gpipe.Pipeline(
+                layers, square, [1] * num_stages, NUM_MICROBATCHES, rematerialize=mode, schedule=name,
+                stages_per_device=stages_per_device, mesh=mesh,
+            )  # fmt: skip
+            found = makespans[f"{name}, {mode}"] = []
+
+            def step(pipeline: gpipe.Pipeline = pipeline, found: list[float] = found) -> None:
+                found.append(pipeline.train_step(batch, record_timeline=True).timeline.makespan_seconds)
+
+            steps[f"{name}, {mode}"] = step
+    seconds = median_seconds(steps, rounds, dist.barrier)
+    if rank == 0:
+        results.put({key: (seconds[key], statistics.median(makespans[key][1:])) for key in steps})
+    dist.barrier()
+    del pipeline, steps, step
+    dist.destroy_process_group()
+
+
+def measure_all(rounds: int) -> list[dict[str, Any]]:
+    """Return a row a schedule and a mode."""
+    num_devices = SHAPES[0][1]
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.start_processes(measure, (num_devices, rounds, 29690, results), num_devices)
+    found = results.get()
+    rows = []
+    for name, _, stages_per_device in SHAPES:
+        for mode in MODES:
+            step, makespan = found[f"{name}, {mode}"]
+            simulated = simulated_seconds(name, num_devices * stages_per_device, stages_per_device, mode)
+            rows.append({"schedule": name, "num_devices": num_devices, "stages_per_device": stages_per_device})
+            rows[-1] |= {"num_microbatches": NUM_MICROBATCHES, "rematerialize": mode, "step_seconds": step}
+            rows[-1] |= {"makespan_seconds": makespan, "simulated_seconds": simulated}
+            print(
+                f"{name:16} v={stages_per_device} {mode:6}  simulated {simulated * 1e3:7.1f} ms, "
+                f"tasks measured {makespan * 1e3:7.1f} ms ({makespan / simulated - 1:+.1%}), step {step * 1e3:7.1f} ms",
+                flush=True,
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each schedule that count")
+    options = parser.parse_args()
+    settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "uneven": UNEVEN, "rounds": options.rounds}
+    add_record(
+        ROOT, "bubble",
+        make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="schedule_simulation",
+                    config=settings, seed=0, results={"grid": measure_all(options.rounds)}),
+    )  # fmt: skip

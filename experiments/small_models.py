@@ -1,0 +1,55 @@
+"""A small model of each family of Table 1, for what is measured on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.planning.profile import LayerProfile, profile_layers
+
+MICROBATCH_SIZE = 4
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A model with its loss, and `batch`, which makes a mini-batch of a size."""
+
+    title: str
+    layers: nn.Sequential
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+
+    @cached_property
+    def profiles(self) -> list[LayerProfile]:
+        """Its layers' profiles with micro-batches of `MICROBATCH_SIZE`."""
+        return profile_layers(self.layers, self.loss, self.batch(MICROBATCH_SIZE))
+
+
+def images() -> SmallModel:
+    """Return an AmoebaNet-D for photographs."""
+    layers = convert_batch_norm(amoebanet_d(3, 64, 10, image_size=64, auxiliary_head=False))
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 3, 64, 64), torch.arange(size) % 10
+
+    return SmallModel("AmoebaNet-D (3,64), 64 px", layers, F.cross_entropy, batch)
+
+
+def text() -> SmallModel:
+    """Return a Transformer for tokens, with dropout."""
+    layers = transformer_lm(4, vocabulary_size=1000, model_size=128, feedforward_size=512, num_heads=4, dropout=0.1)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(1000, (size, 64)), torch.randint(1000, (size, 64))
+
+    return SmallModel("Transformer of 4 layers, 64 tokens", layers, loss, batch)

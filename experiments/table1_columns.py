@@ -1,0 +1,102 @@
+"""The ten columns of the paper's Table 1: a model each, cut into K stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.pipeline.schedule import Rematerialize
+from gpipe.planning.forecast import Setting
+
+STATE_RATIO = 1.0  # RMSProp without momentum: 12 bytes a parameter with its weight and gradient, as the paper counts
+IMAGE_SIZE, IMAGES = 224, 128
+TOKENS, SEQUENCES = 1024, 32
+NUM_MICROBATCHES = 32  # Deviation: the paper does not say how it cut these mini-batches.
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model of Table 1; `num_filters` is None for a Transformer. Naive is one micro-batch, and nothing recomputed."""
+
+    name: str
+    num_layers: int
+    num_filters: int | None
+    num_stages: int
+
+    @property
+    def family(self) -> str:
+        """The half of the table."""
+        return "transformer" if self.num_filters is None else "amoebanet"
+
+    @property
+    def device(self) -> str:
+        """The paper's accelerators, of 8 or 16 GB."""
+        return "tpu_v3" if self.num_filters is None else "tpu_v2"
+
+    @property
+    def batch_size(self) -> int:
+        """N, which the paper gives."""
+        return SEQUENCES if self.num_filters is None else IMAGES
+
+    @property
+    def setting(self) -> Setting:
+        """How the column is run."""
+        if self.name.startswith("Naive"):
+            return Setting(1, 1, Rematerialize.NEVER, state_ratio=STATE_RATIO)
+        return Setting(self.num_stages, NUM_MICROBATCHES, state_ratio=STATE_RATIO)
+
+    def layers(self, *, as_public_code: bool = False) -> nn.Sequential:
+        """Describe the model on the meta device; `as_public_code`: with an auxiliary head and 1001 classes."""
+        with torch.device("meta"):
+            if self.num_filters is None:
+                return transformer_lm(self.num_layers)
+            classes = 1001 if as_public_code else 1000
+            layers = amoebanet_d(
+                self.num_layers, self.num_filters, classes, image_size=IMAGE_SIZE, auxiliary_head=as_public_code
+            )
+        convert_batch_norm(layers)
+        return layers
+
+    def batch(self, size: int, device: str = "meta") -> tuple[Tensor, Tensor]:
+        """Return a mini-batch of a size: zeros, or only described."""
+        if self.num_filters is None:
+            tokens = torch.zeros(size, TOKENS, dtype=torch.int64, device=device)
+            return tokens, tokens
+        images = torch.zeros(size, 3, IMAGE_SIZE, IMAGE_SIZE, device=device)
+        return images, torch.zeros(size, dtype=torch.int64, device=device)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of logits [..., classes] and classes [...]."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+COLUMNS = (
+    Column("Naive-1", 18, 208, 1),
+    Column("Pipeline-1", 18, 416, 1),
+    Column("Pipeline-2", 18, 544, 2),
+    Column("Pipeline-4", 36, 544, 4),
+    Column("Pipeline-8", 72, 512, 8),
+    Column("Naive-1", 3, None, 1),
+    Column("Pipeline-1", 13, None, 1),
+    Column("Pipeline-8", 103, None, 8),
+    Column("Pipeline-32", 415, None, 32),
+    Column("Pipeline-128", 1663, None, 128),
+)
+
+
+def describe(column: Column) -> dict[str, Any]:
+    """Return the column's model as a record holds it."""
+    return {
+        "family": column.family,
+        "name": column.name,
+        "num_layers": column.num_layers,
+        "num_filters": column.num_filters,
+        "num_stages": column.num_stages,
+    }

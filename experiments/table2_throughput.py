@@ -1,0 +1,141 @@
+"""How training speeds up with K and M: the paper's Tables 2 and 3, simulated from seconds a layer, and planned.
+
+    python experiments/table2_throughput.py
+
+Times forward, recomputation, backward and update of every layer at the paper's scale on one core (or one GPU:
+--device cuda), cuts the models by these seconds, and simulates the schedule of K such devices, linked as the paper's
+were. The links are as much slower than the paper's as the device at hand computes more slowly. The same grid is planned
+from the figures of the paper's devices. Adds records to reproductions/table2_throughput and table3_slow_links and
+renders their READMEs. About 8 minutes on one core; 12 GB. --small prints the records of tiny models instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from throughput_study import EFFICIENCY, Study
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.planning.device import DEVICES
+from gpipe.planning.timing import LayerTimer
+from gpipe.results.records import Record, make_record
+from gpipe.results.reproduction import add_record
+from gpipe.training.optimizers import rmsprop
+
+ROOT = Path(__file__).parent.parent
+NUM_STAGES = (2, 4, 8)
+NUM_CLASSES = 1000
+# How micro-batches are chosen, and what the partitions balance.
+WAYS = (("fits", "seconds"), ("fits", "flops"), ("fixed", "seconds"), ("equal", "seconds"))
+TABLES = {"table2_throughput": (1, 4, 32), "table3_slow_links": (32,)}
+
+
+def images(image_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return noise and labels."""
+    labels = torch.zeros(num_examples, dtype=torch.int64, device=device)
+    return torch.randn(num_examples, 3, image_size, image_size, device=device), labels
+
+
+def tokens(length: int, vocabulary_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return sequences drawn at random, and their targets."""
+    inputs, targets = (torch.randint(vocabulary_size, (num_examples, length), device=device) for _ in range(2))
+    return inputs, targets
+
+
+def amoebanet(num_layers: int, num_filters: int, image_size: int) -> nn.Sequential:
+    """Describe an AmoebaNet-D, without the auxiliary head, whose batch norm a micro-batch of one image would stop."""
+    with torch.device("meta"):
+        layers = amoebanet_d(num_layers, num_filters, NUM_CLASSES, image_size=image_size, dropout=0.5)
+    return gpipe.convert_batch_norm(layers)
+
+
+def transformer(num_layers: int, **sizes: int) -> nn.Sequential:
+    """Describe a Transformer-L."""
+    with torch.device("meta"):
+        return transformer_lm(num_layers, **sizes)
+
+
+def studies(*, is_small: bool) -> dict[str, list[Study]]:
+    """Return the models of each table, with the paper's devices: Table 1's TPUs, and GPUs linked by PCI-E."""
+    v2, v3, p100 = (DEVICES[name] for name in ("tpu_v2", "tpu_v3", "p100"))
+    if is_small:
+        narrow = transformer(8, vocabulary_size=64, model_size=32, feedforward_size=64, num_heads=2)
+        table2 = [
+            Study("AmoebaNet-D (3,16)", amoebanet(3, 16, 64), partial(images, 64), v2, 1, (1,)),
+            Study("Transformer-8", narrow, partial(tokens, 16, 64), v3, 1, (1,)),
+        ]
+        table3 = [replace(study, device=p100) for study in table2]
+    else:
+        image, text = (partial(images, 224), 128, (1, 4, 16)), (partial(tokens, 1024, 32_000), 32, (1, 2))
+        table2, table3 = [
+            [
+                Study(f"AmoebaNet-D (18,{width})", amoebanet(18, width, 224), image[0], devices[0], *image[1:]),
+                Study(f"Transformer-{depth}", transformer(depth), text[0], devices[1], *text[1:]),
+            ]
+            for width, depth, devices in ((256, 48, (v2, v3)), (128, 24, (p100, p100)))
+        ]
+    return {"table2_throughput": table2, "table3_slow_links": table3}
+
+
+def results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: str) -> dict[str, Any]:
+    """Return a model's part of a record."""
+    grid = [(k, m) for k in NUM_STAGES for m in numbers_of_microbatches]
+    timings = {} if kind == "planned" else {size: [list(row) for row in rows] for size, rows in study.timings.items()}
+    return {
+        "model": study.title,
+        "device": study.device.name,
+        "memory_bytes": study.device.memory_bytes,
+        "batch_size": study.batch_size,
+        "flops_per_second": study.flops_per_second(kind),
+        "link_bytes_per_second": study.speed(kind).link_bytes_per_second,
+        "layer_seconds": timings,  # forward, recomputation, backward, update of each layer and the loss
+        "cells": [study.cell(*cell, kind, *way) for way in WAYS for cell in grid],
+    }
+
+
+def records(options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
+    """Measure, and yield each record with the reproduction that it belongs to."""
+    device = torch.device(options.device)
+    timer = LayerTimer(device, options.repeats, partial(rmsprop, lr=1e-6))
+    for name, models in studies(is_small=options.small).items():
+        for study in models:
+            study.measure(timer, device)
+            print(
+                f"{study.title}: {study.flops_per_second('simulated') / 1e9:.1f} GFLOP/s", file=sys.stderr, flush=True
+            )
+        for kind in ("planned", "simulated"):
+            yield name, make_record(
+                kind=kind, command=f"python {' '.join(sys.argv)}", experiment=f"{name}_grid", seed=0,
+                config={"repeats": options.repeats, "efficiency": EFFICIENCY, "device": device.type},
+                results={"models": [results(study, TABLES[name], kind) for study in models]},
+                gpus=[torch.cuda.get_device_name()] if device.type == "cuda" else [],
+            )  # fmt: skip
+
+
+def main() -> None:
+    """Read the command line, measure, and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that times the layers")
+    parser.add_argument("--repeats", type=int, default=3, help="of each pass that count")
+    parser.add_argument("--small", action="store_true", help="tiny models; prints the records")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # a core stands for an accelerator
+    for name, record in list(records(options)):  # one that is added changes the repository that the next one names
+        if options.small:
+            print(json.dumps(asdict(record)))
+        else:
+            add_record(ROOT, name, record)
+
+
+if __name__ == "__main__":
+    main()

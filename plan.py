@@ -1,0 +1,27 @@
+"""Say what a run would need and how fast it would go on devices that are not here. See `--help`."""
+
+import hydra
+from omegaconf import DictConfig
+
+from gpipe.config import register_schemas, to_run
+from gpipe.config.plan import PlanConfig
+from gpipe.launch.errors import one_message
+from gpipe.planning.device import find_device
+
+register_schemas(PlanConfig)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="plan")
+def main(composed: DictConfig) -> None:
+    """Check the composed settings, then plan."""
+    with one_message(debug=composed.launch.debug):
+        plan = to_run(composed)
+        assert isinstance(plan, PlanConfig)
+        find_device(plan.device)
+    from gpipe.plan import start
+
+    start(plan)
+
+
+if __name__ == "__main__":
+    main()

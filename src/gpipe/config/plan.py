@@ -1,0 +1,43 @@
+"""What a run is planned for: a kind of accelerator, and what to look for."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from omegaconf import MISSING
+
+from gpipe.config.checks import above, optional_at_least, require
+from gpipe.config.run import RunConfig
+
+
+class Find(Enum):
+    """What plan.py looks for: the largest model that fits, by one of its sizes; or the fastest way to run this one."""
+
+    num_layers = "num_layers"
+    num_filters = "num_filters"
+    fastest = "fastest"
+
+
+@dataclass
+class PlanConfig(RunConfig):
+    """A run, and the accelerators that its stages would have.
+
+    device: the name of an accelerator. memory_gib, link_gb_per_second: in place of the maker's figures; null is those.
+    efficiency: the share of the makers' peaks of arithmetic and memory that is reached. find: null plans the run as
+        it is. num_devices: for find=fastest, of all replicas; null is as many as the run has.
+    """
+
+    device: str = MISSING
+    memory_gib: float | None = MISSING
+    link_gb_per_second: float | None = MISSING
+    efficiency: float = MISSING
+    find: Find | None = MISSING
+    num_devices: int | None = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        super().__post_init__()
+        for name in ("memory_gib", "link_gb_per_second"):
+            if (value := getattr(self, name)) is not None:
+                above(name, value, 0)
+        require(0 < self.efficiency <= 1, "efficiency", self.efficiency, "a share in (0, 1]")
+        optional_at_least("num_devices", self.num_devices, 1)

@@ -1,0 +1,198 @@
+"""The tables of the paper's Table 1: its models' parameters and memory, planned and measured, and the largest that fit.
+
+Memory of ours and torchgpipe's is in GiB; the paper's stands as it prints it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpipe.results.records import Record
+from gpipe.results.tables import Paper, markdown, named, not_run, provenance
+
+EXPERIMENT = "table1_capacity"
+PROGRAM = "experiments/table1_capacity.py"
+ON_GPU = f"{PROGRAM} on a machine with a GPU"
+CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
+MEASURED_CUT = "memory"
+_GIB = 2**30
+_UNITS = {"M": 1e6, "B": 1e9}
+
+
+def table1_parameters(records: Sequence[Record], paper: Paper) -> str:
+    """Return how many parameters each model has, beside what the paper prints and torchgpipe counted."""
+    columns = _columns(records, "planned")
+    if not columns:
+        return not_run(PROGRAM)
+    rows = [
+        [_model(row), row["parameters"], row["torchgpipe_parameters"], *_counts(columns[_key(row)], row["parameters"])]
+        for row in paper
+    ]
+    header = ["model", "paper", "torchgpipe", "ours", "printed", "ours with auxiliary head", "printed"]
+    return markdown([*header, "agrees with the paper"], rows)
+
+
+def table1_memory(records: Sequence[Record], paper: Paper) -> str:
+    """Return the memory of all devices together, in GiB: parameters, and the sum of the peaks of activations."""
+    columns = _columns(records, "planned")
+    if not columns:
+        return not_run(PROGRAM)
+    rows = []
+    for row in paper:
+        cuts = columns[_key(row)]["cuts"]
+        parameters = _total(cuts[MEASURED_CUT], "parameter_bytes")
+        activations = [_total(cuts[cut], "activation_bytes") for cut in CUTS]
+        known = [row["parameter_gb"], row["torchgpipe_parameter_gib"], parameters]
+        rows.append([_model(row), *known, row["activation_gb"], row["torchgpipe_activation_gib"], *activations])
+    header = ["model", "parameters: paper", "torchgpipe", "planned", "activations: paper", "torchgpipe"]
+    return markdown([*header, *(f"planned, {name}" for name in CUTS.values())], rows)
+
+
+def table1_variants(records: Sequence[Record], paper: Paper) -> str:
+    """Return the activations of all devices together, and the fullest device, in GiB, with other choices."""
+    found = _newest(records, "planned", "variants")
+    if found is None:
+        return not_run(PROGRAM)
+    rows = []
+    for row in paper:
+        for entry in (entry for entry in found.results["variants"] if _key(entry) == _key(row)):
+            choices = [str(entry["num_microbatches"]), entry["attention"] or ""]
+            known = [row["activation_gb"], row["torchgpipe_activation_gib"]]
+            planned = [_gibibytes(entry[name][cut]) for name in ("activation_bytes", "peak_bytes") for cut in CUTS]
+            rows.append([_model(row), *choices, *known, *planned])
+    header = ["model", "M", "attention", "activations: paper", "torchgpipe, M = 128"]
+    header += [f"{figure}, {name}" for figure in ("planned", "fullest device") for name in CUTS.values()]
+    return markdown(header, rows)
+
+
+def table1_devices(records: Sequence[Record], paper: Paper) -> str:
+    """Return the peak of the fullest device in GiB, planned and measured, and whether it fits."""
+    columns, measured = _columns(records, "planned"), _columns(records, "measured")
+    if not columns:
+        return not_run(PROGRAM)
+    rows = []
+    for row in paper:
+        column = columns[_key(row)]
+        room = column["memory_bytes"]
+        peaks = [max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) for cut in CUTS]
+        planned = [cell for peak in peaks for cell in (_gibibytes(peak), fit(peak, room))]
+        rows.append([_model(row), f"{room / _GIB:g}", *planned, *_measured_peak(measured.get(_key(row)))])
+    header = [cell for name in CUTS.values() for cell in (f"planned, {name}", "")]
+    return markdown(["model", "a device has", *header, f"measured, {CUTS[MEASURED_CUT]}", ""], rows)
+
+
+def table1_search(records: Sequence[Record], paper: Paper) -> str:
+    """Return the largest model that fits each K, as planned, beside the paper's."""
+    found = _newest(records, "planned", "search")
+    if found is None:
+        return not_run(PROGRAM)
+    searched = {_key(row): row for row in found.results["search"]}
+    rows = []
+    for row in paper:
+        if _key(row) in searched:
+            entry, at_least = searched[_key(row)], int(row["num_filters"] or row["num_layers"])
+            cells = [cell for cut in CUTS for cell in _searched(entry, cut, at_least)]
+            family = f"AmoebaNet-D ({row['num_layers']},D)" if row["num_filters"] else "Transformer of L layers"
+            rows.append([family, row["num_stages"], f"{at_least}", row["parameters"], *cells])
+    cuts = [cell for name in CUTS.values() for cell in (f"planned, {name}", "parameters", "at least the paper's")]
+    return markdown(["largest D or L", "K", "paper", "parameters", *cuts], rows)
+
+
+def table1_measured(records: Sequence[Record], paper: Paper) -> str:
+    """Return the peak of each measured stage in GiB beside its plan."""
+    columns = _columns(records, "measured")
+    if not columns:
+        return not_run(ON_GPU)
+    rows = []
+    for row in paper:
+        column = columns.get(_key(row))
+        if column is None:
+            continue
+        outcome = [column["out_of_memory"]] * len(column["stages"]) if "out_of_memory" in column else None
+        peaks = outcome or [_gibibytes(peak) for peak in column["peak_bytes"]]
+        for stage, planned, peak in zip(column["stages"], column["planned_bytes"], peaks, strict=True):
+            rows.append([_model(row), str(stage), str(column["partitions"][stage]), _gibibytes(planned), peak])
+    return markdown(["model", "stage", "its layers", "planned", "measured"], rows)
+
+
+def table1_run(records: Sequence[Record]) -> str:
+    """Return where the plans were made."""
+    return provenance(_newest(records, "planned", "columns"), PROGRAM)
+
+
+def table1_measured_run(records: Sequence[Record]) -> str:
+    """Return where the models were measured."""
+    return provenance(_newest(records, "measured", "columns"), ON_GPU)
+
+
+def as_printed(count: int, like: str) -> str:
+    """Write a number with the unit and the decimals of another one, such as 82M or 1.05B."""
+    decimals = len(like[:-1].partition(".")[2])
+    return f"{count / _UNITS[like[-1]]:.{decimals}f}{like[-1]}"
+
+
+def fit(peak_bytes: int, memory_bytes: int) -> str:
+    """Say whether a peak fits."""
+    return "fits" if peak_bytes <= memory_bytes else "does not fit"
+
+
+def _newest(records: Sequence[Record], kind: str, part: str) -> Record | None:
+    found = [
+        record
+        for record in records
+        if record.experiment == EXPERIMENT and record.kind == kind and part in record.results
+    ]
+    return max(found, key=lambda record: record.date, default=None)
+
+
+def _columns(records: Sequence[Record], kind: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the columns of the newest record, by family and name; empty without one."""
+    record = _newest(records, kind, "columns")
+    return {} if record is None else {_key(column): column for column in record.results["columns"]}
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["family"], row["name"]
+
+
+def _model(row: Mapping[str, str]) -> str:
+    """Name a column of the paper's table."""
+    layers, filters = row["num_layers"], row["num_filters"]
+    return f"{row['name']}: {f'AmoebaNet-D ({layers},{filters})' if filters else f'Transformer-{layers}'}"
+
+
+def _counts(column: Mapping[str, Any], printed: str) -> list[str]:
+    """Return a model's exact parameters and as the paper would print them, and which of the two that it did print."""
+    counts = {"the model": column["parameters"], "with head": column.get("parameters_with_auxiliary_head")}
+    texts = {name: "" if count is None else as_printed(count, printed) for name, count in counts.items()}
+    cells = [cell for name, count in counts.items() for cell in ("" if count is None else f"{count:,}", texts[name])]
+    return [*cells, " and ".join(name for name, text in texts.items() if text == printed) or "neither"]
+
+
+def _gibibytes(size: int) -> str:
+    return f"{size / _GIB:.2f}"
+
+
+def _total(cut: Mapping[str, Any], name: str) -> str:
+    return _gibibytes(sum(device[name] for device in cut["devices"]))
+
+
+def _searched(entry: Mapping[str, Any], cut: str, at_least: int) -> list[str]:
+    """Return the largest size, its parameters, and whether it is at least another one."""
+    size, parameters = entry["largest"][cut], entry["parameters"][cut]
+    if size is None:
+        return ["none", "", "no"]
+    return [str(size), as_printed(parameters, "1.00B"), "yes" if size >= at_least else "no"]
+
+
+def _measured_peak(column: Mapping[str, Any] | None) -> list[str]:
+    """Return the peak of a column's fullest measured stage, and whether it fits."""
+    if column is None:
+        return ["not run", ""]
+    if "out_of_memory" in column:
+        return ["out of memory", "does not fit"]
+    peak = max(column["peak_bytes"])
+    return [_gibibytes(peak), fit(peak, column["memory_bytes"])]
+
+
+BESIDE_PAPER = named(table1_parameters, table1_memory, table1_devices, table1_search, table1_measured, table1_variants)
+TABLES = named(table1_run, table1_measured_run)

@@ -1,0 +1,131 @@
+"""The tables of the paper's Table 2: how training speeds up with stages and micro-batches."""
+
+from collections.abc import Sequence
+
+from gpipe.results.records import Record
+from gpipe.results.speed_up_tables import (
+    beside_paper,
+    breakdown,
+    figures,
+    grid_run,
+    names,
+    partitions,
+    ratio,
+    with_batch,
+)
+from gpipe.results.speed_ups import EQUAL_BATCH_SIZE, Paper, grid, key_of, measured_runs, over_base
+from gpipe.results.tables import markdown, named, not_run
+
+GRID = "table2_throughput_grid"
+PAPER_SCALE = "table2_throughput"
+LAPTOP = "table2_throughput_laptop"
+
+
+def table2(records: Sequence[Record], paper: Paper) -> str:
+    """Return the paper's speed-ups beside ours, with the largest micro-batches that fit, and torchgpipe's."""
+    theirs = {key_of(row): float(speed) for row in paper if (speed := row["torchgpipe_samples_per_second"])}
+    return beside_paper(records, paper, GRID, {"torchgpipe, measured": theirs})
+
+
+def table2_fixed(records: Sequence[Record], paper: Paper) -> str:
+    """Return the speed-ups where every micro-batch has 4 examples, so that the mini-batch grows with M."""
+    return with_batch(records, paper, (GRID, PAPER_SCALE), "fixed")
+
+
+def table2_equal(records: Sequence[Record], paper: Paper) -> str:
+    """Return the speed-ups where every cell has the same mini-batch."""
+    return with_batch(records, paper, (GRID, PAPER_SCALE), "equal")
+
+
+def table2_law(records: Sequence[Record], paper: Paper) -> str:  # noqa: ARG001 - the paper's numbers alone
+    """Return the paper's speed-ups beside what equal stages allow, if an example takes as long in every cell.
+
+    The bubble formula is (M+K-1)/(KM). With recomputation while a stage waits it is (M+K-1) F + M (R+B) + (K-1) B: with
+    B = 2F and R = F an example takes (4M+3K-3)/(KM) forwards. The last column is the M that this would need.
+    """
+    bubble = over_base({(t, k, m): k * m / (m + k - 1) for t, k, m in map(key_of, paper)}, paper)
+    speeds = {(t, k, m): k * m / (4 * m + 3 * k - 3) for t, k, m in map(key_of, paper)}
+    early = over_base(speeds, paper)
+    rows = []
+    for row in paper:
+        key, found = key_of(row), float(row["speed_up"])
+        k = key[1]
+        speed = found * speeds[key] / early[key]
+        needed = f"{speed * (3 * k - 3) / (k - 4 * speed):.1f}" if k > 4 * speed else "none"
+        law = [ratio(bubble[key]), ratio(early[key]), f"{found / early[key]:.2f}", needed]
+        rows.append([*names(row), row["speed_up"], *law])
+    return markdown(["model", "K", "M", "paper", "bubble formula", "recomputing early", "paper / that", "its M"], rows)
+
+
+def table2_breakdown(records: Sequence[Record]) -> str:
+    """Return where the time of each simulated cell goes."""
+    return breakdown(grid(records, GRID, "simulated"), "fits", "seconds")
+
+
+def table2_planned_breakdown(records: Sequence[Record]) -> str:
+    """Return where the time of each planned cell goes."""
+    return breakdown(grid(records, GRID, "planned"), "fits", "seconds")
+
+
+def table2_partitions(records: Sequence[Record]) -> str:
+    """Return the simulated cells' partitions and their quality."""
+    return partitions(grid(records, GRID, "simulated"), "fits")
+
+
+def table2_figures(records: Sequence[Record]) -> str:
+    """Return the devices and links of the paper and of the simulation."""
+    return figures(grid(records, GRID, "planned"), grid(records, GRID, "simulated"))
+
+
+def table2_laptop(records: Sequence[Record]) -> str:
+    """Return the small models' measured speeds where the mini-batch grows with M."""
+    return _laptop(records, "fixed", "train.py -m +experiment=table2_throughput scale=laptop")
+
+
+def table2_laptop_equal(records: Sequence[Record]) -> str:
+    """Return the small models' measured speeds with the same mini-batch in every cell."""
+    command = f"train.py -m +experiment=table2_throughput scale=laptop trainer.batch_size={EQUAL_BATCH_SIZE}"
+    return _laptop(records, "equal", command)
+
+
+def table2_run(records: Sequence[Record]) -> str:
+    """Return where the newest simulation ran, and on what."""
+    return grid_run(records, GRID)
+
+
+def _laptop(records: Sequence[Record], batch: str, command: str) -> str:
+    runs = measured_runs(records, LAPTOP, batch)
+    if not runs:
+        return not_run(command)
+    speeds = {_laptop_key(run): run.examples_per_second or 0.0 for run in runs}
+    rows = []
+    for run in runs:
+        family, k, m = key = _laptop_key(run)
+        cells = [str(k), str(m), str(run.config["trainer"]["batch_size"]), f"{speeds[key]:.1f}"]
+        bases = [speeds.get((family, 2, 1)), speeds.get((family, 1, m))]
+        cells += [ratio(speeds[key] / base) if base else "" for base in bases]
+        bubble = run.results.get("bubble")
+        rows.append([family, *cells, "" if bubble is None else f"{bubble:.1%}"])
+    over = ["over K = 2, M = 1", "over K = 1, same M"]
+    return markdown(["model", "K", "M", "mini-batch", "examples/s", *over, "bubble"], rows)
+
+
+def _laptop_key(run: Record) -> tuple[str, int, int]:
+    model, pipeline = run.config["model"], run.config["pipeline"]
+    if model["family"] == "amoebanet":
+        name = f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
+    else:
+        name = f"Transformer-{model['num_layers']}, {model['model_size']} wide"
+    return name, pipeline["num_stages"], pipeline["num_microbatches"]
+
+
+BESIDE_PAPER = named(table2, table2_fixed, table2_equal, table2_law)
+TABLES = named(
+    table2_breakdown,
+    table2_planned_breakdown,
+    table2_partitions,
+    table2_figures,
+    table2_laptop,
+    table2_laptop_equal,
+    table2_run,
+)

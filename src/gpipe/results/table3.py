@@ -1,0 +1,45 @@
+"""The tables of the paper's Table 3: the speed-up where devices are linked over PCI-E."""
+
+from collections.abc import Sequence
+
+from gpipe.results.records import Record
+from gpipe.results.speed_up_tables import beside_paper, breakdown, figures, grid_run, partitions, with_batch
+from gpipe.results.speed_ups import Paper, grid
+from gpipe.results.tables import named
+
+GRID = "table3_slow_links_grid"
+PAPER_SCALE = "table3_slow_links"
+
+
+def table3(records: Sequence[Record], paper: Paper) -> str:
+    """Return the paper's speed-ups beside ours, with the largest micro-batches that fit."""
+    return beside_paper(records, paper, GRID, {})
+
+
+def table3_fixed(records: Sequence[Record], paper: Paper) -> str:
+    """Return the speed-ups with micro-batches of 4 examples, and what was measured so."""
+    return with_batch(records, paper, (GRID, PAPER_SCALE), "fixed")
+
+
+def table3_breakdown(records: Sequence[Record]) -> str:
+    """Return where the time of each simulated cell goes."""
+    return breakdown(grid(records, GRID, "simulated"), "fits", "seconds")
+
+
+def table3_partitions(records: Sequence[Record]) -> str:
+    """Return the simulated cells' partitions and their quality."""
+    return partitions(grid(records, GRID, "simulated"), "fits")
+
+
+def table3_figures(records: Sequence[Record]) -> str:
+    """Return the devices and links of the paper and of the simulation."""
+    return figures(grid(records, GRID, "planned"), grid(records, GRID, "simulated"))
+
+
+def table3_run(records: Sequence[Record]) -> str:
+    """Return where the newest simulation ran, and on what."""
+    return grid_run(records, GRID)
+
+
+BESIDE_PAPER = named(table3, table3_fixed)
+TABLES = named(table3_breakdown, table3_partitions, table3_figures, table3_run)

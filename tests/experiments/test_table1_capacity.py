@@ -1,0 +1,123 @@
+"""The programs of Table 1: its models, and what they plan, find and measure of smaller ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import table1_capacity
+import torch
+from capacity_on_gpu import measure
+from stage_accounting import ProcessorAllocator
+from table1_capacity import CUTS, find_largest, num_parameters, plan
+from table1_columns import COLUMNS, Column
+from table1_variants import Variant, vary
+from torch import Tensor, nn
+
+from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.results.records import Record, make_record
+from gpipe.results.reproduction import BESIDE_PAPER
+
+
+class Small(Column):
+    """A column with few and small examples, and a small vocabulary."""
+
+    @property
+    def batch_size(self) -> int:
+        return 8
+
+    def layers(self, *, as_public_code: bool = False) -> nn.Sequential:
+        with torch.device("meta"):
+            if self.num_filters is None:
+                return transformer_lm(
+                    self.num_layers, vocabulary_size=50, model_size=64, feedforward_size=256, num_heads=2
+                )
+            layers = amoebanet_d(self.num_layers, self.num_filters, 10, image_size=64, auxiliary_head=as_public_code)
+        return convert_batch_norm(layers)
+
+    def batch(self, size: int, device: str = "meta") -> tuple[Tensor, Tensor]:
+        if self.num_filters is None:
+            tokens = torch.zeros(size, 64, dtype=torch.int64, device=device)
+            return tokens, tokens
+        images = torch.zeros(size, 3, 64, 64, device=device)
+        return images, torch.zeros(size, dtype=torch.int64, device=device)
+
+
+IMAGES, TEXT = Small("Pipeline-2", 3, 32, 2), Small("Pipeline-8", 6, None, 4)
+
+
+def test_the_columns_have_the_papers_models() -> None:
+    assert [(column.name, num_parameters(column)) for column in COLUMNS] == [
+        ("Naive-1", 81_137_437),
+        ("Pipeline-1", 317_541_696),
+        ("Pipeline-2", 540_196_240),
+        ("Pipeline-4", 1_053_293_776),
+        ("Pipeline-8", 1_842_610_248),
+        ("Naive-1", 282_178_816),
+        ("Pipeline-1", 785_761_536),
+        ("Pipeline-8", 5_318_006_016),
+        ("Pipeline-32", 21_029_786_880),
+        ("Pipeline-128", 83_876_910_336),
+    ]
+
+
+def test_naive_is_one_micro_batch_whose_activations_are_kept() -> None:
+    settings = {column.name: column.setting for column in COLUMNS}
+    assert (settings["Naive-1"].num_microbatches, settings["Naive-1"].rematerialize) == (1, "never")
+    assert (settings["Pipeline-8"].num_microbatches, settings["Pipeline-8"].rematerialize) == (32, "always")
+    assert all(column.setting.num_stages == column.num_stages for column in COLUMNS)
+
+
+@pytest.mark.parametrize(("column", "stages"), [(IMAGES, [0, 1]), (TEXT, [0, 2, 3])], ids=["amoebanet", "transformer"])
+def test_what_a_stage_holds_is_measured_beside_its_plan(column: Column, stages: list[int]) -> None:
+    found = measure(column, "cpu", ProcessorAllocator())
+    assert found["stages"] == stages and found["fits"]
+    assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
+
+
+class Full(ProcessorAllocator):
+    """A device without room."""
+
+    def step(self, run: Callable[[], Any]) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nThe rest is advice.")
+
+
+def test_a_device_without_room_is_a_result() -> None:
+    found = measure(IMAGES, "cpu", Full())
+    assert found["out_of_memory"] == "CUDA out of memory."
+    assert "peak_bytes" not in found and "fits" not in found
+
+
+def test_the_largest_model_is_found_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dict(zip(CUTS.values(), (40, 8), strict=True))
+    monkeypatch.setattr(table1_capacity, "_fits", lambda column, cut: lambda size: size <= limits[cut])
+    found = find_largest(IMAGES)
+    assert found["largest"] == {"variance of FLOPs": 32, "memory": None}
+    assert found["parameters"] == {"variance of FLOPs": num_parameters(IMAGES), "memory": None}
+    assert find_largest(TEXT)["largest"] == {"variance of FLOPs": 40, "memory": 8}
+
+
+def test_attention_op_by_op_needs_more_memory_and_smaller_micro_batches_less() -> None:
+    column = Small("Pipeline-1", 2, None, 1)
+    variants = [Variant(column, 4), Variant(column, 4, is_fused=False), Variant(column, 8, is_fused=False)]
+    fused, op_by_op, smaller = (vary(variant, CUTS)["activation_bytes"]["memory"] for variant in variants)
+    assert fused < op_by_op > smaller
+
+
+def written(kind: str, **results: Any) -> Record:
+    return make_record(kind=kind, command="c", experiment="table1_capacity", config={}, seed=0, results=results)
+
+
+def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table1_capacity, "_fits", lambda column, cut: lambda size: size <= 32)
+    planned = written(
+        "planned", columns=[plan(IMAGES)], search=[find_largest(IMAGES)], variants=[vary(Variant(IMAGES, 4), CUTS)]
+    )
+    paper = {"family": "amoebanet", "name": "Pipeline-2", "num_layers": "3", "num_filters": "32", "num_stages": "2"}
+    paper |= {"parameters": "9.99M", "parameter_gb": "1", "activation_gb": "2"}
+    paper |= dict.fromkeys(("torchgpipe_parameters", "torchgpipe_parameter_gib", "torchgpipe_activation_gib"), "")
+    measured = written("measured", columns=[measure(IMAGES, "cpu", ProcessorAllocator())])
+    tables = {name: make([planned, measured], [paper]) for name, make in BESIDE_PAPER.items() if "table1" in name}
+    assert all(len(table.splitlines()) == 2 + (2 if name == "table1_measured" else 1) for name, table in tables.items())
+    assert f"{num_parameters(IMAGES):,}" in tables["table1_parameters"]
+    assert tables["table1_devices"].count("fits") == 3

@@ -1,0 +1,43 @@
+"""Profiles made up for tests: what planning does with them can be followed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpipe.planning.ledger import Work
+from gpipe.planning.profile import Input, LayerProfile
+
+LOSS = LayerProfile(
+    parameters=0,
+    parameter_bytes=0,
+    trainable_bytes=0,
+    buffer_bytes=0,
+    statistics_bytes=0,
+    forward=(),
+    backward=(),
+    input_bytes=10,
+    inputs=(Input(10, -1, 0, None),),
+    kept_bytes=0,
+    forward_peak_bytes=0,
+    quiet_peak_bytes=0,
+    backward_peak_bytes=0,
+    first_backward_peak_bytes=0,
+)
+
+
+def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> LayerProfile:
+    """Return a layer that takes 10 bytes and keeps some more; its backward computes twice as much as its forward."""
+    return replace(
+        LOSS,
+        parameters=parameter_bytes // 4,
+        parameter_bytes=parameter_bytes,
+        trainable_bytes=parameter_bytes,
+        forward=(Work(flops, 1),),
+        backward=(Work(2 * flops, 1),),
+        inputs=(Input(10, -1, None, 0),),
+        kept_bytes=kept,
+        forward_peak_bytes=kept,
+        quiet_peak_bytes=10,
+        backward_peak_bytes=20,
+        first_backward_peak_bytes=20 + parameter_bytes,
+    )

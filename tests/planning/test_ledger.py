@@ -1,0 +1,67 @@
+"""The ledger of operations on tensors."""
+
+import torch
+from torch.nn import functional as F
+
+from gpipe.planning.ledger import Ledger
+
+
+def test_a_tensor_is_alive_until_nobody_refers_to_it() -> None:
+    with Ledger() as ledger:
+        first = torch.zeros(1000)
+        view = first[:10]
+        assert ledger.live_bytes == 4000
+        del first
+        assert ledger.live_bytes == 4000
+        del view
+    assert ledger.live_bytes == 0 and ledger.peak_bytes == 4000
+
+
+def test_what_a_graph_keeps_is_alive() -> None:
+    value = torch.zeros(1000, requires_grad=True)
+    with Ledger([value]) as ledger:
+        output = (value * 2).exp()  # exp keeps its result, the product nothing
+        assert ledger.live_bytes == 4000
+        del output
+    assert ledger.live_bytes == 0
+
+
+def test_tensors_from_elsewhere_count_where_they_are_held() -> None:
+    outside, held = torch.zeros(1000), torch.zeros(500)
+    with Ledger([outside]) as ledger:
+        ledger.hold([held, held])
+        _ = outside.view(10, 100)
+        assert ledger.live_bytes == 2000
+
+
+def test_the_peak_is_measured_from_its_reset() -> None:
+    with Ledger() as ledger:
+        torch.zeros(1000)
+        ledger.reset_peak()
+        kept = torch.zeros(10)
+        ledger.added_bytes = 7
+        torch.zeros(20)
+    assert ledger.peak_bytes == kept.nbytes + 80
+    assert ledger.peak_with_added_bytes == kept.nbytes + 87
+
+
+def test_work_is_the_flops_of_products_and_the_bytes_of_everything() -> None:
+    left, right = torch.zeros(4, 8), torch.zeros(8, 16)
+    with Ledger() as ledger:
+        product = left @ right
+        product.t()  # a view moves nothing
+        product + 1
+    (flops, moved), (none, added) = ledger.take_work()
+    assert (flops, moved) == (2 * 4 * 8 * 16, 4 * (4 * 8 + 8 * 16 + 4 * 16))
+    assert (none, added) == (0, 4 * 2 * 4 * 16)
+    assert ledger.take_work() == ()
+
+
+def test_attention_and_its_backward_count_their_products() -> None:
+    query = torch.zeros(1, 2, 16, 8, requires_grad=True)
+    with Ledger() as ledger:
+        output = F.scaled_dot_product_attention(query, query, query)
+        forward = sum(work.flops for work in ledger.take_work())
+        output.sum().backward()
+    assert forward == 2 * 2 * (2 * 16 * 16 * 8)  # two products, of two heads
+    assert sum(work.flops for work in ledger.take_work()) == 5 * forward // 2  # four, and one that is computed again

@@ -1,0 +1,73 @@
+"""What fits, what would, and what is fastest."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe.pipeline.partition import partition_layers
+from gpipe.planning.device import find_device
+from gpipe.planning.forecast import Setting
+from gpipe.planning.planner import Planner, largest
+from gpipe.planning.profile import LayerProfile
+from gpipe.planning.speed import Speed
+from tests.planning.small_profiles import LOSS, layer
+
+NUM_LAYERS = 8
+
+
+def profiler(size: int) -> list[LayerProfile]:
+    """Describe layers that keep as much as there are examples, and refuse a single one, as a batch norm may."""
+    if size == 1:
+        raise ValueError("Layer 0 (Cell) cannot be described")
+    return [*[layer(parameter_bytes=1_000, kept=100 * size, flops=size)] * NUM_LAYERS, LOSS]
+
+
+def planner(memory_bytes: int, batch_size: int = 16) -> Planner:
+    device = replace(find_device("h100"), memory_bytes=memory_bytes)
+
+    def cut(profiles: list[LayerProfile], setting: Setting) -> list[int]:
+        return partition_layers([1.0] * (len(profiles) - 1), setting.num_stages)
+
+    return Planner(profiler, cut, batch_size, device, Speed(10.0, 10.0, 1e12, 1e3))
+
+
+def test_what_fits_and_what_would() -> None:
+    setting = Setting(2, 4)
+    needs = planner(0).peak_bytes(setting)
+    assert planner(needs).fits(setting) and not planner(needs - 1).fits(setting)
+    assert planner(needs - 1).remedies(setting) == ["K = 3", "M = 8"]
+
+
+def test_a_remedy_that_does_not_exist_is_not_named() -> None:
+    setting = Setting(2, 4)
+    assert planner(10).remedies(setting) == []
+    least = min(planner(0).peak_bytes(Setting(count, 4)) for count in range(3, NUM_LAYERS + 1))
+    assert planner(least).remedies(setting) == [f"K = {NUM_LAYERS}"]  # M = 16 would leave single examples
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^num_partitions is 9, but 8 layers can make from 1 to 8 non-empty"):
+        planner(1).forecast(Setting(9, 4))
+
+
+def test_the_fastest_setting_is_the_fastest_of_all_that_fit() -> None:
+    roomy = planner(10**9)
+    like = Setting(1, 1)
+    best = roomy.fastest(4, like)
+    assert best is not None
+    setting, found = best
+    assert setting.num_devices == 4
+    for other in roomy._settings(4, like):
+        if 16 // other.num_replicas > other.num_microbatches:  # else single examples, which cannot be
+            assert roomy.forecast(other).step_seconds >= found.step_seconds
+    tight = planner(roomy.peak_bytes(setting) - 1).fastest(4, like)
+    assert tight is None or tight[0] != setting
+    assert planner(10).fastest(4, like) is None
+
+
+@given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 7))
+def test_the_largest_size_is_found(limit: int, start: int, step: int) -> None:
+    sizes = [size for size in range(start, 400, step) if size <= limit]
+    assert largest(lambda size: size <= limit, start, step) == (sizes[-1] if sizes else None)

@@ -1,0 +1,136 @@
+"""What is said of each layer, beside what the layers really are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.planning.ledger import Work
+from gpipe.planning.profile import Input, LayerProfile, profile_layers
+from gpipe.planning.repeats import Shortened, structure
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def small_transformer(num_layers: int) -> nn.Sequential:
+    return transformer_lm(num_layers, vocabulary_size=100, model_size=16, feedforward_size=32, num_heads=2)
+
+
+def flops(work: tuple[Work, ...]) -> int:
+    return sum(one.flops for one in work)
+
+
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+def test_flops_and_parameters_are_those_of_the_described_layers() -> None:
+    layers = gpipe.convert_batch_norm(amoebanet_d(3, 16, 10, image_size=32, auxiliary_head=False))
+    images = torch.zeros(2, 3, 32, 32)
+    profiles = profile_layers(layers, F.cross_entropy, (images, torch.zeros(2, dtype=torch.int64)))
+    costs = gpipe.analyze_layers(layers, images)
+    assert [flops(profile.forward) for profile in profiles[:-1]] == [cost.flops for cost in costs]
+    assert [profile.parameter_bytes for profile in profiles[:-1]] == [cost.parameter_bytes for cost in costs]
+    assert [profile.input_bytes for profile in profiles[1:]] == [cost.output_bytes for cost in costs]
+    assert [layer.training for layer in layers] == [True] * len(layers)
+    assert all(not parameter.is_meta and parameter.grad is None for parameter in layers.parameters())
+
+
+def test_a_backward_has_two_products_for_each_of_the_forward() -> None:
+    layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    profiles = profile_layers(layers, F.cross_entropy, (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)))
+    first, _, last, _ = profiles
+    assert (flops(last.forward), flops(last.backward)) == (2 * 3 * 16 * 4, 2 * 2 * 3 * 16 * 4)
+    assert flops(first.backward) == flops(first.forward)  # nobody wants the gradient of the mini-batch
+
+
+def test_memory_of_three_layers_followed_by_hand() -> None:
+    layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+    profiles = profile_layers(layers, F.cross_entropy, (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)))
+    first, tanh, last, _ = profiles
+    batch, hidden, logits = 4 * 3 * 8, 4 * 3 * 16, 4 * 3 * 4
+    assert [profile.input_bytes for profile in profiles] == [batch, hidden, hidden, logits]
+    # Tanh keeps its result alone: the first layer's is gone after it, and the last layer keeps no other.
+    assert [profile.kept_bytes for profile in (first, tanh, last)] == [hidden, 0, logits]
+    assert tanh.inputs == (Input(hidden, -1, 0, None),)
+    assert last.inputs == (Input(hidden, -1, None, -1),)
+    assert tanh.quiet_peak_bytes == tanh.forward_peak_bytes == hidden
+    assert first.statistics_bytes == 0 and first.trainable_bytes == 4 * (8 * 16 + 16)
+
+
+def test_a_frozen_parameter_gets_no_gradient() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    layers[0].requires_grad_(False)
+    profiles = profile_layers(layers, F.cross_entropy, (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)))
+    assert [profile.trainable_bytes for profile in profiles] == [0, 4 * (8 * 4 + 4), 0]
+    assert flops(profiles[0].backward) == 0
+
+
+def test_equal_layers_are_looked_at_three_times_and_told_for_all() -> None:
+    shortened = profile_layers(small_transformer(6), loss, (TOKENS, TOKENS))
+    whole = [
+        profile_layers(small_transformer(3), loss, (TOKENS, TOKENS))[index] for index in (0, 1, 2, 2, 2, 2, 3, 4, 5)
+    ]
+    assert len(shortened) == 9
+    assert shortened == whole
+
+
+def test_only_equal_layers_in_a_row_that_keep_the_shape_are_left_out() -> None:
+    layers = small_transformer(5)
+    assert Shortened.of(layers).counts == [1, 1, 3, 1, 1]
+    layers[3].dropout.p = 0.5
+    assert Shortened.of(layers).counts == [1, 1, 1, 1, 1, 1, 1]
+    growing = nn.Sequential(*(nn.Upsample(scale_factor=2) for _ in range(5)), nn.Flatten())
+    profiles = profile_layers(growing, lambda outputs, _: outputs.sum(), (torch.zeros(1, 1, 2), TOKENS))
+    assert [profile.input_bytes for profile in profiles[:5]] == [8, 16, 32, 64, 128]
+
+
+def test_a_module_with_an_unknown_attribute_equals_no_other() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert structure(one) == structure(other)
+    one.note, other.note = object(), object()  # type: ignore[assignment]
+    assert structure(one) != structure(other)
+
+
+def test_autocast_halves_what_products_keep() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    example = (torch.zeros(32, 64), torch.zeros(32, dtype=torch.int64))
+    full = profile_layers(layers, F.cross_entropy, example)
+    half = profile_layers(
+        layers,
+        lambda o, t: F.cross_entropy(o.float(), t),
+        example,
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+    )
+    assert half[1].input_bytes * 2 == full[1].input_bytes
+
+
+class Looks(nn.Module):
+    """Looks at the values of its input."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value if bool(value.sum() > 0) else -value
+
+
+def test_a_layer_that_looks_at_values_is_named() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), Looks())
+    with pytest.raises(ValueError, match=r"^Layer 1 \(Looks\) cannot be described without data .*; check the example"):
+        profile_layers(layers, F.cross_entropy, (torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)))
+
+
+def test_a_loss_that_fails_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^The loss cannot be described without data"):
+        profile_layers(nn.Sequential(nn.Linear(2, 2)), F.cross_entropy, (torch.zeros(1, 2), torch.zeros(3)))
+
+
+def test_a_profile_is_made_without_touching_the_generators() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    before = torch.get_rng_state()
+    found = profile_layers(layers, F.cross_entropy, (torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)))
+    assert isinstance(found[0], LayerProfile)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,75 @@
+"""The timing of layers: each distinct one once, the model left as it is."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.planning.speed import LayerSeconds
+from gpipe.planning.timing import LayerTimer, LayerTiming
+
+CPU = torch.device("cpu")
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+class Counting(nn.Linear):
+    """Counts how often one of its class runs."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        Counting.calls += 1
+        return super().forward(input)
+
+
+def test_equal_layers_with_equal_inputs_are_timed_once_also_of_another_model() -> None:
+    with torch.device("meta"):
+        deep = nn.Sequential(*(Counting(4, 4) for _ in range(6)), Counting(4, 3))
+        shallow = nn.Sequential(*(Counting(4, 4) for _ in range(2)), Counting(4, 3))
+    timer = LayerTimer(CPU, 2, sgd)
+    example = torch.randn(5, 4), torch.zeros(5, dtype=torch.int64)
+    Counting.calls = 0
+    found = timer.time(deep, F.cross_entropy, example)
+    assert Counting.calls == 2 * 3 * 2, "two layers, three rounds, forward and recomputation"
+    assert len(found) == 8 and found[:6] == [found[0]] * 6
+    assert timer.time(shallow, F.cross_entropy, example)[:-1] == found[:2] + found[6:7]
+    assert Counting.calls == 12
+    timer.time(shallow, F.cross_entropy, (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)))
+    assert Counting.calls == 24, "other inputs are another case"
+
+
+@pytest.mark.parametrize("family", ["amoebanet", "transformer"])
+def test_the_models_are_timed_and_stay_without_memory(family: str) -> None:
+    with torch.device("meta"):
+        layers = amoebanet_d(3, 8, 10) if family == "amoebanet" else transformer_lm(5, **SMALL)
+    if family == "amoebanet":
+        gpipe.convert_batch_norm(layers)
+        example = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+    else:
+        example = torch.randint(16, (2, 6)), torch.randint(16, (2, 6))
+    state = torch.get_rng_state()
+    found = LayerTimer(CPU, 1, sgd).time(layers, loss_and_metrics, example)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(found) == len(layers) + 1 and all(parameter.is_meta for parameter in layers.parameters())
+    assert all(value > 0 for timing in found[:-1] for value in timing)
+    assert found[-1].update == 0, "the loss has no parameters"
+
+
+SMALL = {"vocabulary_size": 16, "model_size": 8, "feedforward_size": 16, "num_heads": 2}
+
+
+def loss_and_metrics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), {}
+
+
+def test_a_simulation_takes_the_passes_without_the_update() -> None:
+    assert LayerTiming(1.0, 2.0, 3.0, 4.0).seconds == LayerSeconds(forward=1.0, recompute=2.0, backward=3.0)
+
+
+def test_no_repeats_are_refused() -> None:
+    with pytest.raises(ValueError, match="repeats is 0, expected 1 or more"):
+        LayerTimer(CPU, 0, sgd)

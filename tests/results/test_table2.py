@@ -1,0 +1,143 @@
+"""Table 2: speed-ups over each model's own base, of each kind in a column of its own."""
+
+from dataclasses import replace
+
+from gpipe.pipeline.schedule import Kind, gpipe
+from gpipe.pipeline.timeline import simulate
+from gpipe.results.records import Record, make_record
+from gpipe.results.table2 import (
+    GRID,
+    table2,
+    table2_breakdown,
+    table2_equal,
+    table2_figures,
+    table2_fixed,
+    table2_laptop,
+    table2_laptop_equal,
+    table2_law,
+    table2_partitions,
+    table2_run,
+)
+
+LONG_AGO = "2020-01-01T00:00:00+00:00"
+SHARES = {"computing": 0.5, "recomputation": 0.25, "bubble": 0.125, "imbalance": 0.125, "transfer": 0.0, "update": 0.0}
+
+
+def row(title: str, k: int, m: int, speed_up: str, torchgpipe: str = "") -> dict[str, str]:
+    family = "amoebanet" if title == "A" else "transformer_lm"
+    names = {"model": family, "title": title, "num_stages": str(k), "num_microbatches": str(m)}
+    return names | {"speed_up": speed_up, "torchgpipe_samples_per_second": torchgpipe}
+
+
+PAPER = [row("A", 2, 1, "1", "10.0"), row("A", 8, 32, "4", "30.0"), row("T", 2, 1, "1"), row("T", 8, 32, "6.3")]
+
+
+def grid(kind: str, **speeds: float) -> Record:
+    """Return a grid in which K=8, M=32 is so much faster than K=2, M=1, by "<how micro-batches are chosen>_<cut>"."""
+    cells = [
+        {"num_stages": k, "num_microbatches": m, "batch": name.split("_")[0], "cut_by": name.split("_")[1]}
+        | {"examples_per_second": 7.0 * (speed if k == 8 else 1), "microbatch_size": 16, "peak_bytes": 2**32}
+        | {"partitions": [3, 1], "imbalance": 0.5, "shares": SHARES}
+        for name, speed in speeds.items()
+        for k, m in ((2, 1), (8, 32))
+    ]
+    figures = {"device": "tpu", "memory_bytes": 2**33, "flops_per_second": 5e12, "link_bytes_per_second": 6e10}
+    if kind == "simulated":
+        figures |= {"flops_per_second": 5e10, "link_bytes_per_second": 6e8}
+    models = [{"model": "A", "cells": cells} | figures]
+    return make_record(kind=kind, command="c", experiment=GRID, config={}, seed=0, results={"models": models})
+
+
+def run(k: int, m: int, batch_size: int, speed: float, experiment: str = "table2_throughput") -> Record:
+    model = {"family": "amoebanet", "variant": "d", "num_layers": 6, "num_filters": 32}
+    pipeline = {"num_stages": k, "num_microbatches": m}
+    config = {"model": model, "pipeline": pipeline, "trainer": {"batch_size": batch_size}}
+    results = {"examples_per_second": speed, "bubble": 0.25}
+    return make_record(kind="measured", command="c", experiment=experiment, config=config, seed=0, results=results)
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()][2:]
+
+
+def test_each_kind_stands_in_its_own_column_beside_the_papers_number() -> None:
+    records = [grid("planned", fits_seconds=5.0, fits_flops=3.0), grid("simulated", fits_seconds=4.4, fits_flops=2.0)]
+    first, second, third, fourth = cells(table2(records, PAPER))
+    assert first[:4] == ["A", "2", "1", "1"]
+    assert first[4:] == ["1.00", "+0%"] * 4 + ["1.00"]
+    assert second[4:] == ["5.00", "+25%", "3.00", "-25%", "4.40", "+10%", "2.00", "-50%", "3.00"]
+    assert third[:3] == ["T", "2", "1"] and fourth[3:] == ["6.3"] + [""] * 9
+
+
+def test_the_newest_grid_counts() -> None:
+    old = replace(grid("planned", fits_seconds=5.0), date=LONG_AGO)
+    assert cells(table2([grid("planned", fits_seconds=6.0), old], PAPER))[1][4] == "6.00"
+
+
+def test_measured_runs_with_growing_and_with_equal_mini_batches_are_apart() -> None:
+    growing, equal = [run(2, 1, 4, 10.0), run(8, 32, 128, 40.0)], [run(2, 1, 128, 16.0)]
+    fixed = cells(table2_fixed([*growing, *equal, grid("planned", fixed_seconds=5.0)], PAPER))
+    assert [line[4:] for line in fixed[:2]] == [["1.00", "", "1.00"], ["5.00", "", "4.00"]]
+    same = cells(table2_equal([*growing, *equal, grid("simulated", equal_seconds=5.0)], PAPER))
+    assert [line[4:] for line in same[:2]] == [["", "1.00", "1.00"], ["", "5.00", "2.50"]]
+    assert fixed[2][-1] == fixed[3][-1] == "not run"
+
+
+def test_small_models_do_not_count_as_the_papers() -> None:
+    assert cells(table2_fixed([run(2, 1, 4, 10.0, "table2_throughput_laptop")], PAPER))[0][-1] == "not run"
+
+
+def test_runs_of_another_machine_than_the_newest_ones_are_left_out() -> None:
+    old = replace(run(2, 1, 4, 10.0), hardware={"cpu": "another", "gpus": []}, date=LONG_AGO)
+    assert cells(table2_fixed([old, run(8, 32, 128, 40.0)], PAPER))[0][-1] == "not run"
+
+
+def test_the_law_of_early_recomputation_is_what_the_simulator_finds() -> None:
+    seconds = {Kind.FORWARD: 1.0, Kind.RECOMPUTE: 1.0, Kind.BACKWARD: 2.0}
+    speeds = {
+        (k, m): k * m / simulate(gpipe(k, m), lambda task: seconds[task.kind]).makespan_seconds
+        for k, m in ((2, 1), (4, 4), (8, 32))
+    }
+    paper = [row("T", k, m, "2") for k, m in speeds]
+    for line, speed in zip(cells(table2_law([], paper)), speeds.values(), strict=True):
+        assert line[5:7] == [f"{speed / speeds[2, 1]:.2f}", f"{2 * speeds[2, 1] / speed:.2f}"]
+
+
+def test_the_number_of_micro_batches_that_the_law_would_need_is_found_where_there_is_one() -> None:
+    at_eight, at_four = (2 / 7, 4 * 8 / (4 * 8 + 9)), (2 / 7, 4 * 4 / (4 * 4 + 9))
+    paper = [row("T", 2, 1, "1"), row("T", 4, 4, f"{at_eight[1] / at_eight[0]}")]
+    paper += [row("T", 4, 32, f"{at_four[1] / at_four[0]}"), row("T", 4, 32, "3.6")]
+    assert [line[7] for line in cells(table2_law([], paper))] == ["1.0", "8.0", "4.0", "none"]
+
+
+def test_the_bubble_formula_stands_beside_the_paper() -> None:
+    assert cells(table2_law([], PAPER))[3][:5] == ["T", "8", "32", "6.3", f"{256 / 39:.2f}"]
+
+
+def test_where_the_time_goes_stands_beside_the_bubbles_formula() -> None:
+    records = [grid("planned", fits_seconds=5.0), grid("simulated", fits_seconds=5.0)]
+    shares = ["50.0%", "25.0%", "12.5%", "12.5%", "0.0%", "0.0%"]
+    assert cells(table2_breakdown(records))[1] == ["A", "8", "32", "16", "4.0 of 8", *shares, f"{7 / 39:.1%}"]
+    assert cells(table2_partitions(records)) == [["A", "8", "seconds", "3 1", "50.0%"]]
+    assert cells(table2_figures(records)) == [["A", "tpu", "5,000", "60", "50.0", "0.6", "100"]]
+    assert "simulated" in table2_run(records)
+
+
+def test_the_laptops_speeds_are_told_over_both_bases() -> None:
+    runs = [(1, 1, 4, 8.0), (2, 1, 4, 4.0), (2, 4, 16, 10.0), (1, 4, 128, 5.0)]
+    records = [run(*one, "table2_throughput_laptop") for one in runs]
+    growing = cells(table2_laptop(records))
+    assert [line[1:] for line in growing] == [
+        ["1", "1", "4", "8.0", "2.00", "1.00", "25.0%"],
+        ["2", "1", "4", "4.0", "1.00", "0.50", "25.0%"],
+        ["2", "4", "16", "10.0", "2.50", "", "25.0%"],
+    ]
+    assert growing[0][0] == "AmoebaNet-D (6,32)"
+    assert cells(table2_laptop_equal(records)) == [["AmoebaNet-D (6,32)", "1", "4", "128", "5.0", "", "1.00", "25.0%"]]
+
+
+def test_without_records_the_tables_say_what_to_run() -> None:
+    assert table2_laptop([]) == "Not run: train.py -m +experiment=table2_throughput scale=laptop.\n"
+    assert table2_laptop_equal([]).endswith("trainer.batch_size=128.\n")
+    for table in (table2_breakdown, table2_partitions, table2_figures, table2_run):
+        assert table([]) == "Not run: experiments/table2_throughput.py.\n"
