@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpipe.results.peers import PEERS, peers_memory, peers_partitions, peers_speed_up, peers_throughput
+from gpipe.results.peers import TABLES, peers_memory, peers_partitions, peers_speed_up, peers_throughput
 from gpipe.results.records import Record, make_record
 
 SPEEDS = {("ours", 1): 10.0, ("torch", 1): 8.0, ("ours", 2): 18.0, ("torch", 2): 12.0}
@@ -63,6 +63,6 @@ def test_a_partition_that_was_not_chosen_says_so() -> None:
     ]
 
 
-@pytest.mark.parametrize("table", PEERS.values(), ids=PEERS)
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_without_a_record_a_table_says_so(table: Callable[[list[Record]], str]) -> None:
     assert table([]) == "Not run: peers.\n"

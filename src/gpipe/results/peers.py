@@ -1,10 +1,10 @@
 """Tables of our engine beside its peers, from the record that experiments/peers.py makes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from gpipe.results.records import Record
-from gpipe.results.tables import markdown, not_run, provenance
+from gpipe.results.tables import TableFunction, markdown, newest, not_run, provenance
 
 EXPERIMENT = "peers"
 OURS = "ours"
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 def peers_throughput(records: list[Record]) -> str:
     """Return a row a model, K and M: how many examples a second each engine trains on, and how far ours is ahead."""
-    record = _newest(records)
+    record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(EXPERIMENT)
     grid = record.results["grid"]
@@ -34,7 +34,7 @@ def peers_throughput(records: list[Record]) -> str:
 
 def peers_speed_up(records: list[Record]) -> str:
     """Return how many times faster than with one stage each engine is with K."""
-    record = _newest(records)
+    record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(EXPERIMENT)
     grid = record.results["grid"]
@@ -58,7 +58,7 @@ def peers_speed_up(records: list[Record]) -> str:
 
 def peers_memory(records: list[Record]) -> str:
     """Return by how much the fullest process of each engine grew."""
-    record = _newest(records)
+    record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(EXPERIMENT)
     grid = record.results["grid"]
@@ -69,7 +69,7 @@ def peers_memory(records: list[Record]) -> str:
 
 def peers_partitions(records: list[Record]) -> str:
     """Return how each package would cut the models, and how much slower than the optimum its slowest stage is."""
-    record = _newest(records)
+    record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(EXPERIMENT)
     rows = [
@@ -87,21 +87,16 @@ def peers_partitions(records: list[Record]) -> str:
 
 def peers_run(records: list[Record]) -> str:
     """Return where the newest record comes from."""
-    return provenance(_newest(records), EXPERIMENT)
+    return provenance(newest(records, EXPERIMENT), EXPERIMENT)
 
 
-PEERS: dict[str, Callable[[list[Record]], str]] = {
+TABLES: dict[str, TableFunction] = {
     "peers_throughput": peers_throughput,
     "peers_speed_up": peers_speed_up,
     "peers_memory": peers_memory,
     "peers_partitions": peers_partitions,
     "peers_run": peers_run,
 }
-
-
-def _newest(records: Iterable[Record]) -> Record | None:
-    found = [record for record in records if record.experiment == EXPERIMENT]
-    return max(found, key=lambda record: record.date, default=None)
 
 
 def _cells(grid: Iterable[Row]) -> list[dict[str, Row]]:
