@@ -58,12 +58,13 @@ def _choices(
     """Return the partitions that each package would choose; None where it cannot on this device."""
     from torchgpipe.balance import balance_by_size, balance_by_time
 
-    costs = gpipe.analyze_layers(workload.layers(), inputs)
+    costs, timed = gpipe.analyze_layers(workload.layers(), inputs), gpipe.measure_layers(layers, inputs)
     share, rest = divmod(len(layers), num_stages)
     sample = inputs if inputs.is_floating_point() else inputs.clone()
     on_gpu = device.type == "cuda"
     return {
         "ours, by FLOPs": gpipe.partition_layers([cost.flops for cost in costs], num_stages),
+        "ours, by time": gpipe.partition_layers([cost.seconds or 0.0 for cost in timed], num_stages),
         "torchgpipe, by time": balance_by_time(num_stages, layers, sample, device=device),
         "torchgpipe, by size": balance_by_size(num_stages, layers, sample, device=device) if on_gpu else None,
         "torch, equal numbers of layers": [share + (k < rest) for k in range(num_stages)],
