@@ -52,8 +52,10 @@ class MicroBatchNorm(_BatchNorm):
 
     # Class attributes, so that converting an instance adds nothing to it before its first step. Between two
     # micro-batches `fresh` is empty: what a compiled forward finds is always the same, and it is compiled once.
-    fresh: tuple[tuple[Tensor, Tensor, int], ...] = ()  # mean, variance, count, by the micro-batch under way
-    seen: tuple[tuple[Tensor, Tensor, int], ...] = ()  # by the step's micro-batches before it
+    # Both alternate between [mean, variance], one tensor, and the count. Nothing else is held: each object that lives
+    # until the step's end brings Python's garbage collector nearer, and its pauses hold up all stages.
+    fresh: tuple[Any, ...] = ()  # by the micro-batch under way
+    seen: tuple[Any, ...] = ()  # by the step's micro-batches before it
     is_torchs_own = False  # whether the class that was converted is one of torch's own
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
@@ -65,8 +67,11 @@ class MicroBatchNorm(_BatchNorm):
             unchanged: Tensor = super().forward(input, *args)
             return unchanged
         # With a momentum of 1 and buffers of zeros, the plain layer's own update writes the micro-batch's mean and
-        # unbiased variance: no second pass over the input.
-        mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+        # unbiased variance: no second pass over the input. A recomputation needs neither.
+        statistics, mean, variance = None, None, None
+        if _phase is _FORWARD or not self.is_torchs_own:
+            statistics = running_mean.new_zeros(2, len(running_mean))
+            mean, variance = statistics.unbind()
         if self.is_torchs_own:
             self._check_input_dim(input)  # type: ignore[no-untyped-call]
             weight, bias = parameters["weight"], parameters["bias"]
@@ -74,10 +79,10 @@ class MicroBatchNorm(_BatchNorm):
         else:  # any subclass's forward will do
             output = self._forward_with(mean, variance, input, *args)
         if _phase is _FORWARD:
-            attributes["fresh"] = (*self.fresh, (mean, variance, input.numel() // input.shape[1]))
+            attributes["fresh"] = (*self.fresh, statistics, input.numel() // input.shape[1])
         return output
 
-    def _forward_with(self, mean: Tensor, variance: Tensor, *args: Any) -> Tensor:
+    def _forward_with(self, mean: Tensor | None, variance: Tensor | None, *args: Any) -> Tensor:
         kept_buffers, momentum = dict(self._buffers), self.__dict__["momentum"]
         self._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
         self.__dict__["momentum"] = 1.0
@@ -182,7 +187,7 @@ def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
     """Return count, mean and sum of squared deviations of what each layer saw: [3, channels of all] in float64."""
     by_length: dict[int, list[int]] = {}
     for position, norm in enumerate(norms):
-        by_length.setdefault(len(norm.seen), []).append(position)
+        by_length.setdefault(len(norm.seen) // 2, []).append(position)
     found: dict[int, Tensor] = {}
     for length, positions in by_length.items():
         group = [norms[position] for position in positions]
@@ -191,10 +196,9 @@ def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
         if length == 0:
             together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
         else:
-            parts = list(zip(*(norm.seen for norm in group), strict=True))  # [length][layers] of mean, variance, count
-            vectors = [part[which] for which in (0, 1) for layers in parts for part in layers]
-            means, variances = torch.cat(vectors).double().view(2, length, sum(sizes))
-            per_layer = [[count for *_, count in layers] for layers in parts]
+            tables = [norm.seen[2 * part] for part in range(length) for norm in group]
+            means, variances = torch.cat(tables, dim=1).double().view(2, length, sum(sizes))
+            per_layer = [[norm.seen[2 * part + 1] for norm in group] for part in range(length)]
             counts = _spread(torch.tensor(per_layer, dtype=torch.float64), sizes, device)
             together = _combined(counts, means, ((counts - 1) * variances).sum(0))
         found.update(zip(positions, together.split(sizes, dim=1), strict=True))

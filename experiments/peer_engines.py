@@ -1,0 +1,122 @@
+"""Three engines that train the same weights on the same mini-batch: ours and two peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from peer_stages import SEED, Recomputed, boundaries, stage_layers
+from peer_workloads import Workload, loss
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn import Parameter
+
+import gpipe
+from gpipe.pipeline.partition import partition_ranges
+
+
+class Place(NamedTuple):
+    """Where this process stands.
+
+    Attributes:
+        rank: of this process.
+        num_processes: that there are: one, or one a stage.
+        devices: of all stages.
+        mesh: of the processes, where there are several.
+    """
+
+    rank: int
+    num_processes: int
+    devices: list[torch.device]
+    mesh: DeviceMesh | None
+
+
+class Engine(NamedTuple):
+    """A training step up to the gradients, and this process's parameters as layers.<index in the model>.<name>."""
+
+    step: Callable[[], object]
+    parameters: dict[str, Parameter]
+
+
+def ours(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
+    """Make our engine; its batch norms' moving averages are those of the mini-batch, the peers' are not."""
+    pipeline = gpipe.Pipeline(
+        gpipe.convert_batch_norm(workload.layers()),
+        loss,
+        partitions,
+        num_microbatches,
+        rematerialize="always",
+        devices=place.devices if place.mesh is None else place.devices[place.rank],
+        mesh=place.mesh,
+        seed=SEED,
+    )
+    batch = workload.batch()
+    batch = batch[0].to(place.devices[0]), batch[1].to(place.devices[-1])
+    return _engine(dict(pipeline.named_parameters()), lambda: pipeline.train_step(batch))
+
+
+def torch_pipelining(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
+    """Make torch's GPipe, which has one stage a process and no recomputation: its stage is a checkpoint of torch's."""
+    rank, num_stages = place.rank, len(partitions)
+    device = place.devices[rank]
+    own = stage_layers(workload, partition_ranges(partitions)[rank], device)
+    examples = boundaries(workload, partitions, num_microbatches, device)
+    stage = PipelineStage(
+        Recomputed(own.values()),
+        rank,
+        num_stages,
+        device,
+        input_args=examples[rank],
+        output_args=examples[rank + 1],
+    )
+    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=loss)
+    inputs, targets = workload.batch(device)
+    arguments = (inputs,) if rank == 0 else ()
+    target = targets if rank == num_stages - 1 else None
+    # Without return_outputs=False it would hold and join all logits, which the others do not.
+    return _engine(_names(own), lambda: schedule.step(*arguments, target=target, return_outputs=False))
+
+
+def torchgpipe(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
+    """Make torchgpipe's engine, whose one process has all stages."""
+    from torchgpipe import GPipe
+
+    devices = place.devices
+    ranges = partition_ranges(partitions)
+    own = {i: layer for k, part in enumerate(ranges) for i, layer in stage_layers(workload, part, devices[k]).items()}
+    model = GPipe(
+        nn.Sequential(*own.values()), partitions, devices=devices, chunks=num_microbatches, checkpoint="always"
+    )
+    batch = workload.batch()
+    inputs, targets = batch[0].to(devices[0]), batch[1].to(devices[-1])
+    return _engine(_names(own), lambda: loss(model(inputs), targets).backward())
+
+
+ENGINES = {"ours": ours, "torch.distributed.pipelining": torch_pipelining, "torchgpipe": torchgpipe}
+
+
+def processes_of(engine: str, num_processes: int) -> int:
+    """Return how many of the processes an engine uses."""
+    return 1 if engine == "torchgpipe" else num_processes
+
+
+def why_not(engine: str, num_stages: int, num_processes: int) -> str | None:
+    """Return why an engine cannot run so many stages in so many processes, None where it can."""
+    if engine == "torch.distributed.pipelining" and num_stages != num_processes:
+        return "not run: a GPU a stage"
+    return None
+
+
+def _engine(parameters: dict[str, Parameter], train: Callable[[], object]) -> Engine:
+    def step() -> None:
+        for parameter in parameters.values():
+            parameter.grad = None
+        train()
+
+    return Engine(step, parameters)
+
+
+def _names(layers: dict[int, nn.Module]) -> dict[str, Parameter]:
+    return {f"layers.{i}.{name}": p for i, layer in layers.items() for name, p in layer.named_parameters()}

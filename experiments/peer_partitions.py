@@ -1,0 +1,87 @@
+"""How each package would cut a model into partitions, and how much slower than the optimum its slowest one is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peer_stages import stage_layers
+from peer_workloads import Workload
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.pipeline.partition import partition_ranges
+
+
+def partition_quality(
+    workload: Workload, nums_stages: Sequence[int], examples: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Return a row a number of stages and a way to choose; seconds are those of a micro-batch of so many examples."""
+    layers = nn.Sequential(*stage_layers(workload, range(len(workload.layers())), device).values())
+    inputs = workload.batch(device)[0][:examples]
+    seconds = layer_seconds(layers, inputs)
+    rows = []
+    for num_stages in nums_stages:
+        optimum = _slowest(gpipe.partition_layers(seconds, num_stages), seconds)
+        for name, partitions in _choices(workload, layers, inputs, num_stages, device).items():
+            row = {"model": workload.title, "num_stages": num_stages, "chosen_by": name, "partitions": partitions}
+            slowest = None if partitions is None else _slowest(partitions, seconds) / optimum
+            rows.append(row | {"slowest_over_optimum": slowest})
+    return rows
+
+
+def layer_seconds(layers: nn.Sequential, inputs: Tensor, repeats: int = 15) -> list[float]:
+    """Measure the median seconds of each layer, forward twice (once to recompute) and backward."""
+    samples: list[list[float]] = [[] for _ in layers]
+    for _ in range(repeats + 1):
+        value: Any = inputs
+        for layer, found in zip(layers, samples, strict=True):
+            value = _detached(value)
+            start = _now(inputs.device)
+            layer(value)
+            output = layer(value)
+            tensors = [output] if isinstance(output, Tensor) else output
+            wanted = [tensor for tensor in tensors if tensor.requires_grad]
+            torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
+            found.append(_now(inputs.device) - start)
+            value = output
+    layers.zero_grad(set_to_none=True)
+    return [statistics.median(found[1:]) for found in samples]  # the first one warms up
+
+
+def _choices(
+    workload: Workload, layers: nn.Sequential, inputs: Tensor, num_stages: int, device: torch.device
+) -> dict[str, list[int] | None]:
+    """Return the partitions that each package would choose; None where it cannot on this device."""
+    from torchgpipe.balance import balance_by_size, balance_by_time
+
+    costs, timed = gpipe.analyze_layers(workload.layers(), inputs), gpipe.measure_layers(layers, inputs)
+    share, rest = divmod(len(layers), num_stages)
+    sample = inputs if inputs.is_floating_point() else inputs.clone()
+    on_gpu = device.type == "cuda"
+    return {
+        "ours, by FLOPs": gpipe.partition_layers([cost.flops for cost in costs], num_stages),
+        "ours, by time": gpipe.partition_layers([cost.seconds or 0.0 for cost in timed], num_stages),
+        "torchgpipe, by time": balance_by_time(num_stages, layers, sample, device=device),
+        "torchgpipe, by size": balance_by_size(num_stages, layers, sample, device=device) if on_gpu else None,
+        "torch, equal numbers of layers": [share + (k < rest) for k in range(num_stages)],
+    }
+
+
+def _slowest(partitions: Sequence[int], seconds: Sequence[float]) -> float:
+    return max(sum(seconds[i] for i in part) for part in partition_ranges(partitions))
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return tuple(_detached(part) for part in value)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,121 @@
+"""Three engines side by side on the same models: ours, torch.distributed.pipelining and torchgpipe.
+
+    python experiments/peers.py
+
+Same initial weights, mini-batches, partitions and micro-batches; everything is recomputed, and a step ends with the
+gradients. One process a stage, each with one thread on a core of its own; torchgpipe has one process, and on a CPU it
+does not overlap its stages. torch's engine does not recompute: each of its stages is wrapped in torch's own
+checkpoint. Speed: all engines in turns in the same processes, medians count. Memory: by how much the fullest process of
+an engine grows in processes of its own. Partitions: what each package would choose, by measured seconds.
+--device cuda measures on GPUs: a process a stage where there are as many, else all stages on one. Appends a record to
+runs.jsonl in --folder. About ten minutes for K = 1 and 2 on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peer_engines import ENGINES, why_not
+from peer_measurements import peak_memory_bytes, seconds_in_turns
+from peer_partitions import partition_quality
+from peer_processes import Cell
+from peer_workloads import MODELS, SCALES, Workload
+
+import gpipe
+from gpipe.results.records import Record, append_record, make_record, without_places
+from gpipe.results.reproduction import RUNS_FILE
+
+ROOT = Path(__file__).parent.parent
+OURS = "ours"
+
+
+def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row an engine: its speed, by how much ours is faster in the median pair, and its peak memory."""
+    fixed = {"model": cell.model.title, "num_stages": cell.num_stages, "num_microbatches": cell.num_microbatches}
+    fixed |= {"partitions": list(cell.partitions)}
+    num_cores = len(os.sched_getaffinity(0))
+    if cell.device == "cpu" and cell.num_stages > num_cores:
+        reason = f"not run: {cell.num_stages} stages need {cell.num_stages} cores, here: {num_cores}"
+        return [fixed | {"engine": name, "outcome": reason} for name in ENGINES]
+    seconds = seconds_in_turns(cell, options.rounds, options.steps)
+    rows = []
+    for name in ENGINES:
+        if name not in seconds:
+            rows.append(fixed | {"engine": name, "outcome": why_not(name, cell.num_stages, cell.num_processes)})
+            continue
+        pairs = zip(seconds[name], seconds[OURS], strict=True)
+        row = fixed | {"engine": name, "outcome": "measured", "step_seconds": seconds[name]}
+        row["examples_per_second"] = cell.model.batch_size / statistics.median(seconds[name])
+        row["ours_over_this"] = statistics.median(theirs / ours for theirs, ours in pairs)
+        row["peak_memory_bytes"] = peak_memory_bytes(cell, name, options.steps)
+        rows.append(row)
+    return rows
+
+
+def measure_grid(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all cells."""
+    for name in options.models:
+        workload = SCALES[options.scale][name]
+        costs = [cost.flops for cost in gpipe.analyze_layers(workload.layers(), workload.batch("meta")[0])]
+        for num_stages in options.num_stages:
+            partitions = tuple(gpipe.partition_layers(costs, num_stages))
+            for num_microbatches in options.num_microbatches:
+                cell = Cell(options.scale, name, partitions, num_microbatches, options.device)
+                for row in measure_cell(cell, options):
+                    print({name: row[name] for name in row if name != "step_seconds"}, file=sys.stderr, flush=True)
+                    yield row
+
+
+def measure_partitions(workload: Workload, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return how each package would cut a model, for micro-batches of the size at M = 4."""
+    nums_stages = [num for num in options.partitions if num <= len(workload.layers())]
+    return partition_quality(workload, nums_stages, max(workload.batch_size // 4, 1), torch.device(options.device))
+
+
+def add(folder: Path, record: Record) -> None:
+    """Add a record to a reproduction, without this machine's folders."""
+    append_record(folder / RUNS_FILE, without_places(record))
+
+
+def numbers(text: str) -> list[int]:
+    """Read 1,2,4."""
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Read the command line, measure, and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", choices=SCALES, default="laptop", help="of the models")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--num-stages", type=numbers, default=[1, 2], help="K, such as 1,2,4,8")
+    parser.add_argument("--num-microbatches", type=numbers, default=[1, 4, 32], help="M, such as 1,4,32")
+    parser.add_argument("--partitions", type=numbers, default=[2, 4, 8], help="K whose partitions are compared")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each engine that count")
+    parser.add_argument("--steps", type=int, default=1, help="in a row in each turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--folder", type=Path, default=ROOT / "reproductions" / "table2_throughput")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("not run: torch finds no GPU here; --device cpu measures on cores")
+    torch.set_num_threads(1)
+    workloads = [SCALES[options.scale][name] for name in options.models]
+    partitions = [row for workload in workloads for row in measure_partitions(workload, options)]
+    config = {"models": [workload.describe() for workload in workloads], "rounds": options.rounds}
+    record = make_record(
+        kind="measured", command=f"python {' '.join(sys.argv)}", experiment="peers", seed=0,
+        config=config | {"steps": options.steps, "device": options.device, "rematerialize": "always"},
+        results={"grid": list(measure_grid(options)), "partitions": partitions},
+        gpus=[torch.cuda.get_device_name()] if options.device == "cuda" else [],
+    )  # fmt: skip
+    add(options.folder, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Tables of our engine beside its peers, from the record that experiments/peers.py makes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from gpipe.results.records import Record
+from gpipe.results.tables import TableFunction, markdown, newest, not_run, provenance
+
+EXPERIMENT = "peers"
+OURS = "ours"
+_SETTING = ("model", "num_stages", "num_microbatches")
+Row = dict[str, Any]
+
+
+def peers_throughput(records: list[Record]) -> str:
+    """Return a row a model, K and M: how many examples a second each engine trains on, and how far ours is ahead."""
+    record = newest(records, EXPERIMENT)
+    if record is None:
+        return not_run(EXPERIMENT)
+    grid = record.results["grid"]
+    engines = _engines(grid)
+    peers = [name for name in engines if name != OURS]
+    rows = [
+        [
+            *_setting(cell),
+            *(_speed(cell[name]) for name in engines),
+            *(_ratio(cell[name].get("ours_over_this")) for name in peers),
+        ]
+        for cell in _cells(grid)
+    ]
+    ratios = [f"ours / {name}, median of pairs" for name in peers]
+    return markdown(["model", "K", "M", *(f"{name}, examples/s" for name in engines), *ratios], rows)
+
+
+def peers_speed_up(records: list[Record]) -> str:
+    """Return how many times faster than with one stage each engine is with K."""
+    record = newest(records, EXPERIMENT)
+    if record is None:
+        return not_run(EXPERIMENT)
+    grid = record.results["grid"]
+    engines = _engines(grid)
+    speeds = {
+        (row["model"], row["num_stages"], row["num_microbatches"], row["engine"]): row.get("examples_per_second")
+        for row in grid
+    }
+    rows = []
+    for cell in _cells(grid):
+        model, num_stages, num_microbatches = (cell[OURS][name] for name in _SETTING)
+        if num_stages == 1:
+            continue
+        pairs = [
+            (speeds[model, num_stages, num_microbatches, name], speeds.get((model, 1, num_microbatches, name)))
+            for name in engines
+        ]
+        rows.append([*_setting(cell), *(_ratio(many / one if many and one else None) for many, one in pairs)])
+    return markdown(["model", "K", "M", *(f"{name}, of its K = 1" for name in engines)], rows)
+
+
+def peers_memory(records: list[Record]) -> str:
+    """Return by how much the fullest process of each engine grew."""
+    record = newest(records, EXPERIMENT)
+    if record is None:
+        return not_run(EXPERIMENT)
+    grid = record.results["grid"]
+    engines = _engines(grid)
+    rows = [[*_setting(cell), *(_mebibytes(cell[name]) for name in engines)] for cell in _cells(grid)]
+    return markdown(["model", "K", "M", *(f"{name}, MiB" for name in engines)], rows)
+
+
+def peers_partitions(records: list[Record]) -> str:
+    """Return how each package would cut the models, and how much slower than the optimum its slowest stage is."""
+    record = newest(records, EXPERIMENT)
+    if record is None:
+        return not_run(EXPERIMENT)
+    rows = [
+        [
+            row["model"],
+            str(row["num_stages"]),
+            row["chosen_by"],
+            "not run" if row["partitions"] is None else ", ".join(map(str, row["partitions"])),
+            _ratio(row["slowest_over_optimum"]),
+        ]
+        for row in record.results["partitions"]
+    ]
+    return markdown(["model", "K", "chosen by", "layers of each stage", "slowest stage / optimum"], rows)
+
+
+def peers_run(records: list[Record]) -> str:
+    """Return where the newest record comes from."""
+    return provenance(newest(records, EXPERIMENT), EXPERIMENT)
+
+
+TABLES: dict[str, TableFunction] = {
+    "peers_throughput": peers_throughput,
+    "peers_speed_up": peers_speed_up,
+    "peers_memory": peers_memory,
+    "peers_partitions": peers_partitions,
+    "peers_run": peers_run,
+}
+
+
+def _cells(grid: Iterable[Row]) -> list[dict[str, Row]]:
+    """Return the engines' rows of each setting, in the order of the record."""
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in grid:
+        cells.setdefault(tuple(row[name] for name in _SETTING), {})[row["engine"]] = row
+    return list(cells.values())
+
+
+def _engines(grid: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row["engine"] for row in grid))
+
+
+def _setting(cell: dict[str, Row]) -> list[str]:
+    return [str(cell[OURS][name]) for name in _SETTING]
+
+
+def _speed(row: Row) -> str:
+    speed: float | None = row.get("examples_per_second")
+    return str(row["outcome"]) if speed is None else f"{speed:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _mebibytes(row: Row) -> str:
+    found: int | None = row.get("peak_memory_bytes")
+    return "" if found is None else f"{found / 2**20:.0f}"
