@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gpipe.results import planned_memory, schedules, table1, table2, table3, table4, tables
+from gpipe.results import peers, planned_memory, schedules, table1, table2, table3, table4, tables
 from gpipe.results.curve import read_curve
 from gpipe.results.jobs import Job
 from gpipe.results.records import (
@@ -32,7 +32,7 @@ METRICS_FILE = "metrics.jsonl"
 _CLAIMS = (table1, table2, table3, table4)
 BESIDE_PAPER = {name: table for claim in _CLAIMS for name, table in claim.BESIDE_PAPER.items()}
 EVERY_TABLE = {
-    name: table for part in (tables, schedules, planned_memory, *_CLAIMS) for name, table in part.TABLES.items()
+    name: table for part in (tables, schedules, planned_memory, peers, *_CLAIMS) for name, table in part.TABLES.items()
 }
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
