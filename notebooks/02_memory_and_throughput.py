@@ -619,6 +619,9 @@ if not steps:
 # these tell the seconds well. AmoebaNet's early layers have few FLOPs for the seconds that they take, so that its first
 # stage sets the pace and the second one waits for it. That is the imbalance of section 2.
 #
+# A task much longer than its neighbours was interrupted by another program on these two cores. The simulation has each
+# stage's mean, and spreads such a moment over all its tasks.
+#
 # ## Where to go on
 #
 # `python plan.py` plans a model of your own before anything is launched. The pages of the reproductions have the
