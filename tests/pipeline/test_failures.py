@@ -17,6 +17,7 @@ import gpipe
 from tests.pipeline import fresh_processes
 from tests.process_pool import ProcessPool
 
+pytestmark = pytest.mark.alone
 SECONDS = 5.0  # the contract's
 
 
