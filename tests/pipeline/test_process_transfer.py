@@ -6,6 +6,7 @@ import gc
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
+from gpipe.pipeline.messages import Messenger
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, dependencies
 from gpipe.pipeline.timeline import Event, Timeline
 from tests.process_pool import ProcessPool
@@ -457,6 +459,17 @@ def _other_num_microbatches(rank: int) -> None:
     pipeline.train_step((images(8), torch.ones(8, 1)))
 
 
+def _late_to_hear(rank: int) -> None:
+    receive = Messenger.receive
+
+    def receive_late(self: Messenger, peer: int) -> Any:
+        time.sleep(1 if rank == 2 else 0)
+        return receive(self, peer)
+
+    with mock.patch.object(Messenger, "receive", receive_late):
+        _other_num_microbatches(rank)
+
+
 def _other_partitions(rank: int) -> None:
     partitions = (2, 2, 2) if rank < 2 else (1, 3, 2)
     gpipe.Pipeline(mixed_layers(), mean_output, partitions, 4, mesh=stages(3), timeout_seconds=10)
@@ -504,7 +517,7 @@ def _too_few_processes(rank: int) -> None:
 
 
 MISTAKES = {function.__name__: function for function in (
-    _other_targets, _other_num_microbatches, _other_partitions, _unfit_payload, _sparse_payload,
+    _other_targets, _other_num_microbatches, _late_to_hear, _other_partitions, _unfit_payload, _sparse_payload,
     _other_number_of_stages, _other_number_of_devices, _other_names, _too_few_processes,
 )}  # fmt: skip
 
@@ -514,6 +527,7 @@ MISTAKES = {function.__name__: function for function in (
     [
         ("_other_targets", "ValueError", 2, "the mini-batch has 8 inputs and 6 targets"),
         ("_other_num_microbatches", "ValueError", None, "num_microbatches is 4 in stage 0 and 3 in stage 1"),
+        ("_late_to_hear", "ValueError", None, "num_microbatches is 4 in stage 0 and 3 in stage 1"),
         ("_other_partitions", "ValueError", None, "partitions is [2, 2, 2] in stage 0 and [1, 3, 2] in stage 2"),
         ("_unfit_payload", "PipelineError", 1, "the payload['numbers'] is of type set ({1, 2})"),
         ("_sparse_payload", "PipelineError", 1, "the payload is a tensor of layout torch.sparse_coo"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -102,6 +103,8 @@ class Processes:
         for stage, other in enumerate(others, 1):
             for name, value in first.items():
                 if other[name] != value:
+                    with suppress(LostPeer):
+                        self.messenger.flush()  # or the others never get to see the difference
                     self.watch.retire()
                     raise ValueError(
                         f"{name} is {value} in stage 0 and {other[name]} in stage {stage}; give every process the same"
