@@ -15,6 +15,7 @@ from gpipe.config.folders import date_folder, job_folder, sweep_id
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
+    AdafactorConfig,
     AdamWConfig,
     EmaConfig,
     OptimizerConfig,
@@ -93,6 +94,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
     store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
     store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
+    store.store(group="optimizer", name="adafactor_schema", node=AdafactorConfig)
     # What ends a sweep; named here and not in conf/, where no file may name code.
     store.store(group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.sweep.SweepEnd"}})
     # Cached: the jobs of a sweep get the values that the sweep has.
