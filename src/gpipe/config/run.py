@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -101,8 +101,17 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
+    OmegaConf.register_new_resolver("by_size", by_size, replace=True)
     OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+
+
+def by_size(size: int, values: Mapping[int, Any]) -> Any:
+    """Return the value under the largest key that is no larger than `size`. Raises ConfigError where all are."""
+    fitting = [key for key in values if key <= size]
+    if not fitting:
+        raise ConfigError(f"the size is {size}, expected {min(values)} or more: choose a larger one, or set the value.")
+    return values[max(fitting)]
 
 
 def to_run(composed: DictConfig) -> RunConfig:

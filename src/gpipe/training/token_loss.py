@@ -43,14 +43,13 @@ class TokenLoss:
         # Half precision has too few digits for the sum over a vocabulary.
         rows = (logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits).flatten(0, -2)
         loss = F.cross_entropy(rows, tokens, ignore_index=self.padding_index, label_smoothing=self.label_smoothing)
-        counts = tokens != self.padding_index
-        rows, tokens = rows.detach()[counts], tokens[counts]
-        metrics = {
-            "nll": F.cross_entropy(rows, tokens) if self.label_smoothing > 0 else loss.detach(),
-            "top1": correct_in_top(rows, tokens, 1).float().mean(),
-        }
+        rows, counts = rows.detach(), tokens != self.padding_index
+        num_tokens = counts.sum()
+        metrics = {"nll": loss.detach(), "top1": (correct_in_top(rows, tokens, 1) & counts).sum() / num_tokens}
+        if self.label_smoothing > 0:
+            metrics["nll"] = F.cross_entropy(rows, tokens, ignore_index=self.padding_index)
         if self._limit is not None:
-            metrics["clipped"] = (rows.abs() >= self._limit).float().mean()
+            metrics["clipped"] = ((rows.abs() >= self._limit).float().mean(1) * counts).sum() / num_tokens
         return loss, metrics
 
 
