@@ -30,6 +30,7 @@ from gpipe.config.training import (
 _SEES: dict[type[ModelConfig], tuple[type[DataConfig], str]] = {
     AmoebaNetConfig: (ImagesConfig, "images, such as data=fashion_mnist_embedded"),
     TransformerLMConfig: (TokensConfig, "tokens, such as data=random_tokens"),
+    TranslationModelConfig: (TranslationDataConfig, "pairs of sentences, such as data=multilingual_embedded"),
 }
 TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is there
 
