@@ -6,7 +6,7 @@ the dataclasses.
 """
 
 from gpipe.config.checks import ConfigError
-from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig
+from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import newest_run
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, Variant
 from gpipe.config.pipeline import (
@@ -61,6 +61,7 @@ __all__ = [
     "TrackingMode",
     "TrainerConfig",
     "TransformerLMConfig",
+    "TranslationDataConfig",
     "Variant",
     "newest_run",
     "refuse_overruled_data",
