@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "gpipe"
-# The guard that lets torchvision be imported beside any build of torch; it imports nothing of ours.
+# The guards that let torchvision be imported beside any build of torch, and fairseq at all; they know nothing of ours.
 GUARD = "_torchvision"
+FAIRSEQ_GUARD = "_fairseq"
 MAY_IMPORT = {
     GUARD: set(),
+    FAIRSEQ_GUARD: set(),
     "config": set(),
     "pipeline": set(),
     "models": {GUARD},
-    "data": {GUARD},
+    "data": {GUARD, FAIRSEQ_GUARD},
     "training": {"pipeline", GUARD},
     "planning": {"pipeline"},
     "results": set(),
@@ -62,7 +64,13 @@ def test_a_file_imports_only_the_parts_below_its_own(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_only_build_knows_the_config(path: Path) -> None:
     knows = {name.partition(".")[0] for name in all_imports(path)} & {"hydra", "omegaconf"}
-    assert not knows or part_of(path) in {"build", "config", "launch", "sweep"}
+    assert not knows or part_of(path) in {"build", "config", "launch", "sweep", FAIRSEQ_GUARD}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_fairseq_is_imported_through_its_guard_alone(path: Path) -> None:
+    packages = {name.partition(".")[0] for name in all_imports(path)}
+    assert packages.isdisjoint({"fairseq", "fairseq_cli"})
 
 
 def test_the_config_can_be_read_without_torch() -> None:

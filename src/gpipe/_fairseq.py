@@ -1,0 +1,106 @@
+"""Make ``import fairseq`` work on today's Python and leave no trace; fairseq 0.12.2 is its last release.
+
+What its import does to the process, and what is done about it:
+
+- it declares dataclasses whose defaults are other dataclasses, which Python 3.11 and later refuse unless these can be
+  hashed: while it is imported they can;
+- it registers `config`, `model`, `task` ... with Hydra, which then answer for our own configurations: it is given a
+  copy of Hydra's store;
+- it configures the root logger, logs, and warns that `torch.jit.script` is deprecated: all silenced and undone.
+"""
+
+import copy
+import dataclasses
+import importlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+VERSION = "0.12.2"
+INSTALL = f"python -m pip install --no-deps fairseq=={VERSION}"
+_PACKAGES = ("fairseq", "fairseq_cli")  # one installation brings both
+
+
+class FairseqMissing(ImportError):
+    """fairseq is not installed: its own requirements are outdated, so nothing installs it as a dependency."""
+
+
+def import_fairseq(module: str = "fairseq") -> ModuleType:
+    """Import fairseq, or one of its modules, such as "fairseq.data" or "fairseq_cli.preprocess", and return it.
+
+    Hydra's store, the root logger, `dataclasses.dataclass` and the filters of warnings are as before afterwards. May be
+    called again and again.
+
+    Raises:
+        FairseqMissing: fairseq is not installed; the sentence has the command.
+        ImportError: whatever else is wrong with it, such as no module of that name.
+    """
+    if module in sys.modules:
+        return sys.modules[module]
+    importlib.import_module("torch")  # first: its own dataclasses are none of fairseq's business
+    before = set(sys.modules)
+    try:
+        with _hashable_dataclasses(), _separate_config_store(), _untouched_logging(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except BaseException as error:
+        # Half of it would make the next attempt fail with another error than this one.
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in _PACKAGES:
+                del sys.modules[name]
+        if isinstance(error, ModuleNotFoundError) and error.name in _PACKAGES:
+            raise FairseqMissing(
+                f"{module} is not there, expected fairseq {VERSION}: install it, which takes a C++ compiler, with "
+                f"`{INSTALL}`.",
+                name=error.name,
+            ) from error
+        raise
+
+
+@contextmanager
+def _hashable_dataclasses() -> Iterator[None]:
+    original: Callable[..., Any] = dataclasses.dataclass
+
+    def dataclass(cls: type | None = None, /, **options: Any) -> Any:
+        def decorate(cls: type) -> type:
+            hashable = {"unsafe_hash": True} if cls.__module__.startswith("fairseq") else {}
+            decorated: type = original(cls, **(options | hashable))
+            return decorated
+
+        return decorate if cls is None else decorate(cls)
+
+    dataclasses.dataclass = dataclass
+    try:
+        yield
+    finally:
+        dataclasses.dataclass = original
+
+
+@contextmanager
+def _separate_config_store() -> Iterator[None]:
+    store = ConfigStore.instance()
+    original = store.repo
+    store.repo = copy.deepcopy(original)
+    try:
+        yield
+    finally:
+        store.repo = original
+
+
+@contextmanager
+def _untouched_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers, disabled = root.level, list(root.handlers), root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        logging.disable(disabled)
