@@ -19,7 +19,10 @@ def bleu_by_hand(translations: list[str], references: list[str]) -> float:
     for order in range(1, 5):
         right = total = 0
         for translation, reference in zip(translations, references, strict=True):
-            grams = [Counter(zip(*(words[i:] for i in range(order)), strict=False)) for words in (translation.split(), reference.split())]
+            grams = [
+                Counter(zip(*(words[i:] for i in range(order)), strict=False))
+                for words in (translation.split(), reference.split())
+            ]
             right += sum((grams[0] & grams[1]).values())
             total += sum(grams[0].values())
             if order == 1:
@@ -29,7 +32,10 @@ def bleu_by_hand(translations: list[str], references: list[str]) -> float:
 
 
 def test_all_bleus_agree_with_one_by_hand_where_no_smoothing_is_needed() -> None:
-    spaced = [[text.replace(".", " .").replace(",", " ,").replace("?", " ?") for text in part] for part in (TRANSLATIONS, REFERENCES)]
+    spaced = [
+        [text.replace(".", " .").replace(",", " ,").replace("?", " ?") for text in part]
+        for part in (TRANSLATIONS, REFERENCES)
+    ]
     found = score_corpus(TRANSLATIONS, REFERENCES)
     expected = bleu_by_hand(*spaced)
     assert found.bleu == pytest.approx(expected) == found.fairseq_sacrebleu

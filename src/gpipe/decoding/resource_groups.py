@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 
 def resource_groups(counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Share out languages into "high" and "low" resource, each group ordered from the most training pairs to the fewest.
+    """Share out languages into "high" and "low" resource, each ordered from the most training pairs to the fewest.
 
     counts: training pairs of each language. Of an odd number, high has one more; ties go by the language's name.
     """

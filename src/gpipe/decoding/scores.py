@@ -1,4 +1,4 @@
-"""BLEU and chrF of translations: sacreBLEU's, whose numbers can be compared with other people's, and fairseq's beside."""
+"""BLEU and chrF of translations: sacreBLEU's, which compare with other people's, and fairseq's beside."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def average(scores: Iterable[Scores]) -> Scores:
 def group_averages(scores: Mapping[str, Scores], groups: Mapping[str, Sequence[str]]) -> dict[str, Scores]:
     """Return the average over "all" languages and over each group's; a group of which none was scored is left out."""
     members = {"all": list(scores), **groups}
-    found = {name: [scores[language] for language in languages if language in scores] for name, languages in members.items()}
+    found = {
+        name: [scores[language] for language in languages if language in scores] for name, languages in members.items()
+    }
     return {name: average(some) for name, some in found.items() if some}
 
 
