@@ -1,10 +1,12 @@
-"""pyproject.toml, requirements.lock and environment.yml say the same."""
+"""pyproject.toml, requirements.lock, environment.yml and the Makefile say the same."""
 
 import re
 import tomllib
 from pathlib import Path
 
 import yaml
+
+from gpipe._fairseq import VERSION
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"^\s*(?:- )?(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)", re.MULTILINE)
@@ -50,3 +52,9 @@ def test_the_lock_installs_with_a_cpu_and_with_a_cuda_build_of_torch() -> None:
 def test_the_lock_names_no_host() -> None:
     assert "://" not in LOCK
     assert "--" not in LOCK
+
+
+def test_fairseq_is_installed_beside_the_lock_and_in_one_version() -> None:
+    assert "fairseq" not in {name for name, _ in locked()} | declared()
+    for file in ("Makefile", "environment.yml", "README.md"):
+        assert re.findall(r"fairseq==([\d.]*\d)", (ROOT / file).read_text()) == [VERSION], file
