@@ -42,7 +42,9 @@ def test_another_model_is_refused(tmp_path: Path, trained: SmallRun) -> None:
     path = save(tmp_path, trained, with_ema=True)
     with pytest.raises(CheckpointError, match=r"is of a model with 6 layers, but this one has 5: build the model"):
         load_layers(path, small_layers()[:5])
-    with pytest.raises(CheckpointError, match=r"does not fit this model in its ema: layers? .* differ.*: build the model"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit this model in its ema: layers? .* differ.*: build the model"
+    ):
         load_layers(path, small_layers(width=16))
 
 

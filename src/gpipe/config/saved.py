@@ -42,4 +42,5 @@ def _part(base: Any, value: Any) -> Any:
 
 
 def _family(base: type) -> list[type]:
-    return [base, *(kind for child in base.__subclasses__() for kind in _family(child))]
+    children: list[type] = base.__subclasses__()
+    return [base, *(kind for child in children for kind in _family(child))]

@@ -45,7 +45,9 @@ class TranslateConfig:
             )
         if (self.text is None) == (self.file is None):
             found = "neither is" if self.text is None else "both are"
-            raise ConfigError(f"of text and file {found} set, expected one: set text=<a sentence> or file=<a text file>.")
+            raise ConfigError(
+                f"of text and file {found} set, expected one: set text=<a sentence> or file=<a text file>."
+            )
         require(self.text is None or self.text.strip() != "", "text", repr(self.text), "a sentence")
         at_least("beam", self.beam, 1)
         at_least("length_penalty", self.length_penalty, 0)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in a plain sequence of layers, in one process and without a pipeline, to use the model."""
+"""The weights of a checkpoint in a plain sequence of layers, in one process, without a pipeline."""
 
 from pathlib import Path
 
