@@ -229,7 +229,7 @@ def build_trainer(
     folder: the run's. on_timeline: takes each recorded timeline, on every process.
     """
     settings, workload = run.trainer, workload_of(run)
-    train_loader, test_loader = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+    train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
     progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
@@ -244,11 +244,12 @@ def build_trainer(
             steps_per_epoch=len(train_loader),
             num_steps=num_steps,
             warm_up_epochs=run.schedule.warm_up_epochs,
+            warm_up_steps=run.schedule.warm_up_steps,
             decay_rate=run.schedule.decay_rate,
             decay_epochs=run.schedule.decay_epochs,
         ),
         train_loader=train_loader,
-        evaluation_loaders={"test": test_loader},
+        evaluation_loaders=evaluation_loaders,
         num_epochs=settings.num_epochs,
         max_steps=settings.max_steps,
         tracker=tracker,
@@ -260,6 +261,8 @@ def build_trainer(
         set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,
+        count_targets=workload.loss_weight or torch.numel,
+        make_metrics=workload.make_metrics,
         num_untimed_steps=settings.num_untimed_steps,
         evaluate_every_epochs=settings.evaluate_every_epochs,
         checkpoint_folder=None if settings.keep_checkpoints is None else folder / "checkpoints",
@@ -267,7 +270,7 @@ def build_trainer(
         keep_checkpoints=settings.keep_checkpoints or 1,
         timeline_every_steps=settings.timeline_every_steps,
         on_timeline=on_timeline,
-        config=to_plain(run),
+        config={**to_plain(run), **workload.keep(folder if place.is_main else None)},
     )
     if settings.resume_from is not None:
         trainer.resume(find_checkpoint("trainer.resume_from", settings.resume_from))

@@ -20,6 +20,7 @@ from gpipe.config.pipeline import (
 )
 from gpipe.config.run import RunConfig, refuse_overruled_data, register_schemas, to_plain, to_run, to_yaml
 from gpipe.config.training import (
+    AdafactorConfig,
     AdamWConfig,
     Autocast,
     Decay,
@@ -34,6 +35,7 @@ from gpipe.config.training import (
 )
 
 __all__ = [
+    "AdafactorConfig",
     "AdamWConfig",
     "AmoebaNetConfig",
     "AugmentationPolicy",

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from gpipe.config.folders import date_folder, job_folder, sweep_id
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
+    AdafactorConfig,
     AdamWConfig,
     EmaConfig,
     OptimizerConfig,
@@ -93,14 +94,24 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
     store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
     store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
+    store.store(group="optimizer", name="adafactor_schema", node=AdafactorConfig)
     # What ends a sweep; named here and not in conf/, where no file may name code.
     store.store(group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.sweep.SweepEnd"}})
     # Cached: the jobs of a sweep get the values that the sweep has.
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
+    OmegaConf.register_new_resolver("by_size", by_size, replace=True)
     OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+
+
+def by_size(size: int, values: Mapping[int, Any]) -> Any:
+    """Return the value under the largest key that is no larger than `size`. Raises ConfigError where all are."""
+    fitting = [key for key in values if key <= size]
+    if not fitting:
+        raise ConfigError(f"the size is {size}, expected {min(values)} or more: choose a larger one, or set the value.")
+    return values[max(fitting)]
 
 
 def to_run(composed: DictConfig) -> RunConfig:

@@ -1,6 +1,7 @@
 """What `build` asks of a family of models and of its data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight
 from gpipe.training.loader import Loader
+from gpipe.training.metrics import Metrics
 
 
 class Workload(Protocol):
@@ -37,10 +39,19 @@ class Workload(Protocol):
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
 
-    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Loader]:
-        """Return the loaders of the training and the test data.
+    def make_metrics(self) -> Metrics:
+        """Return what counts over an evaluation set."""
 
-        A training mini-batch is shared out over the replicas; each replica evaluates on the whole test set.
+    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Mapping[str, Loader]]:
+        """Return the loaders of the training data, and of the evaluation data by name.
+
+        A training mini-batch is shared out over the replicas; each replica evaluates on the whole set.
+        """
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Leave in the run's folder what programs that use its checkpoints need; None leaves nothing.
+
+        Returns what checkpoints remember of it, by name.
         """
 
     def warnings(self) -> Sequence[str]:
