@@ -51,7 +51,7 @@ class BeamSearch:
         max_length_a: float = 2.0,
         max_length_b: int = 16,
         max_length: int = 256,
-        batch_size: int = 4096,
+        batch_size: int = 2048,
     ) -> None:
         self._model = FairseqModel(layers)
         self._device = next(layers.parameters()).device
