@@ -49,7 +49,8 @@ def tied_layers(device: str = "cpu", *, dropout: float = 0.0) -> nn.Sequential:
         layers = nn.Sequential(embedding, block, Mix(embedding.weight), Mix(embedding.weight), behind, last).double()
     # Tied afterwards, as models do it: on the meta device `double` makes new parameters.
     layers[2].table = layers[3].table = layers[5].weight = layers[0].weight
-    layers[4][1].weight = layers[1].inner.weight
+    # And one that does not lie in memory row by row.
+    layers[4][1].weight = layers[1].inner.weight = nn.Parameter(layers[1].inner.weight.detach().t())
     return layers
 
 
