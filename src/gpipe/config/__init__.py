@@ -8,7 +8,7 @@ the dataclasses.
 from gpipe.config.checks import ConfigError
 from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig
 from gpipe.config.folders import newest_run
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, Variant
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, Tie, TransformerLMConfig, TranslationModelConfig, Variant
 from gpipe.config.pipeline import (
     Device,
     LaunchConfig,
@@ -58,11 +58,13 @@ __all__ = [
     "RunConfig",
     "SGDConfig",
     "ScheduleConfig",
+    "Tie",
     "TokensConfig",
     "TrackingConfig",
     "TrackingMode",
     "TrainerConfig",
     "TransformerLMConfig",
+    "TranslationModelConfig",
     "Variant",
     "newest_run",
     "refuse_overruled_data",

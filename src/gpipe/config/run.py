@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from gpipe.config.checks import ConfigError, at_least, require
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig
 from gpipe.config.folders import date_folder, job_folder, sweep_id
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, TranslationModelConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
     AdafactorConfig,
@@ -30,6 +30,7 @@ from gpipe.config.training import (
 _SEES: dict[type[ModelConfig], tuple[type[DataConfig], str]] = {
     AmoebaNetConfig: (ImagesConfig, "images, such as data=fashion_mnist_embedded"),
     TransformerLMConfig: (TokensConfig, "tokens, such as data=random_tokens"),
+    TranslationModelConfig: (TranslationDataConfig, "pairs of sentences, such as data=multilingual_embedded"),
 }
 TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is there
 
@@ -89,6 +90,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(name="run_schema", node=run)
     store.store(group="model", name="amoebanet_schema", node=AmoebaNetConfig)
     store.store(group="model", name="transformer_lm_schema", node=TransformerLMConfig)
+    store.store(group="model", name="translation_schema", node=TranslationModelConfig)
     store.store(group="data", name="images_schema", node=ImagesConfig)
     store.store(group="data", name="tokens_schema", node=TokensConfig)
     store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)

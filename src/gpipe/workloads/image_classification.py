@@ -18,7 +18,7 @@ from gpipe.data import (
     training_transform,
 )
 from gpipe.data.source import SPLITS
-from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
+from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, softmax_names
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction
@@ -103,6 +103,10 @@ class ImageClassification:
         )
         test_loader = loader(self._sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
         return train_loader, {"test": test_loader}
+
+    def replaced(self, layers: nn.ModuleDict) -> set[str]:
+        """The softmax layers belong to one set of classes."""
+        return softmax_names(layers)
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Nothing is needed beside the checkpoint."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpipe.config import RunConfig, TokensConfig, TransformerLMConfig
 from gpipe.data import RandomTokens, TokenLoader, TokenSet
-from gpipe.models import transformer_lm
+from gpipe.models import softmax_names, transformer_lm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction
 from gpipe.training.losses import ClassificationLoss
@@ -73,6 +73,10 @@ class LanguageModelling:
         test_set = self._open("test", data.num_test)
         test_loader = TokenLoader(test_set, run.trainer.evaluation_batch_size, run.seed, shuffle=False)
         return train_loader, {"test": test_loader}
+
+    def replaced(self, layers: nn.ModuleDict) -> set[str]:
+        """The softmax layer belongs to one vocabulary."""
+        return softmax_names(layers)
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Nothing is needed beside the checkpoint."""

@@ -1,6 +1,6 @@
 """What `build` asks of a family of models and of its data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,9 @@ class Workload(Protocol):
 
         A training mini-batch is shared out over the replicas; each replica evaluates on the whole set.
         """
+
+    def replaced(self, layers: nn.ModuleDict) -> Collection[str]:
+        """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew."""
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave in the run's folder what programs that use its checkpoints need; None leaves nothing.
