@@ -118,7 +118,7 @@ def by_size(size: int, values: Mapping[int, Any]) -> Any:
 
 def to_run(composed: DictConfig) -> RunConfig:
     """Turn what Hydra composed into checked dataclasses, once. Raises ConfigError for wrong values and unknown keys."""
-    _refuse_added_keys(composed, "")
+    refuse_added_keys(composed, "")
     if composed.init_from == TO_BE_GIVEN:
         raise ConfigError(
             "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
@@ -142,7 +142,7 @@ def refuse_overruled_data(composed: DictConfig, overrides: Sequence[str]) -> Non
         )
 
 
-def _refuse_added_keys(node: DictConfig, path: str) -> None:
+def refuse_added_keys(node: DictConfig, path: str) -> None:
     """Refuse what `+key=value` adds: Hydra lets that past the schema, and nothing would ever read it."""
     schema = OmegaConf.get_type(node)
     assert is_dataclass(schema)
@@ -151,7 +151,7 @@ def _refuse_added_keys(node: DictConfig, path: str) -> None:
         if key not in known:
             raise ConfigError(f"{path}{key} is unknown, expected one of {', '.join(sorted(known))}: correct its name.")
         if OmegaConf.is_dict(node._get_node(key)):
-            _refuse_added_keys(node[key], f"{path}{key}.")
+            refuse_added_keys(node[key], f"{path}{key}.")
 
 
 def to_plain(run: RunConfig) -> dict[str, Any]:

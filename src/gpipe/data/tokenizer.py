@@ -105,5 +105,7 @@ class Tokenizer:
                 )
         except RuntimeError as error:
             path.unlink()
-            raise ValueError(f"no vocabulary of {vocabulary_size} tokens can be made of these lines: {error}") from error
+            raise ValueError(
+                f"no vocabulary of {vocabulary_size} tokens can be made of these lines: {error}"
+            ) from error
         return cls(path)
