@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gpipe.results.figure3 import planned_models
+from gpipe.results.figure3 import PARAMETERS, planned_models
 from gpipe.results.records import Record
 from gpipe.results.tables import markdown, named, not_run
 from gpipe.results.translation_runs import (
@@ -33,24 +33,32 @@ def deep_or_wide(records: Sequence[Record]) -> str:
     The loss and the accuracy of all are over all tokens of the validation set, those of a group the means over its
     languages, and so are all scores. Differences are between models of the same seed.
     """
-    rows = []
+    tables = []
     for data, (deep, wide) in deep_and_wide(records).items():
         groups = resource_groups(training_pairs(records, data))
-        figures = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
-        for models, found in zip((deep, wide), figures, strict=True):
-            one = next(iter(models.values()))
-            rows.append([f"{one.model}, {data}", _planned(records, one), str(len(models)), *_spreads(found.values())])
+        both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
         seeds = sorted(deep.keys() & wide.keys())
-        differences = [
-            {key: _minus(figures[0][seed][key], figures[1][seed][key]) for key in figures[0][seed]} for seed in seeds
-        ]
-        rows.append(["deep - wide", "", str(len(seeds)), *_spreads(differences, "+")])
-        rows[-1].append(_verdicts(differences))
-        rows[-2:-1], rows[-3:-2] = [[*rows[-2], ""]], [[*rows[-3], ""]]
+        rows = []
+        for name, group in itertools.product(_FIGURES, GROUPS):
+            values = [[found[name, group] for found in models.values()] for models in both]
+            gains = [_minus(both[0][seed][name, group], both[1][seed][name, group]) for seed in seeds]
+            cells = [*(spread(of, _FIGURES[name]) for of in values), spread(gains, _FIGURES[name], "+")]
+            judged = verdict(-gain if name == "loss" else gain for gain in gains if gain is not None)
+            rows.append([_TITLES[name], group, *cells, str(len(seeds)), judged or f"not run: {SCORER}"])
+        names = [next(iter(models.values())).model for models in (deep, wide)]
+        tables.append(markdown([data, "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
+    return "\n".join(tables) or not_run(_COMMAND.format("deep_or_wide"))
+
+
+def deep_or_wide_models(records: Sequence[Record]) -> str:
+    """Return how many parameters the two models have beside their tables."""
+    rows = [
+        [f"T({', '.join(map(str, shape))}), {row['model_size']} wide", f"{row['parameters_beside_tables']:,}"]
+        for shape, row in planned_models(records, "laptop").items()
+    ]
     if not rows:
-        return not_run(_COMMAND.format("deep_or_wide"))
-    names = [f"{_TITLES[name]}, {group}" for name in _FIGURES for group in GROUPS]
-    return markdown(["model, data", "parameters beside the tables, exact", "seeds", *names, "deep is better"], rows)
+        return not_run(f"experiments/{PARAMETERS}.py")
+    return markdown(["model", "parameters beside the tables, planned"], rows)
 
 
 def deep_and_wide(records: Sequence[Record]) -> dict[str, tuple[dict[int, Trained], dict[int, Trained]]]:
@@ -150,37 +158,8 @@ def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[s
     return found
 
 
-def _spreads(seeds: Iterable[Mapping[tuple[str, str], float | None]], sign: str = "") -> list[str]:
-    found = list(seeds)
-    return [
-        spread([figures[name, group] for figures in found], form, sign)
-        for name, form in _FIGURES.items()
-        for group in GROUPS
-    ]
-
-
 def _minus(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one - other
 
 
-def _planned(records: Sequence[Record], one: Trained) -> str:
-    """Return the exact number of a small model's parameters beside its tables, empty without a plan."""
-    model = one.run.config["model"]
-    shape = tuple(model[name] for name in ("num_layers", "feedforward_size", "num_heads"))
-    plan = planned_models(records, "laptop").get(shape)
-    return "" if plan is None or plan["model_size"] != model["model_size"] else f"{plan['parameters_beside_tables']:,}"
-
-
-def _verdicts(differences: Sequence[Mapping[tuple[str, str], float | None]]) -> str:
-    """Say of each figure over all languages whether the deep model is better with every seed."""
-    words = []
-    for name in _FIGURES:
-        gains = [
-            None if (value := found[name, "all"]) is None else -value if name == "loss" else value
-            for found in differences
-        ]
-        words.append(f"{_TITLES[name]}: {verdict(gains) or f'not run: {SCORER}'}")
-    return "; ".join(words)
-
-
-TABLES = named(deep_or_wide, deep_training)
+TABLES = named(deep_or_wide, deep_or_wide_models, deep_training)

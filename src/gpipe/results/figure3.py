@@ -1,6 +1,8 @@
 """The tables of section 5 of the paper and its figure 3: one model of all languages, beside a model of each."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from gpipe.results.records import Record
@@ -46,36 +48,36 @@ def figure3_models(records: Sequence[Record], paper: Paper) -> str:
                 f"{ours / count - 1:+.2%}",
                 str(plan["num_stages"]),
                 f"{plan['parameter_bytes'] / 2**30:.2f}",
-                f"{plan['largest_stage_bytes'] / 2**30:.2f}",
                 row["bleu"],
                 bleu or "not run",
             ]
         )
-    header = ["model", "parameters: paper", "ours, exact", "off the paper", "K", "GiB of weights", "fullest stage's"]
+    header = ["model", "parameters: paper", "ours, planned", "off the paper", "K", "GiB of weights, planned"]
     return markdown([*header, "BLEU: paper, read off", "ours, measured"], rows)
 
 
 def figure3_low_resource(records: Sequence[Record]) -> str:
     """Return how one multilingual model does beside bilingual ones of its size, on the languages that have these.
 
-    A row a seed, then one of all seeds; each number is a mean over the languages, each model at its least validation
-    loss.
+    A row a figure and seed, then one of all seeds; each number is a mean over the languages, each model at its least
+    validation loss.
     """
-    rows = []
+    tables = []
     for setting, seeds in compared(records).items():
-        means = [_means(seeds[seed]) for seed in sorted(seeds)]
-        rows += [
-            [setting, str(seed), str(len(seeds[seed])), *_cells([found]), ""]
-            for seed, found in zip(sorted(seeds), means, strict=True)
-        ]
-        gains = {name: [_gain(found, name) for found in means] for name in ("loss", "chrf", "bleu")}
-        rows.append([setting, f"all {len(seeds)}", "", *_cells(means), _verdicts(gains)])
-    if not rows:
-        return not_run(_COMMANDS)
-    header = ["model, data", "seed", "languages"]
-    for name in ("loss, nats a token", "chrF", "BLEU"):
-        header += [f"{name}: bilingual", "multilingual", "difference", "multilingual is better on"]
-    return markdown([*header, "verdict"], rows)
+        rows = []
+        for figure in _FIGURES:
+            means = {seed: found for seed in sorted(seeds) if (found := _means(seeds[seed].values(), figure))}
+            rows += [
+                [figure.title, str(seed), str(found.num_languages), *_cells([found], figure), ""]
+                for seed, found in means.items()
+            ]
+            rows.append([figure.title, f"all {len(means)}", "", *_cells(list(means.values()), figure)])
+            rows[-1].append(verdict(found.gain(figure) for found in means.values()) if figure.is_judged else "")
+            if not means:
+                rows[-1][-1] = f"not run: {SCORER}"
+        header = [setting, "seed", "languages", "bilingual", "multilingual", "difference", "multilingual is better on"]
+        tables.append(markdown([*header, "verdict"], rows))
+    return "\n".join(tables) or not_run(_COMMANDS)
 
 
 def figure3_languages(records: Sequence[Record]) -> str:
@@ -104,8 +106,42 @@ def figure3_run(records: Sequence[Record]) -> str:
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
 
 
+@dataclass(frozen=True)
+class _Figure:
+    """A figure of both models, as a row shows it."""
+
+    name: str
+    title: str
+    form: str
+    less_is_better: bool = False
+    is_judged: bool = True
+
+
+_FIGURES = (
+    _Figure("loss", "least loss, nats a token", ".3f", less_is_better=True),
+    _Figure("chrf", "chrF", ".2f"),
+    _Figure("bleu", "BLEU", ".2f"),
+    _Figure("steps", "steps to the least loss", ".0f", is_judged=False),
+)
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Means over the languages, on how many of them the multilingual model is better, and how many there are."""
+
+    bilingual: float
+    multilingual: float
+    num_better: int
+    num_languages: int
+
+    def gain(self, figure: _Figure) -> float:
+        """Return by how much the multilingual model is better."""
+        difference = self.multilingual - self.bilingual
+        return -difference if figure.less_is_better else difference
+
+
 Figures = Mapping[str, float | None]
-"""loss, chrf and bleu of a model on a language."""
+"""loss, chrf and bleu of a model on a language, and the steps after which its loss over all languages was least."""
 
 
 def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Figures, Figures]]]]:
@@ -129,7 +165,7 @@ def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[F
 def figures_of(trained: Trained, language: str) -> Figures:
     """Return a model's figures on a language."""
     scores = {name: trained.score(name, language) for name in ("chrf", "bleu")}
-    return {"loss": trained.best("loss", language), **scores}
+    return {"loss": trained.best("loss", language), "steps": trained.best("step"), **scores}
 
 
 def planned_models(records: Sequence[Record], part: str) -> dict[tuple[int, ...], dict[str, Any]]:
@@ -151,46 +187,23 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
     return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
 
 
-def _means(languages: Mapping[str, tuple[Figures, Figures]]) -> dict[str, tuple[float, float, int, int] | None]:
-    """Return of each figure the two models' means over the languages, on how many the second is better, and of all.
-
-    A figure that a language lacks with one of the two is left out of both means.
-    """
-    result: dict[str, tuple[float, float, int, int] | None] = {}
-    for name in ("loss", "chrf", "bleu"):
-        found = [(one[name], two[name]) for one, two in languages.values()]
-        pairs = [(one, two) for one, two in found if one is not None and two is not None]
-        if not pairs:
-            result[name] = None
-            continue
-        better = sum(two < one if name == "loss" else two > one for one, two in pairs)
-        total = len(pairs)
-        result[name] = sum(one for one, _ in pairs) / total, sum(two for _, two in pairs) / total, better, total
-    return result
-
-
-def _cells(means: Sequence[Mapping[str, tuple[float, float, int, int] | None]]) -> list[str]:
-    """Write the means of one or several seeds."""
-    cells = []
-    for name, form in (("loss", ".3f"), ("chrf", ".2f"), ("bleu", ".2f")):
-        found = [values for one in means if (values := one[name]) is not None]
-        cells += [spread([one for one, *_ in found], form), spread([two for _, two, *_ in found], form)]
-        cells.append(spread([two - one for one, two, *_ in found], form, "+"))
-        cells.append(" / ".join(f"{better} of {total}" for *_, better, total in found))
-    return cells
-
-
-def _gain(means: Mapping[str, tuple[float, float, int, int] | None], name: str) -> float | None:
-    values = means[name]
-    if values is None:
+def _means(languages: Iterable[tuple[Figures, Figures]], figure: _Figure) -> _Means | None:
+    """Return the means of a figure over the languages that have it of both models, None without any."""
+    found = [(one[figure.name], two[figure.name]) for one, two in languages]
+    pairs = [(one, two) for one, two in found if one is not None and two is not None]
+    if not pairs:
         return None
-    return values[0] - values[1] if name == "loss" else values[1] - values[0]
+    better = sum(two < one if figure.less_is_better else two > one for one, two in pairs)
+    return _Means(fmean(one for one, _ in pairs), fmean(two for _, two in pairs), better, len(pairs))
 
 
-def _verdicts(gains: Mapping[str, Sequence[float | None]]) -> str:
-    """Say of each score whether the multilingual model is better with every seed."""
-    titles = {"loss": "loss", "chrf": "chrF", "bleu": "BLEU"}
-    return "; ".join(f"{titles[name]}: {verdict(of) or f'not run: {SCORER}'}" for name, of in gains.items())
+def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
+    """Write the means of one or several seeds."""
+    both = [[found.bilingual for found in means], [found.multilingual for found in means]]
+    cells = [spread(values, figure.form) for values in both]
+    cells.append(spread([found.multilingual - found.bilingual for found in means], figure.form, "+"))
+    better = f"{fmean(found.num_better for found in means):.3g}" if means and figure.is_judged else ""
+    return [*cells, better]
 
 
 BESIDE_PAPER = named(figure3_models)
