@@ -133,7 +133,9 @@ def main() -> None:
     number = {line: index for index, line in enumerate(english)}
     rows = [f"en\t{index}\t{line}" for index, line in enumerate(english)]
     for language, pairs in corpus.items():
-        rows += [f"{language}\t{number[line]}\t{text}" for text, line in sorted(pairs, key=lambda pair: number[pair[1]])]
+        rows += [
+            f"{language}\t{number[line]}\t{text}" for text, line in sorted(pairs, key=lambda pair: number[pair[1]])
+        ]
     path = arguments.output / "multilingual_corpus.tsv.xz"
     path.write_bytes(lzma.compress("".join(f"{row}\n" for row in rows).encode(), preset=9 | lzma.PRESET_EXTREME))
     lines = [text for pairs in corpus.values() for text, line in pairs if split_of(line) == "train"]
@@ -143,8 +145,12 @@ def main() -> None:
     for name, pairs_by_tag in (("django", django), ("udhr", udhr)):
         chosen = choose_variants(pairs_by_tag)
         total = sum(len({pair for tag in tags for pair in pairs_by_tag[tag]}) for tags in chosen.values())
-        print(f"{name}: {len(chosen)} languages, {total:,} pairs; {len(set(corpus) & set(chosen))} of the languages chosen")
-    print(f"{len(corpus)} languages, {sum(sizes):,} pairs, a language {sizes[0]} to {sizes[-1]}, median {median(sizes):g}")
+        print(
+            f"{name}: {len(chosen)} languages, {total:,} pairs; {len(set(corpus) & set(chosen))} of the languages chosen"
+        )
+    print(
+        f"{len(corpus)} languages, {sum(sizes):,} pairs, a language {sizes[0]} to {sizes[-1]}, median {median(sizes):g}"
+    )
     print(f"{len(english):,} English lines; {path.name}: {path.stat().st_size / 1e6:.2f} MB")
 
 

@@ -68,5 +68,5 @@ def test_a_wrong_value_gets_one_sentence(override: str, sentence: str) -> None:
 
 
 def test_a_soft_limit_without_a_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="soft_limit is True, expected false where model.logit_limit is null"):
+    with pytest.raises(ConfigError, match=r"soft_limit is True, expected false where model\.logit_limit is null"):
         model_of("model=translation_small", "model.logit_limit=null", "model.soft_limit=true")

@@ -106,12 +106,18 @@ def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) ->
     if config["pipeline"]["stages_per_device"] > 1:  # 1F1B has the same gradients, to the last bit
         alone += ["pipeline.schedule=1f1b", "pipeline.stages_per_device=1"]
     plain = _command(overrides, *alone)
+    experiment = "amoebanet_imagenet" if config["model"]["family"] == "amoebanet" else "transformer_multilingual"
+    translate = ""
+    if config["model"]["family"] == "translation_transformer" and config["trainer"]["keep_checkpoints"]:
+        command = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
+        translate = f"  translate         {command}\n"
     return (
         f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n"
         "Try next:\n"
         f"{train_on if config['trainer']['keep_checkpoints'] else ''}"
+        f"{translate}"
         f"  without pipeline  {plain}\n"
-        "  the paper's plan  python train.py +experiment=amoebanet_imagenet trainer.dry_run=true"
+        f"  the paper's plan  python train.py +experiment={experiment} trainer.dry_run=true"
     )
 
 

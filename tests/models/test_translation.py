@@ -88,7 +88,7 @@ def test_the_softmax_layer_is_the_one_that_belongs_to_a_vocabulary() -> None:
     assert softmax_names(nn.ModuleDict({str(i): layer for i, layer in enumerate(make_model())})) == {"layers.7.weight"}
 
 
-def train(partitions: list[int], mode: str) -> dict[str, Tensor]:
+def train(partitions: list[int], mode: str, tied: str) -> dict[str, Tensor]:
     """Train for two steps with dropout and micro-batches of unlike numbers of tokens; return gradients and weights."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def train(partitions: list[int], mode: str) -> dict[str, Tensor]:
     def weight(targets: Tensor) -> float:
         return int((targets != PADDING).sum())
 
-    model = make_model(dropout=0.3, tied="none", logit_limit=2.0)
+    model = make_model(dropout=0.3, tied=tied, logit_limit=2.0)
     pipeline = gpipe.Pipeline(model, loss, partitions, 2, rematerialize=mode, seed=5, loss_weight=weight)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     for _ in range(2):
@@ -111,9 +111,9 @@ def train(partitions: list[int], mode: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("partitions", [[3, 5], [1, 2, 3, 2]])
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_a_pipeline_trains_it_as_one_stage_does(partitions: list[int], mode: str) -> None:
-    found, expected = train(partitions, mode), train([8], "never")
+@pytest.mark.parametrize(("mode", "tied"), [("always", "none"), ("never", "inputs"), ("always", "all")])
+def test_a_pipeline_trains_it_as_one_stage_does(partitions: list[int], mode: str, tied: str) -> None:
+    found, expected = train(partitions, mode, tied), train([8], "never", tied)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name

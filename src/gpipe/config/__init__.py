@@ -6,7 +6,7 @@ the dataclasses.
 """
 
 from gpipe.config.checks import ConfigError
-from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig
+from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import newest_run
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, Tie, TransformerLMConfig, TranslationModelConfig, Variant
 from gpipe.config.pipeline import (
@@ -64,6 +64,7 @@ __all__ = [
     "TrackingMode",
     "TrainerConfig",
     "TransformerLMConfig",
+    "TranslationDataConfig",
     "TranslationModelConfig",
     "Variant",
     "newest_run",

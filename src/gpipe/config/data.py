@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import at_least, rate, require
+from gpipe.config.checks import above, at_least, optional_at_least, rate, require
 
 
 class AugmentationPolicy(Enum):
@@ -84,6 +84,32 @@ class TokensConfig(DataConfig):
         at_least("data.vocabulary_size", self.vocabulary_size, 2)
         for name in ("sequence_length", "num_train", "num_test"):
             at_least(f"data.{name}", getattr(self, name), 1)
+
+
+@dataclass
+class TranslationDataConfig(DataConfig):
+    """Pairs of sentences of several languages with one target language, English.
+
+    languages: codes; null is all that the corpus has. tokenizer: path of a SentencePiece model; null is the one that
+    comes with the data. vocabulary_size: of that tokenizer, or of the binarised corpus's dictionary.
+    temperature: languages are drawn with (share of the pairs)^(1 / temperature). max_tokens: of the longest sentence,
+    its end included; longer ones are left out. max_pairs: the most training pairs of a language; null is all.
+    """
+
+    languages: list[str] | None = MISSING
+    tokenizer: str | None = MISSING
+    vocabulary_size: int = MISSING
+    temperature: float = MISSING
+    max_tokens: int = MISSING
+    max_pairs: int | None = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        require(self.languages != [], "data.languages", self.languages, "codes of languages, or null for all")
+        at_least("data.vocabulary_size", self.vocabulary_size, 5)  # four are special
+        above("data.temperature", self.temperature, 0)
+        at_least("data.max_tokens", self.max_tokens, 2)
+        optional_at_least("data.max_pairs", self.max_pairs, 1)
 
 
 def _pair(name: str, pair: list[float]) -> None:

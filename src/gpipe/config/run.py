@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from gpipe.config.checks import ConfigError, at_least, require
-from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig
+from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import date_folder, job_folder, sweep_id
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, TranslationModelConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
@@ -93,6 +93,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(group="model", name="translation_schema", node=TranslationModelConfig)
     store.store(group="data", name="images_schema", node=ImagesConfig)
     store.store(group="data", name="tokens_schema", node=TokensConfig)
+    store.store(group="data", name="translation_schema", node=TranslationDataConfig)
     store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
     store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
     store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)

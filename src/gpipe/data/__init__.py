@@ -1,17 +1,23 @@
-"""Images and tokens: named sets, augmentation, and mini-batches that are a function of the seed."""
+"""Images, tokens and parallel text: named sets, and mini-batches that are a function of the seed."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gpipe.data.catalogue import IMAGE_SETS, check_data, check_image_set, count_differences, open_image_set
+from gpipe.data.corpora import CORPORA, check_corpus, open_corpus, open_tokenizer
+from gpipe.data.english_split import SPLITS, split_of
 from gpipe.data.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
+from gpipe.data.parallel_corpus import LanguagePairs, ParallelCorpus
 from gpipe.data.source import DataMissing, Source, TableCounts
+from gpipe.data.temperature import sampling_probabilities
+from gpipe.data.tokenizer import Tokenizer
 from gpipe.data.tokens import RandomTokens, TokenSet
 
 if TYPE_CHECKING:
     from gpipe.data.augmentation import Transform, evaluation_transform, training_transform
     from gpipe.data.loader import Batch, ImageLoader
     from gpipe.data.token_loader import TokenLoader
+    from gpipe.data.translation_loader import TranslationBatch, TranslationLoader
 
 # Imported when first asked for: they load torch, and finding that a data set is missing must not wait for that.
 _PLACES = {
@@ -19,12 +25,16 @@ _PLACES = {
     "ImageLoader": "loader",
     "TokenLoader": "token_loader",
     "Transform": "augmentation",
+    "TranslationBatch": "translation_loader",
+    "TranslationLoader": "translation_loader",
     "evaluation_transform": "augmentation",
     "training_transform": "augmentation",
 }
 
 __all__ = [
+    "CORPORA",
     "IMAGE_SETS",
+    "SPLITS",
     "Batch",
     "BrokenImage",
     "DataMissing",
@@ -32,17 +42,27 @@ __all__ = [
     "ImageFiles",
     "ImageLoader",
     "ImageSet",
+    "LanguagePairs",
+    "ParallelCorpus",
     "RandomTokens",
     "Source",
     "TableCounts",
     "TokenLoader",
     "TokenSet",
+    "Tokenizer",
     "Transform",
+    "TranslationBatch",
+    "TranslationLoader",
+    "check_corpus",
     "check_data",
     "check_image_set",
     "count_differences",
     "evaluation_transform",
+    "open_corpus",
     "open_image_set",
+    "open_tokenizer",
+    "sampling_probabilities",
+    "split_of",
     "training_transform",
 ]
 

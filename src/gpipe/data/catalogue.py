@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gpipe.data.birdsnap import BIRDSNAP
 from gpipe.data.cifar import CIFAR10, CIFAR100
+from gpipe.data.corpora import CORPORA, check_corpus
 from gpipe.data.digits import DIGITS, MNIST_5K
 from gpipe.data.fashion_mnist import FASHION_MNIST, FASHION_MNIST_EMBEDDED
 from gpipe.data.fgvc_aircraft import FGVC_AIRCRAFT
@@ -35,7 +36,9 @@ GENERATED = ("random_tokens",)  # made up by the run, from its settings
 
 def check_data(name: str, root: str | Path | None = None) -> None:
     """Look for a data set of any kind, as `check_image_set` does for images. Raises the same."""
-    if name not in GENERATED:
+    if name in CORPORA:
+        check_corpus(name, root)
+    elif name not in GENERATED:
         check_image_set(name, root)
 
 

@@ -5,6 +5,7 @@ all. The rule needs no list, so that a source that is added at run time follows 
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import sha256
 
 SPLITS = ("train", "valid", "test")
@@ -18,6 +19,7 @@ def clean_line(text: str) -> str:
     return " ".join(text.split())
 
 
+@lru_cache(maxsize=100_000)  # the English lines come once in every language
 def split_of(english: str) -> str:
     """Return the split, one of SPLITS, of all pairs with this English line.
 

@@ -5,11 +5,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from gpipe.data.epoch_position import EpochPosition
 from gpipe.data.randomness import epoch_order
 
 
-class EpochLoader:
-    """What loaders of any data share: which examples make up which mini-batch, and where an iteration starts.
+class EpochLoader(EpochPosition):
+    """What loaders of examples share: which of them make up which mini-batch.
 
         order of the epoch       | 7 2 5 0 | 3 6 1 4 |     batch_size 2, 2 replicas
         replica 0 gets           | 7   5   | 3   1   |
@@ -18,9 +19,6 @@ class EpochLoader:
     batch_size: examples a replica and step, so a mini-batch has batch_size x num_replicas; together, the replicas get
     the mini-batches of one replica with that larger batch_size. The last mini-batch may be smaller, unless drop_last.
     shuffle: the order is a function of (seed, epoch); False keeps the set's order. noun: what an error calls examples.
-
-    wait_seconds: how long the current epoch's iteration has waited for data so far.
-    start_batch: the first mini-batch of the next iteration, to resume within an epoch; set_epoch puts it back to 0.
 
     Raises ValueError for wrong settings, also where a last mini-batch is too small to give every replica an example
     (they would wait for each other).
@@ -38,35 +36,15 @@ class EpochLoader:
         drop_last: bool,
         noun: str,
     ) -> None:
-        if seed < 0:
-            raise ValueError(f"seed {seed} must not be negative")
-        if not 0 <= replica_index < num_replicas:
-            raise ValueError(f"replica_index {replica_index} must lie in 0 to num_replicas - 1 = {num_replicas - 1}")
+        super().__init__(seed, replica_index, num_replicas)
         self._num_examples = num_examples
-        self._seed = seed
         self._shuffle = shuffle
-        self._replica_index, self._num_replicas = replica_index, num_replicas
         self._mini_batch_size = batch_size * num_replicas
         self._num_batches = _count_batches(num_examples, batch_size, num_replicas, drop_last, noun)
-        self.epoch = 0
-        self.start_batch = 0
-        self.wait_seconds = 0.0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, from its first mini-batch on."""
-        if epoch < 0:
-            raise ValueError(f"epoch {epoch} must not be negative")
-        self.epoch = epoch
-        self.start_batch = 0
-
-    def __len__(self) -> int:
-        """Return the number of mini-batches an epoch, whatever start_batch is."""
-        return self._num_batches
 
     def _parts(self) -> list[NDArray[np.int64]]:
         """Return the indices of this replica's part of each mini-batch from start_batch on."""
-        if not 0 <= self.start_batch <= len(self):
-            raise ValueError(f"start_batch {self.start_batch} must lie in 0 to {len(self)}, the number of mini-batches")
+        self._check_start()
         num = self._num_examples
         order = epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
         size = self._mini_batch_size

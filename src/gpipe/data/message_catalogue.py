@@ -19,7 +19,7 @@ def plural_rule(header: str) -> Callable[[int], int]:
     A header without one means the two forms of the Germanic languages, as in gettext's manual.
     """
     found = _PLURAL_FORMS.search(header)
-    return gettext.c2py(found[1].strip() if found else "n != 1")  # type: ignore[attr-defined, no-any-return]
+    return gettext.c2py(found[1].strip() if found else "n != 1")
 
 
 def pairs_of(

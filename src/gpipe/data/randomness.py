@@ -13,12 +13,22 @@ import torch
 from numpy.typing import NDArray
 
 # SeedSequence pads short keys with zeros, so (seed, epoch) alone would be the key of sample 0 of that epoch.
-_ORDER, _AUGMENTATION = 1, 2
+_ORDER, _AUGMENTATION, _WALK = 1, 2, 3
 
 
 def epoch_order(seed: int, epoch: int, num_images: int) -> NDArray[np.int64]:
     """Return the indices of all images in the order in which this epoch shows them."""
-    return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch])).permutation(num_images)
+    return epoch_generator(seed, epoch).permutation(num_images)
+
+
+def epoch_generator(seed: int, epoch: int) -> np.random.Generator:
+    """Return the generator of all that is drawn for an epoch as a whole."""
+    return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch]))
+
+
+def walk_generator(seed: int, *key: int) -> np.random.Generator:
+    """Return the generator of a walk through a language's pairs: of (language, pass), or of where the walks begin."""
+    return np.random.default_rng(np.random.SeedSequence([seed, _WALK, *(number + 1 for number in key)]))
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from gpipe.data.image_set import ImageSet
 
-EMBEDDED_ALTERNATIVE = "fashion_mnist_embedded"
+EMBEDDED_ALTERNATIVE = (
+    "data=fashion_mnist_embedded, or an experiment with scale=laptop, uses photographs that come with this package."
+)
 SPLITS = ("train", "test")
 
 
@@ -32,29 +34,28 @@ class TableCounts:
         return self.num_train_images if split == "train" else self.num_test_images
 
 
-@dataclass(frozen=True)
-class Source:
-    """Describe one image set: how to open it, and what must be on the disk for that.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Describe where data lie: what must be on the disk, and how it gets there.
 
-    open: (root, split) -> image set.
     required: glob patterns relative to root, each of which must match something; "a/*/" is any folder in a.
-    package: the module whose files hold the set; it is only looked for. how_to_get: instructions for a newcomer.
-    tree: the expected files, drawn. table: the numbers of the paper's Table 4, for the sets that are in it.
-    default_root: where the set usually lies; None where there is no such place. A set without `required` needs no root.
+    package: the module whose files hold the data; it is only looked for. how_to_get: instructions for a newcomer.
+    tree: the expected files, drawn. default_root: where the data usually lie; None where there is no such place. Data
+    without `required` need no root. noun, alternative: what a message calls them, and what works without them.
     """
 
-    open: Callable[[Path, str], ImageSet]
     required: tuple[str, ...] = ()
     package: str | None = None
     tree: str = ""
     how_to_get: str = ""
     default_root: Path | None = None
-    table: TableCounts | None = None
+    noun: str = "image set"
+    alternative: str = EMBEDDED_ALTERNATIVE
 
     def find_root(self, name: str, root: str | Path | None) -> Path:
-        """Return the folder that holds the set, after a look at its upper folders only. Raises DataMissing.
+        """Return the folder that holds the data, after a look at its upper folders only. Raises DataMissing.
 
-        Both splits must be there: a run that trains for days should not find out then that it cannot be tested.
+        All splits must be there: a run that trains for days should not find out then that it cannot be tested.
         """
         folder = Path(root).expanduser() if root is not None else self.default_root
         if self.package is not None and find_spec(self.package) is None:
@@ -71,10 +72,20 @@ class Source:
     def _message(self, name: str, looked_for: str) -> str:
         tree = f"Expected tree:\n{self.tree}\n" if self.tree else ""
         return (
-            f"The image set {name} is missing.\n"
+            f"The {self.noun} {name} is missing.\n"
             f"Looked for: {looked_for}.\n"
             f"{tree}"
             f"How to get it: {self.how_to_get}\n"
-            f"Without it: data={EMBEDDED_ALTERNATIVE}, or an experiment with scale=laptop, uses photographs that come "
-            "with this package."
+            f"Without it: {self.alternative}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Place):
+    """Describe one image set: how to open it, and where it lies.
+
+    open: (root, split) -> image set. table: the numbers of the paper's Table 4, for the sets that are in it.
+    """
+
+    open: Callable[[Path, str], ImageSet]
+    table: TableCounts | None = None

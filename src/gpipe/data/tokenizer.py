@@ -67,8 +67,16 @@ class Tokenizer:
         return str(self._processor.decode([int(number) for number in ids if number >= NUM_SPECIAL]))
 
     def pieces(self) -> list[str]:
-        """Return the piece of every id. From NUM_SPECIAL on they are the lines of a fairseq dict.txt with these ids."""
+        """Return the piece of every id."""
         return [str(self._processor.id_to_piece(number)) for number in range(self.vocabulary_size)]
+
+    def write_dictionary(self, path: str | Path) -> None:
+        """Write a dict.txt in which fairseq gives every piece the id that it has here.
+
+        For `fairseq-preprocess --srcdict ... --tgtdict ...` on text that was cut into these pieces, parted by spaces.
+        """
+        # fairseq adds its own special tokens in front; the numbers are counts, which nothing reads.
+        Path(path).write_text("".join(f"{piece} 1\n" for piece in self.pieces()[NUM_SPECIAL:]), "utf-8")
 
     @classmethod
     def train(cls, lines: Iterable[str], vocabulary_size: int, path: str | Path) -> "Tokenizer":

@@ -135,6 +135,16 @@ class Ties:
         return self._layers[member.layer].get_parameter(member.name)
 
 
+def tied_parameters(layers: nn.Sequential) -> list[int]:
+    """Return of each layer how many of its parameters an earlier layer has too: the model has them once."""
+    ties = Ties(layers)
+    counts = [0] * len(layers)
+    for _, *others in ties.all:
+        for member in others:
+            counts[member.layer] += layers[member.layer].get_parameter(member.name).numel()
+    return counts
+
+
 def checksum(tensor: Tensor) -> int:
     """Return a number that tells the values of one tensor from those of another."""
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight
@@ -30,10 +30,10 @@ class Workload(Protocol):
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
 
-    def inputs(self, num_examples: int) -> Tensor:
+    def inputs(self, num_examples: int) -> Any:
         """Describe the inputs of so many examples on the meta device."""
 
-    def targets(self, num_examples: int) -> Tensor:
+    def targets(self, num_examples: int) -> Any:
         """Describe the targets of so many examples on the meta device."""
 
     def loss(self) -> LossFunction:

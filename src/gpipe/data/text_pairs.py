@@ -1,0 +1,69 @@
+"""From pairs of lines to pairs of token ids, leaving out what cannot be trained on."""
+
+from collections.abc import Iterable, Iterator
+from itertools import compress, islice
+from typing import NamedTuple
+
+from gpipe.data.parallel_corpus import LanguagePairs, Skipped
+from gpipe.data.sentences import Sentences
+from gpipe.data.tokenizer import Tokenizer
+
+_BLOCK = 50_000  # pairs that are held as text at a time
+
+
+class TextPair(NamedTuple):
+    """A sentence, the same in the target language, and where they are: `file` and the number of the line, from 1."""
+
+    source: str
+    target: str
+    file: str
+    line: int
+
+
+class Encoder:
+    """Turn lines into token ids, counting what is left out: pairs with an empty side, and long ones.
+
+    max_tokens: the most tokens of a sentence of either side, END included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self.empty = Skipped("with an empty line")
+        self.long = long_pairs(max_tokens)
+
+    def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
+        """Return the pairs of one language as ids; possibly none are left."""
+        blocks = [self._encode_block(block) for block in _blocks(pairs)]
+        if not blocks:
+            blocks = [self._encode_block([])]
+        sources = Sentences.join([block.sources for block in blocks])
+        return LanguagePairs(sources, Sentences.join([block.targets for block in blocks]))
+
+    def _encode_block(self, block: list[TextPair]) -> LanguagePairs:
+        full = [pair for pair in block if pair.source.strip() and pair.target.strip()]
+        _count(self.empty, block, full)
+        sources = self._tokenizer.encode_lines([pair.source for pair in full])
+        targets = self._tokenizer.encode_lines([pair.target for pair in full])
+        fits = [max(map(len, pair)) < self._max_tokens for pair in zip(sources, targets, strict=True)]  # and END
+        _count(self.long, full, list(compress(full, fits)))
+        size = self._tokenizer.vocabulary_size
+        return LanguagePairs(*(Sentences.pack(compress(side, fits), size) for side in (sources, targets)))
+
+
+def _count(skipped: Skipped, before: list[TextPair], after: list[TextPair]) -> None:
+    """Count what is in `before` and not in `after`, which are both in order."""
+    if len(after) < len(before):
+        first = next((old for old, new in zip(before, after, strict=False) if old is not new), before[len(after)])
+        skipped.add(len(before) - len(after), f"{first.file}:{first.line}")
+
+
+def long_pairs(max_tokens: int) -> Skipped:
+    """Return the counter of the pairs that `short_enough` leaves out."""
+    return Skipped(f"longer than {max_tokens} tokens (data.max_tokens)")
+
+
+def _blocks(pairs: Iterable[TextPair]) -> Iterator[list[TextPair]]:
+    remaining = iter(pairs)
+    while block := list(islice(remaining, _BLOCK)):
+        yield block
