@@ -265,7 +265,7 @@ def test_a_model_without_ties_makes_no_connections_for_them(processes: ProcessPo
 
 
 def fail_in_exchange(rank: int, fate: str) -> tuple[str, float]:
-    seconds = 2 if fate == "stop" else 30
+    seconds = 5 if fate == "stop" else 30  # a loaded machine is slow to begin
     pipeline = gpipe.Pipeline(tied_layers(), loss, [2, 2, 2], 3, mesh=mesh_of(), timeout_seconds=seconds)
     pipeline.train_step(mini_batch(0))
 
@@ -298,7 +298,7 @@ def test_a_process_that_fails_in_the_exchange_ends_all(fate: str, cause: str) ->
     for rank in (0, 2):
         message, seconds = answers[rank]
         assert re.match(f"PeerFailure: {cause}", message), message
-        assert seconds < 2 + 2 * 5
+        assert seconds < 5 + 2 * 5
     assert (1 in answers) == (fate == "error")
 
 
