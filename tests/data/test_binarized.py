@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands = []
     for language in LANGUAGES:
         for split in ("train", "valid", "test"):
-            cut = [tuple(" ".join(pieces[n] for n in TOKENIZER.encode(side)) for side in p) for p in lines(language, split)]
+            cut = [
+                tuple(" ".join(pieces[n] for n in TOKENIZER.encode(side)) for side in p) for p in lines(language, split)
+            ]
             write_parallel(text, split, language, cut)
         texts = " ".join(f"--{split}pref {text}/{split}.{language}-en" for split in ("train", "valid", "test"))
         dictionary = f"--srcdict {text}/dict.txt --tgtdict {text}/dict.txt"
@@ -106,21 +108,27 @@ def test_an_id_outside_the_vocabulary_is_refused_with_its_place(copied: Path) ->
     tokens = np.memmap(path, np.uint16, "r+")
     tokens[first] = 4000
     tokens.flush()
-    refused(copied, rf"{path} has the id 4000 in sentence 2, expected ids below the dictionary's 4,000: binarise it with")
+    refused(
+        copied, rf"{path} has the id 4000 in sentence 2, expected ids below the dictionary's 4,000: binarise it with"
+    )
     assert len(open_binarized(copied, languages=["de"])) == 40
 
 
 def test_two_vocabularies_are_refused(copied: Path) -> None:
     with (copied / "dict.zu.txt").open("a") as stream:
         stream.write("new 1\n")
-    refused(copied, r"dict.zu.txt differs from dict.en.txt, but one vocabulary must serve both sides and all languages: bin")
+    refused(
+        copied, r"dict.zu.txt differs from dict.en.txt, but one vocabulary must serve both sides and all languages: bin"
+    )
     (copied / "dict.zu.txt").unlink()
     refused(copied, r"dict.zu.txt does not exist: fairseq-preprocess writes it beside the binarised text")
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     other = Tokenizer.train([pair.target for pair in read_embedded()["de"]], 400, tmp_path / "other.model")
-    refused(folder, r"the tokenizer .*other.model has other pieces than .*dict.en.txt: binarise with the", tokenizer=other)
+    refused(
+        folder, r"the tokenizer .*other.model has other pieces than .*dict.en.txt: binarise with the", tokenizer=other
+    )
     assert len(open_binarized(folder, tokenizer=None)) == 80
 
 
@@ -145,5 +153,7 @@ def test_long_sentences_are_skipped_and_counted(folder: Path) -> None:
     longest = max(len(TOKENIZER.encode(side)) + 1 for pair in lines("de", "train") for side in pair)
     corpus = open_binarized(folder, languages=["de"], max_tokens=longest - 1)
     (warning,) = corpus.warnings()
-    assert warning.startswith(f"skipped {40 - len(corpus)} pairs longer than {longest - 1} tokens (data.max_tokens), the ")
+    assert warning.startswith(
+        f"skipped {40 - len(corpus)} pairs longer than {longest - 1} tokens (data.max_tokens), the "
+    )
     assert f"{folder / 'train.de-en'}:" in warning

@@ -53,10 +53,14 @@ def test_a_language_without_data_is_refused(root: Path) -> None:
         languages=["de", "xx"],
     )
     refused(root, "data.languages is empty: name some of de, fr, or null for all", languages=[])
-    with pytest.raises(ValueError, match=r"'xx', of which .* choose among af, ak, am, ar, ast, az, be, bg, ... \(102 in"):
+    with pytest.raises(
+        ValueError, match=r"'xx', of which .* choose among af, ak, am, ar, ast, az, be, bg, ... \(102 in"
+    ):
         open_corpus("multilingual_embedded", "train", tokenizer=TOKENIZER, languages=["xx"], max_tokens=9)
     missing = root / "valid.fr-en.fr"
-    refused(root, f"{missing} does not exist: a language of parallel text needs it in every split", "valid", languages=None)
+    refused(
+        root, f"{missing} does not exist: a language of parallel text needs it in every split", "valid", languages=None
+    )
 
 
 def test_empty_lines_are_skipped_and_counted(root: Path) -> None:
@@ -95,10 +99,8 @@ def test_long_lines_are_skipped_and_counted(root: Path) -> None:
 def test_files_of_unequal_length_are_refused(root: Path) -> None:
     with (root / "train.de-en.en").open("a") as stream:
         stream.write("five\n")
-    refused(
-        root,
-        f"{root / 'train.de-en.de'} has 3 lines, but {root / 'train.de-en.en'} has 4: line by line they must say the same",
-    )
+    german, english = root / "train.de-en.de", root / "train.de-en.en"
+    refused(root, f"{german} has 3 lines, but {english} has 4: line by line they must say the same")
 
 
 def test_what_is_not_utf_8_is_refused_with_its_line(root: Path) -> None:
@@ -117,13 +119,15 @@ def test_other_wrong_settings_are_refused(root: Path) -> None:
         "the corpus parallel_text is text: give the tokenizer that open_tokenizer('parallel_text', None) returns",
         tokenizer=None,
     )
-    with pytest.raises(ValueError, match="unknown corpus 'wmt': choose one of multilingual_embedded, multilingual_vlc, par"):
+    with pytest.raises(
+        ValueError, match="unknown corpus 'wmt': choose one of multilingual_embedded, multilingual_vlc, par"
+    ):
         open_tokenizer("wmt", None)
     assert open_tokenizer("binarized", None) is None
     with pytest.raises(DataMissing, match=r"Looked for: the folder data.root, which is not set"):
         check_data("parallel_text")
+    (root / "valid.de-en.en").unlink()
     with pytest.raises(DataMissing, match=r"Looked for: valid.\*-en.en in the folder .*\n.*\n  <data.root>/train"):
-        (root / "valid.de-en.en").unlink()
         check_data("parallel_text", root)
 
 
