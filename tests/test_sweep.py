@@ -93,7 +93,7 @@ def test_a_job_that_was_cut_short_goes_on_from_its_checkpoint(folder: Path) -> N
 
 def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(folder: Path) -> None:
     assert run_job(folder, OVERRIDES, "digits", run_of, Training("failed")) is None
-    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", "the layers do not fit")
+    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", "the layers do not fit", to_plain(run_of()))
     assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
     assert outcome_in(folder).status == "done"
 

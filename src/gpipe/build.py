@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +14,7 @@ from torch import nn
 
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch.processes import Place, Processes
-from gpipe.models import set_drop_path, softmax_names
+from gpipe.models import set_drop_path
 from gpipe.pipeline.cost import analyze_layers
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.microbatch import microbatch_sizes
@@ -31,7 +31,7 @@ from gpipe.planning.speed import Speed
 from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
-from gpipe.training.manifest import MANIFEST
+from gpipe.training.manifest import MANIFEST, Manifest
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
@@ -229,12 +229,13 @@ def build_trainer(
     folder: the run's. on_timeline: takes each recorded timeline, on every process.
     """
     settings, workload = run.trainer, workload_of(run)
-    train_loader, test_loader = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+    train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
     progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
     for sentence in workload.warnings():
         progress.message(f"warning: {sentence}")
+    kept = workload.keep(folder if place.is_main else None)
     trainer = Trainer(
         pipeline=pipeline,
         optimizer=_build_optimizer(run.optimizer, pipeline.named_parameters(), rate),
@@ -244,11 +245,12 @@ def build_trainer(
             steps_per_epoch=len(train_loader),
             num_steps=num_steps,
             warm_up_epochs=run.schedule.warm_up_epochs,
+            warm_up_steps=run.schedule.warm_up_steps,
             decay_rate=run.schedule.decay_rate,
             decay_epochs=run.schedule.decay_epochs,
         ),
         train_loader=train_loader,
-        evaluation_loaders={"test": test_loader},
+        evaluation_loaders=evaluation_loaders,
         num_epochs=settings.num_epochs,
         max_steps=settings.max_steps,
         tracker=tracker,
@@ -260,6 +262,8 @@ def build_trainer(
         set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,
+        count_targets=workload.loss_weight or torch.numel,
+        make_metrics=workload.make_metrics,
         num_untimed_steps=settings.num_untimed_steps,
         evaluate_every_epochs=settings.evaluate_every_epochs,
         checkpoint_folder=None if settings.keep_checkpoints is None else folder / "checkpoints",
@@ -267,12 +271,12 @@ def build_trainer(
         keep_checkpoints=settings.keep_checkpoints or 1,
         timeline_every_steps=settings.timeline_every_steps,
         on_timeline=on_timeline,
-        config=to_plain(run),
+        config={**to_plain(run), **kept},
     )
     if settings.resume_from is not None:
-        trainer.resume(find_checkpoint("trainer.resume_from", settings.resume_from))
+        trainer.resume(_find_kindred("trainer.resume_from", settings.resume_from, kept))
     elif run.init_from is not None:
-        trainer.start_from(find_checkpoint("init_from", run.init_from), softmax_names(pipeline.layers))
+        trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
     return trainer
 
 
@@ -288,6 +292,20 @@ def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], Abstr
     if precision is Autocast.none:
         return nullcontext
     return partial(torch.autocast, device_type, getattr(torch, precision.value))
+
+
+def _find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
+    """Find a checkpoint, and refuse one that was saved with other files than this run has."""
+    path = find_checkpoint(setting, value)
+    remembered = Manifest.read(path).config
+    for name, digest in kept.items():
+        if (other := remembered.get(name)) != digest:
+            what = name.removesuffix("_sha256")
+            raise ConfigError(
+                f"{setting} is {value}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
+                f"{digest[:12]}...: set data.{what} to the one that lies in the folder of the checkpoint's run."
+            )
+    return path
 
 
 def find_checkpoint(setting: str, value: str) -> Path:

@@ -78,7 +78,7 @@ def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measu
 
 def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the outcome as a table of figures, those of each evaluation set among them."""
-    figures = {key: value for key, value in results.items() if key != "evaluation"}
+    figures = {key: value for key, value in results.items() if key not in ("evaluation", "least_loss")}
     for name, metrics in results["evaluation"].items():
         figures |= {f"{name}/{metric}": value for metric, value in metrics.items()}
     return [{"figure": figure, "value": value} for figure, value in figures.items()]
@@ -92,7 +92,9 @@ def _outcome(name: str, summary: Summary) -> str:
     took += f", {waited:.1%} of them waiting for data" + (" (raise data.num_workers)" if waited > 0.1 else "")
     figures = (("top-1", summary.top1), ("top-5", summary.top5))
     accuracy = ", ".join(f"{figure} {value:.1%}" for figure, value in figures if value is not None)
-    result = f"{accuracy} on the test {summary.examples}" if accuracy else "not evaluated"
+    name_of_set, metrics = next(iter(summary.evaluation.items()), ("", {}))
+    accuracy += f", loss {metrics['loss']:.3f}" if metrics else ""
+    result = f"{accuracy} on the {name_of_set} {summary.examples}" if accuracy else "not evaluated"
     return f"{name}: {result} after {summary.num_steps} steps in {took}."
 
 
@@ -104,12 +106,18 @@ def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) ->
     if config["pipeline"]["stages_per_device"] > 1:  # 1F1B has the same gradients, to the last bit
         alone += ["pipeline.schedule=1f1b", "pipeline.stages_per_device=1"]
     plain = _command(overrides, *alone)
+    experiment = "amoebanet_imagenet" if config["model"]["family"] == "amoebanet" else "transformer_multilingual"
+    translate = ""
+    if config["model"]["family"] == "translation_transformer" and config["trainer"]["keep_checkpoints"]:
+        command = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
+        translate = f"  translate         {command}\n"
     return (
         f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n"
         "Try next:\n"
         f"{train_on if config['trainer']['keep_checkpoints'] else ''}"
+        f"{translate}"
         f"  without pipeline  {plain}\n"
-        "  the paper's plan  python train.py +experiment=amoebanet_imagenet trainer.dry_run=true"
+        f"  the paper's plan  python train.py +experiment={experiment} trainer.dry_run=true"
     )
 
 

@@ -73,7 +73,7 @@ def run_job(
         except SystemExit as end:
             if end.code != 1:
                 raise
-            write_outcome(folder, made("failed", reason=_reason(folder)))
+            write_outcome(folder, made("failed", reason=_reason(folder), config=to_plain(run)))
             return None
         record = _record(folder, run)
     write_outcome(folder, made("done"))

@@ -175,7 +175,8 @@ def test_a_layer_that_stops_the_gradient_stops_it() -> None:
         assert layers[3].weight.grad is not None
 
 
-def test_a_layer_may_be_used_twice_within_a_partition() -> None:
+@pytest.mark.parametrize("partitions", [[5], [1, 3, 1], [2, 2, 1]])
+def test_a_layer_may_stand_in_two_places(partitions: list[int]) -> None:
     def model() -> nn.Sequential:
         first, *_, last = build()
         shared = nn.Linear(6, 6).double()
@@ -185,11 +186,12 @@ def test_a_layer_may_be_used_twice_within_a_partition() -> None:
 
     layers, plain = model(), model()
     inputs, targets = batch(7)
-    pipeline = pipeline_of(layers, [1, 3, 1])
+    pipeline = pipeline_of(layers, partitions)
     pipeline.train_step((inputs, targets))
     F.cross_entropy(plain(inputs), targets).backward()
-    assert_same_gradients(layers, plain)
-    assert [name for name, _ in pipeline.named_parameters() if name.startswith("layers.3")] == []
+    for layer, other in zip(pipeline.layers.values(), plain, strict=True):
+        assert_same_gradients(layer, other)
+    assert pipeline.ties == (("layers.1.weight", "layers.3.weight"), ("layers.1.bias", "layers.3.bias"))
 
 
 def test_channels_last_reaches_every_stage() -> None:

@@ -272,27 +272,6 @@ def test_layers_to_evaluate_must_be_all_of_them() -> None:
         pipeline.evaluate(batch()[0], layers=nn.ModuleDict({"0": Keep()}))
 
 
-def test_a_parameter_in_two_partitions_is_refused() -> None:
-    encoder, decoder = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-    decoder.weight = encoder.weight
-    layers = nn.Sequential(encoder, nn.Sequential(nn.Tanh(), decoder))
-    message = (
-        "layers.0.weight and layers.1.1.weight are one parameter, which stages 0 and 1 would both train; put both "
-        "layers into one partition, or untie them"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        build([1, 1], layers=layers)
-    build([2], layers=layers)
-
-
-def test_a_parameter_tied_on_the_meta_device_is_refused() -> None:
-    layer = nn.Linear(3, 3, device="meta")
-    with pytest.raises(
-        ValueError, match=r"^layers\.0\.weight and layers\.1\.weight are one parameter on the meta device"
-    ):
-        build([2], layers=nn.Sequential(layer, layer))
-
-
 def test_the_same_device_may_stand_there_for_every_stage() -> None:
     pipeline = build(devices=["cpu", torch.device("cpu")])
     assert pipeline.train_step(batch()).num_microbatches == 2

@@ -1,9 +1,11 @@
 """Every number that a README shows comes from a record that is committed beside it."""
 
+import math
 from pathlib import Path
 
 import pytest
 
+from gpipe.pipeline.gradient_norm import global_norm
 from gpipe.results.jobs import Outcome, read_jobs, write_outcome
 from gpipe.results.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
 from gpipe.results.reproduction import add_jobs, main, readmes, rendered
@@ -104,6 +106,32 @@ def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_
 def test_a_sweep_outside_of_the_repository_is_told_where_to_start(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="start the sweep in the repository, or set reproduction=null"):
         add_jobs(tmp_path, "claim", "transfer", "x", [])
+
+
+def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_not(tmp_path: Path) -> None:
+    folder, sweep = tmp_path / "reproductions" / "claim", tmp_path / "sweep"
+    folder.mkdir(parents=True)
+    for readme in (folder / "README.md", tmp_path / "README.md"):
+        readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
+    (folder / "runs.jsonl").touch()
+    with pytest.raises(ValueError, match="the gradient of") as norm:
+        global_norm([("layers.0.weight", math.nan)])
+    loss = "the loss of step 2 is inf in stage 1; nothing was updated"
+    for seed, reason in enumerate((loss, f"step 1: {norm.value}", "no space is left")):
+        job = sweep / f"seed={seed}"
+        job.mkdir(parents=True)
+        config = {"seed": seed, "data": {"name": "text"}}
+        write_outcome(job, Outcome("failed", [job.name], "text", reason, config))
+        (job / "metrics.jsonl").write_text('{"step": 1, "learning_rate": 0.5, "loss": 3.0, "gradient_norm": 2.0}\n')
+    for _ in range(2):  # the second time, records take the place of the first's
+        add_jobs(tmp_path, "claim", "deep", "python train.py -m", read_jobs(sweep))
+    records = read_records(folder / "runs.jsonl")
+    assert [(found.kind, found.experiment, found.seed) for found in records] == [
+        ("measured", "deep", 0),
+        ("measured", "deep", 1),
+    ]
+    course = [{"step": 1, "loss": 3.0, "gradient_norm": 2.0}]
+    assert records[0].results == {"failure": loss, "curve": [], "training": course}
 
 
 def test_speeds_are_replaced_on_the_same_machine_alone_and_jobs_without_devices_are_recorded_each(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipe._torchvision  # noqa: F401
-from gpipe.training.learning_rate import Schedule, build_schedule, constant, cosine, exponential
+from gpipe.training.learning_rate import Schedule, build_schedule, constant, cosine, exponential, inverse_square_root
 
 from timm.scheduler import CosineLRScheduler, StepLRScheduler  # isort: skip
 
@@ -48,6 +48,24 @@ def test_the_cosine_ends_at_its_final_rate_and_stays() -> None:
     assert rate(2) == 1.0
     assert math.isclose(rate(7), 0.55)
     assert math.isclose(rate(12), 0.1) and rate(50) == rate(12)
+
+
+def test_the_inverse_square_root_is_vaswanis() -> None:
+    rate = inverse_square_root(512**-0.5 * 4000**-0.5, warm_up_steps=4000)
+    for step in (1, 100, 4000, 4001, 100_000):  # theirs counts from 1
+        assert math.isclose(rate(step - 1), 512**-0.5 * min(step**-0.5, step * 4000**-1.5))
+
+
+def test_the_inverse_square_root_needs_a_warm_up() -> None:
+    with pytest.raises(
+        ValueError, match="warm_up_steps is 0, but the inverse square root falls from the warm-up's end"
+    ):
+        build_schedule("inverse_square_root", 1.0, steps_per_epoch=10, num_steps=100)
+
+
+def test_a_warm_up_in_steps_takes_the_place_of_one_in_epochs() -> None:
+    settings = {"steps_per_epoch": 10, "num_steps": 100, "warm_up_epochs": 5.0}
+    assert build_schedule("constant", 1.0, warm_up_steps=4, **settings)(1) == 0.5
 
 
 @given(step=st.integers(0, 200), decay_steps=st.integers(1, 40))

@@ -12,7 +12,7 @@ from gpipe.training.optimizers import (
     set_learning_rate,
 )
 
-NAMES = ("rmsprop", "sgd", "adamw")
+NAMES = ("rmsprop", "sgd", "adamw", "adafactor")
 
 
 def small_layers(seed: int = 0) -> nn.Sequential:
@@ -40,6 +40,31 @@ def test_rmsprop_is_tensorflows_with_epsilon_inside_the_root() -> None:
         buffer = 0.8 * buffer + 0.1 * gradient / (square + 0.5).sqrt()
         value = value - buffer
         torch.testing.assert_close(parameter.detach(), value, rtol=1e-14, atol=0)
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_a_kernel() -> None:
+    kernel, bias = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(3))
+    optimizer = build_optimizer("adafactor", [("0.weight", kernel), ("0.bias", bias)], 0.01)
+    kernel.grad, bias.grad = torch.randn(8, 3), torch.randn(3)
+    optimizer.step()
+    shapes = {name: tuple(value.shape) for name, value in optimizer_state(optimizer).items()}
+    assert shapes["0.weight/row_var"] == (8, 1) and shapes["0.weight/col_var"] == (1, 3)
+    assert sum(value.numel() for value in optimizer_state(optimizer).values() if value.ndim > 0) == 8 + 3 + 3
+
+
+def test_the_first_step_of_adafactor_is_its_formula() -> None:
+    kernel = nn.Parameter(torch.tensor([[3.0, -4.0], [0.5, 1.0]], dtype=torch.float64))
+    gradient = torch.tensor([[0.1, 0.2], [-0.4, 0.3]], dtype=torch.float64)
+    before = kernel.detach().clone()
+    optimizer = build_optimizer("adafactor", [("0.weight", kernel)], 0.01)
+    kernel.grad = gradient.clone()
+    optimizer.step()
+    square = gradient**2  # in the first step the mean squares are the gradient's own
+    factored = square.mean(1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()
+    update = gradient / factored.sqrt()
+    update = update / max(1.0, update.square().mean().sqrt().item())
+    scale = 0.01 * before.square().mean().sqrt()
+    torch.testing.assert_close(kernel.detach(), before - scale * update, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -122,7 +147,7 @@ def test_the_learning_rate_reaches_every_group() -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="'adam' is unknown: choose one of adamw, rmsprop, sgd"):
+    with pytest.raises(ValueError, match="'adam' is unknown: choose one of adafactor, adamw, rmsprop, sgd"):
         build_optimizer("adam", [], 0.1)
 
 

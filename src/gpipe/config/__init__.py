@@ -8,7 +8,7 @@ the dataclasses.
 from gpipe.config.checks import ConfigError
 from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import newest_run
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, Variant
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, Tie, TransformerLMConfig, TranslationModelConfig, Variant
 from gpipe.config.pipeline import (
     Device,
     LaunchConfig,
@@ -20,6 +20,7 @@ from gpipe.config.pipeline import (
 )
 from gpipe.config.run import RunConfig, refuse_overruled_data, register_schemas, to_plain, to_run, to_yaml
 from gpipe.config.training import (
+    AdafactorConfig,
     AdamWConfig,
     Autocast,
     Decay,
@@ -34,6 +35,7 @@ from gpipe.config.training import (
 )
 
 __all__ = [
+    "AdafactorConfig",
     "AdamWConfig",
     "AmoebaNetConfig",
     "AugmentationPolicy",
@@ -56,12 +58,14 @@ __all__ = [
     "RunConfig",
     "SGDConfig",
     "ScheduleConfig",
+    "Tie",
     "TokensConfig",
     "TrackingConfig",
     "TrackingMode",
     "TrainerConfig",
     "TransformerLMConfig",
     "TranslationDataConfig",
+    "TranslationModelConfig",
     "Variant",
     "newest_run",
     "refuse_overruled_data",

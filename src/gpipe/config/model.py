@@ -17,6 +17,15 @@ class Variant(Enum):
     d = "d"
 
 
+class Tie(Enum):
+    """Which tables of a translation model are one parameter: those of source, target and softmax layer."""
+
+    none = "none"
+    inputs = "inputs"
+    output = "output"
+    all = "all"
+
+
 @dataclass
 class ModelConfig:
     """What all families share; `family` says which one a composed configuration holds."""
@@ -82,3 +91,41 @@ class TransformerLMConfig(ModelConfig):
         fits = self.model_size >= 2 and self.model_size % 2 == 0 and self.model_size % self.num_heads == 0
         require(fits, "model.model_size", self.model_size, f"an even multiple of model.num_heads={self.num_heads}")
         rate("model.dropout", self.dropout)
+
+
+@dataclass
+class TranslationModelConfig(ModelConfig):
+    """T(L, H, A), an encoder and a decoder of num_layers each; the vocabulary is the data's.
+
+    model_size: the width of the states, even. head_size: channels a head, whatever the width. dropout: of embeddings
+    and of what each part of a layer adds. tied: see Tie. scale_feedforward: start with feed-forward weights of
+    1 / num_layers times their usual size. logit_limit: the largest magnitude of a logit in training; null for any.
+    soft_limit: approach it by tanh instead of cutting off there.
+    """
+
+    family: str = "translation_transformer"
+    num_layers: int = MISSING
+    feedforward_size: int = MISSING
+    num_heads: int = MISSING
+    model_size: int = MISSING
+    head_size: int = MISSING
+    dropout: float = MISSING
+    tied: Tie = MISSING
+    scale_feedforward: bool = MISSING
+    logit_limit: float | None = MISSING
+    soft_limit: bool = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        fixed("model.family", self.family, "translation_transformer", "model")
+        at_least("model.num_layers", self.num_layers, 1)
+        at_least("model.feedforward_size", self.feedforward_size, 1)
+        at_least("model.num_heads", self.num_heads, 1)
+        fits = self.model_size >= 2 and self.model_size % 2 == 0
+        require(fits, "model.model_size", self.model_size, "an even number, so that every sine has a cosine")
+        at_least("model.head_size", self.head_size, 1)
+        rate("model.dropout", self.dropout)
+        limit = self.logit_limit
+        require(limit is None or limit > 0, "model.logit_limit", limit, "a number above 0, or null")
+        has_limit = limit is not None or not self.soft_limit
+        require(has_limit, "model.soft_limit", self.soft_limit, "false where model.logit_limit is null")

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from gpipe.config.checks import ConfigError, at_least, require
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import date_folder, job_folder, sweep_id
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, TranslationModelConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
+    AdafactorConfig,
     AdamWConfig,
     EmaConfig,
     OptimizerConfig,
@@ -29,6 +30,7 @@ from gpipe.config.training import (
 _SEES: dict[type[ModelConfig], tuple[type[DataConfig], str]] = {
     AmoebaNetConfig: (ImagesConfig, "images, such as data=fashion_mnist_embedded"),
     TransformerLMConfig: (TokensConfig, "tokens, such as data=random_tokens"),
+    TranslationModelConfig: (TranslationDataConfig, "pairs of sentences, such as data=multilingual_embedded"),
 }
 TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is there
 
@@ -88,25 +90,36 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(name="run_schema", node=run)
     store.store(group="model", name="amoebanet_schema", node=AmoebaNetConfig)
     store.store(group="model", name="transformer_lm_schema", node=TransformerLMConfig)
+    store.store(group="model", name="translation_schema", node=TranslationModelConfig)
     store.store(group="data", name="images_schema", node=ImagesConfig)
     store.store(group="data", name="tokens_schema", node=TokensConfig)
     store.store(group="data", name="translation_schema", node=TranslationDataConfig)
     store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
     store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
     store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
+    store.store(group="optimizer", name="adafactor_schema", node=AdafactorConfig)
     # What ends a sweep; named here and not in conf/, where no file may name code.
     store.store(group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.sweep.SweepEnd"}})
     # Cached: the jobs of a sweep get the values that the sweep has.
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
+    OmegaConf.register_new_resolver("by_size", by_size, replace=True)
     OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
 
+def by_size(size: int, values: Mapping[int, Any]) -> Any:
+    """Return the value under the largest key that is no larger than `size`. Raises ConfigError where all are."""
+    fitting = [key for key in values if key <= size]
+    if not fitting:
+        raise ConfigError(f"the size is {size}, expected {min(values)} or more: choose a larger one, or set the value.")
+    return values[max(fitting)]
+
+
 def to_run(composed: DictConfig) -> RunConfig:
     """Turn what Hydra composed into checked dataclasses, once. Raises ConfigError for wrong values and unknown keys."""
-    _refuse_added_keys(composed, "")
+    refuse_added_keys(composed, "")
     if composed.init_from == TO_BE_GIVEN:
         raise ConfigError(
             "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
@@ -130,7 +143,7 @@ def refuse_overruled_data(composed: DictConfig, overrides: Sequence[str]) -> Non
         )
 
 
-def _refuse_added_keys(node: DictConfig, path: str) -> None:
+def refuse_added_keys(node: DictConfig, path: str) -> None:
     """Refuse what `+key=value` adds: Hydra lets that past the schema, and nothing would ever read it."""
     schema = OmegaConf.get_type(node)
     assert is_dataclass(schema)
@@ -139,7 +152,7 @@ def _refuse_added_keys(node: DictConfig, path: str) -> None:
         if key not in known:
             raise ConfigError(f"{path}{key} is unknown, expected one of {', '.join(sorted(known))}: correct its name.")
         if OmegaConf.is_dict(node._get_node(key)):
-            _refuse_added_keys(node[key], f"{path}{key}.")
+            refuse_added_keys(node[key], f"{path}{key}.")
 
 
 def to_plain(run: RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ class Decay(Enum):
 
     exponential = "exponential"
     cosine = "cosine"
+    inverse_square_root = "inverse_square_root"
     constant = "constant"
 
 
@@ -104,17 +105,46 @@ class AdamWConfig(OptimizerConfig):
 
 
 @dataclass
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor: a row and a column of second moments a kernel, in place of two numbers a parameter.
+
+    decay: exponent of the second moments' decay. epsilon: the least root mean square by which a parameter's step is
+    scaled. clip_threshold: the most root mean square of an update.
+    """
+
+    name: str = "adafactor"
+    decay: float = MISSING
+    epsilon: float = MISSING
+    clip_threshold: float = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        super().__post_init__()
+        fixed("optimizer.name", self.name, "adafactor", "optimizer")
+        require(0 < self.decay <= 1, "optimizer.decay", self.decay, "an exponent in (0, 1]")
+        above("optimizer.epsilon", self.epsilon, 0)
+        above("optimizer.clip_threshold", self.clip_threshold, 0)
+
+
+@dataclass
 class ScheduleConfig:
-    """The learning rate over time: a linear warm-up, then a curve; decay_* belong to the exponential one."""
+    """The learning rate over time: a linear warm-up, then a curve; decay_* belong to the exponential one.
+
+    warm_up_steps: in place of warm_up_epochs, which is 0 then; null is those.
+    """
 
     name: Decay = MISSING
     warm_up_epochs: float = MISSING
+    warm_up_steps: int | None = MISSING
     decay_rate: float = MISSING
     decay_epochs: float = MISSING
 
     def __post_init__(self) -> None:
         """Refuse settings that are wrong in themselves."""
         at_least("schedule.warm_up_epochs", self.warm_up_epochs, 0)
+        optional_at_least("schedule.warm_up_steps", self.warm_up_steps, 0)
+        one = self.warm_up_steps is None or self.warm_up_epochs == 0
+        require(one, "schedule.warm_up_epochs", self.warm_up_epochs, "0 where schedule.warm_up_steps is set")
         require(0 < self.decay_rate <= 1, "schedule.decay_rate", self.decay_rate, "a factor in (0, 1]")
         above("schedule.decay_epochs", self.decay_epochs, 0)
 
@@ -147,7 +177,9 @@ class TrackingConfig:
 class TrainerConfig:
     """The length of training, its precision, and what it leaves behind.
 
-    batch_size: examples of a whole mini-batch, N, over all replicas. max_steps: ends training early; null is no limit.
+    batch_size: examples of a whole mini-batch, N, over all replicas; of translation, tokens, as is
+        evaluation_batch_size: sentences times the longest source or target among them.
+    max_steps: ends training early; null is no limit.
     num_untimed_steps: of a session's first, whose time is left out of the speed that is reported.
     evaluate_every_epochs: the end of training is evaluated too; null is never, not even then.
     save_every_steps: the end of training is saved in any case; null is only that. keep_checkpoints: null saves none,

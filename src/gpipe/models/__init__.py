@@ -6,6 +6,7 @@ from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebane
 from gpipe.models.drop_path import set_drop_path
 from gpipe.models.linear import softmax_names
 from gpipe.models.transformer import transformer_lm
+from gpipe.models.translation import translation_transformer
 
 __all__ = [
     "AmoebaNet",
@@ -16,4 +17,5 @@ __all__ = [
     "set_drop_path",
     "softmax_names",
     "transformer_lm",
+    "translation_transformer",
 ]

@@ -1,4 +1,8 @@
-"""Attention of a sequence to itself."""
+"""Attention with several heads (Vaswani et al. 2017): of a sequence to itself, and to a memory.
+
+The channels of all heads together, num_heads x head_size, may be more or fewer than the states are wide. The work is
+done by torch's fused scaled_dot_product_attention.
+"""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -6,22 +10,60 @@ from torch.nn import functional as F
 from gpipe.models.linear import Linear
 
 
-class CausalSelfAttention(nn.Module):
-    """Attention with several heads of every position to itself and to those before it (Vaswani et al. 2017).
+class SelfAttention(nn.Module):
+    """Attention of every position to all that are not padding or, where causal, to itself and to those before it.
 
-    [batch, time, model_size] -> the same. Queries, keys and values come from one product with three times the width.
+    [batch, time, model_size] -> the same. Queries, keys and values come from one product. A causal one needs no
+    padding: what stands behind a sequence is later than all of it.
     """
 
-    def __init__(self, model_size: int, num_heads: int) -> None:
+    def __init__(self, model_size: int, num_heads: int, head_size: int, *, causal: bool) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.queries_keys_values = Linear(model_size, 3 * model_size)
-        self.output = Linear(model_size, model_size)
+        self.causal = causal
+        self.queries_keys_values = Linear(model_size, 3 * num_heads * head_size)
+        self.output = Linear(num_heads * head_size, model_size)
 
-    def forward(self, states: Tensor) -> Tensor:
-        joint: Tensor = self.queries_keys_values(states)
-        # [batch, time, 3 x model] -> three of [batch, heads, time, model / heads]
-        queries, keys, values = joint.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+    def forward(self, states: Tensor, padding: Tensor | None = None) -> Tensor:
+        queries, keys, values = _split(self.queries_keys_values(states), 3, self.num_heads)
+        mask = None if padding is None else _mask(padding)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=self.causal)
+        output: Tensor = self.output(_join(mixed))
         return output
+
+
+class MemoryAttention(nn.Module):
+    """Attention of every position to all positions of a memory, which are the encoder's, that are not padding.
+
+    states [batch, time, model_size], memory [batch, memory time, model_size], padding [batch, memory time] -> like the
+    states. Keys and values come from one product.
+    """
+
+    def __init__(self, model_size: int, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.queries = Linear(model_size, num_heads * head_size)
+        self.keys_values = Linear(model_size, 2 * num_heads * head_size)
+        self.output = Linear(num_heads * head_size, model_size)
+
+    def forward(self, states: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        (queries,) = _split(self.queries(states), 1, self.num_heads)
+        keys, values = _split(self.keys_values(memory), 2, self.num_heads)
+        output: Tensor = self.output(_join(F.scaled_dot_product_attention(queries, keys, values, _mask(padding))))
+        return output
+
+
+def _split(joint: Tensor, num_parts: int, num_heads: int) -> Tensor:
+    """[batch, time, parts x channels] -> [parts, batch, heads, time, head size]."""
+    parts: Tensor = joint.unflatten(-1, (num_parts, num_heads, -1))
+    return parts.permute(2, 0, 3, 1, 4)
+
+
+def _join(heads: Tensor) -> Tensor:
+    """[batch, heads, time, head size] -> [batch, time, channels]."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def _mask(padding: Tensor) -> Tensor:
+    """Return True where a key counts, [batch, 1, 1, time], for bool [batch, time] that is True at padding."""
+    return ~padding[:, None, None, :]

@@ -6,11 +6,15 @@ from gpipe.models.initialization import fill_normal, fill_truncated_normal
 
 
 class Linear(nn.Linear):
-    """Fully connected layer with bias; weights of variance 1 / fan-in, bias 0."""
+    """Fully connected layer with bias; weights of variance scale^2 / fan-in, bias 0."""
+
+    def __init__(self, in_features: int, out_features: int, scale: float = 1.0) -> None:
+        self.scale = scale  # nn.Linear draws the weights
+        super().__init__(in_features, out_features)
 
     def reset_parameters(self) -> None:
         """Draw the weights anew and clear the bias."""
-        fill_normal(self.weight, 1.0 / self.in_features)
+        fill_normal(self.weight, self.scale**2 / self.in_features)
         nn.init.zeros_(self.bias)
 
 

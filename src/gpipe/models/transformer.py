@@ -9,6 +9,7 @@ No norm stands before the softmax layer: so the parameters are those of the pape
 
 from torch import nn
 
+from gpipe.models.checks import at_least, probability
 from gpipe.models.linear import Softmax
 from gpipe.models.transformer_layers import Embedding, TransformerLayer
 
@@ -38,18 +39,13 @@ def transformer_lm(
 def _check(
     num_layers: int, vocabulary_size: int, model_size: int, feedforward_size: int, num_heads: int, dropout: float
 ) -> None:
-    for name, value, least in (
-        ("num_layers", num_layers, 1),
-        ("vocabulary_size", vocabulary_size, 2),
-        ("feedforward_size", feedforward_size, 1),
-        ("num_heads", num_heads, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}, expected {least} or more: give a larger number.")
+    at_least("num_layers", num_layers, 1)
+    at_least("vocabulary_size", vocabulary_size, 2)
+    at_least("feedforward_size", feedforward_size, 1)
+    at_least("num_heads", num_heads, 1)
     if model_size < 2 or model_size % 2 or model_size % num_heads:
         raise ValueError(
             f"model_size is {model_size}, expected an even multiple of num_heads={num_heads}: every head has an equal "
             "part, and every sine a cosine."
         )
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout is {dropout}, expected a probability in [0, 1): give 1 - keep probability.")
+    probability("dropout", dropout)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.ties import tied_parameters
 
 _DESCRIBE_REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
 _TIME_REMEDY = "put the layers and the example on one device"
@@ -30,7 +31,8 @@ class LayerCost:
             convolutions and attention. All else (activation functions, norms, pools, embeddings) counts 0: it is bound
             by memory, not arithmetic, and small beside a product. Partitioning takes zeros; where time goes into
             what this leaves out, partition by `seconds`.
-        parameters: number of parameters, frozen ones too; one that two layers share counts in both.
+        parameters: number of parameters, frozen ones too; one that two layers share counts in both, as each gets a
+            copy.
         parameter_bytes: bytes of those parameters.
         output_bytes: bytes that would travel over a boundary after the layer; a tensor that occurs twice travels once.
         activation_bytes: bytes that autograd keeps for backward, without parameters and buffers. A storage counts in
@@ -38,6 +40,7 @@ class LayerCost:
             re-materialisation. A partition's boundary input may be among them.
             On the meta device attention is not fused, and keeps its matrices: planning/profile.py knows better.
         seconds: median forward time; None where it was not measured.
+        tied_parameters: how many of the parameters an earlier layer shares: what all parameters exceed the model's by.
     """
 
     flops: int
@@ -46,6 +49,7 @@ class LayerCost:
     output_bytes: int
     activation_bytes: int
     seconds: float | None = None
+    tied_parameters: int = 0
 
 
 def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
@@ -69,7 +73,7 @@ def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
             with _blame(index, layer, "cannot be described on the meta device", _DESCRIBE_REMEDY):
                 value, cost = _describe(layer, value, kept)
             costs.append(cost)
-    return costs
+    return [replace(cost, tied_parameters=tied) for cost, tied in zip(costs, tied_parameters(layers), strict=True)]
 
 
 def measure_layers(layers: nn.Sequential, example: Any, *, repeats: int = 5) -> list[LayerCost]:

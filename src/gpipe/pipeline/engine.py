@@ -19,23 +19,19 @@ from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor, make_plan
 from gpipe.pipeline.failure import LostPeer, NonFiniteError, PipelineError
-from gpipe.pipeline.materialize import materialize
 from gpipe.pipeline.messages import Messenger
 from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
 from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.modes import evaluation_mode
 from gpipe.pipeline.partition import check_partitions, partition_ranges
-from gpipe.pipeline.placement import (
-    Devices,
-    local_devices,
-    process_device,
-    refuse_shared_parameters,
-)
+from gpipe.pipeline.placement import Devices, local_devices, process_device
 from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device, name_stages
 from gpipe.pipeline.stage import Stage
+from gpipe.pipeline.tied_gradients import TiedGradients
+from gpipe.pipeline.ties import Ties
 from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
 from gpipe.pipeline.watch import Watch
@@ -52,6 +48,8 @@ class Pipeline:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
             lists and dicts of tensors and None. Layers on the meta device get their memory and initial weights here,
             those of other processes never. Batch norms must have gone through `convert_batch_norm`.
+            A parameter that several layers share becomes one copy a layer, in place; all copies get the values of the
+            first and, in each step, the sum of all their gradients, so that any optimizer keeps them equal.
         loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
             whose scalars appear in the report.
         partitions: the number of layers of each stage, such as `partition_layers` returns.
@@ -95,8 +93,8 @@ class Pipeline:
             )
         check_partitions(partitions, len(layers))
         ranges = partition_ranges(partitions)
-        refuse_shared_parameters(layers, ranges)
         batch_norm.refuse_unconverted(layers)
+        ties = Ties(layers)
         self.num_microbatches = _positive(num_microbatches)
         self.rematerialize = _one_of(rematerialize, Rematerialize, "rematerialize")
         self._schedule = SCHEDULES[_one_of(schedule, SCHEDULES, "schedule")]
@@ -123,15 +121,17 @@ class Pipeline:
                     "stages_per_device": stages_per_device,
                     "seed": seed,
                 }
+                | ties.settings()
             )
             places = dict.fromkeys(self._processes.stages, device)
             self._transfer = self._processes.transfer()
-        self.layers = nn.ModuleDict(
-            {str(i): materialize(layers[i], i, seed, place) for k, place in places.items() for i in ranges[k]}
-        )
-        self._stages = {
-            k: Stage(k, {i: self.layers[str(i)] for i in ranges[k]}, place, seed) for k, place in places.items()
-        }
+        own = ties.build({i: place for k, place in places.items() for i in ranges[k]}, seed)
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
+        self._stages = {k: Stage(k, {i: own[i] for i in ranges[k]}, place, seed) for k, place in places.items()}
+        owners = [
+            self._processes.process_of(k) if self._processes else 0 for k, part in enumerate(ranges) for _ in part
+        ]
+        self._tied = TiedGradients(ties.all, own, owners, self._processes)
         self._replicas = self._processes.replicas() if self._processes else None
         if self._replicas is not None:
             for stage in self._stages.values():
@@ -179,6 +179,11 @@ class Pipeline:
         """Whether stages can run at the same time: as processes, or on several devices; otherwise they take turns."""
         return self._processes is not None or len({stage.device for stage in self._stages.values()}) > 1
 
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the copies of each parameter that several layers of the model share, in layer order."""
+        return self._tied.names
+
     def train_step(self, batch: tuple[Any, Any], *, record_timeline: bool = False) -> StepReport:
         """Add the gradients of a mini-batch's loss to the parameters' `.grad`, and move the moving averages once.
 
@@ -202,6 +207,7 @@ class Pipeline:
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
             plan = make_plan(self._schedule, *shape, tuple(self._stages), self.stages_per_device)
+            self._tied.start_step()
             self._executor.train(plan, self.step, loss, clock)
             totals = self.broadcast(loss.totals() if loss else None, self.num_stages - 1)
             self._finish_step(totals["loss"])
@@ -256,7 +262,7 @@ class Pipeline:
         Raises:
             PipelineError: the norm is not finite; nothing was scaled.
         """
-        parts = self.gather(gradient_norm.gradient_norms(self.named_parameters()))
+        parts = self.gather(gradient_norm.gradient_norms(self._tied.once(self.named_parameters())))
         norms = gradient_norm.in_layer_order(parts)
         try:
             norm = gradient_norm.global_norm(norms)
@@ -314,6 +320,7 @@ class Pipeline:
                 "the learning rate, clip the gradients, or look at this mini-batch",
                 stage=self.num_stages - 1,
             )
+        self._tied.finish_step()
         if self._replicas is None:
             batch_norm.commit(self._batch_norms)
         else:

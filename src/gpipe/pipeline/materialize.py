@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Container, Mapping
+from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from gpipe.pipeline.randomness import derive_seed, preserved_generators, seed_generators
 
 _CPU = torch.device("cpu")
 INITIALIZATION = 0x1A1  # keeps the seeds of initial weights apart from those of the masks
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -19,7 +23,9 @@ def is_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
-def materialize(layer: nn.Module, index: int, seed: int, device: torch.device) -> nn.Module:
+def materialize(
+    layer: nn.Module, index: int, seed: int, device: torch.device, given: Mapping[str, Tensor] = _NOTHING
+) -> nn.Module:
     """Put a layer on `device`; if it was described on the meta device, draw its initial weights first.
 
     They are a function of (seed, index): drawn on the CPU, whatever the device, by each submodule's own
@@ -31,6 +37,7 @@ def materialize(layer: nn.Module, index: int, seed: int, device: torch.device) -
         index: the layer's position in the whole model.
         seed: of the run.
         device: where the layer will compute.
+        given: values of some parameters, by name, which take the place of those that are drawn.
 
     Raises:
         ValueError: a submodule has parameters or buffers of its own, but no `reset_parameters` to fill them all; or the
@@ -39,25 +46,53 @@ def materialize(layer: nn.Module, index: int, seed: int, device: torch.device) -
     if is_meta(layer):
         name = f"layers.{index}"
         _refuse_partly_meta(layer, name)
-        layer.to_empty(device=_CPU)
+        _to_empty(layer)
         with preserved_generators([_CPU]), torch.no_grad():
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
                 if tensor.is_floating_point():
                     tensor.fill_(math.nan)  # so that one that nothing fills can be told
             seed_generators(derive_seed(INITIALIZATION, seed, index), _CPU)
-            _reset(layer, name)
+            values = {layer.get_parameter(key): value for key, value in given.items()}
+            _reset(layer, name, values)
+            for parameter, value in values.items():
+                parameter.copy_(value)
             _refuse_unfilled(layer, name)
     return layer.to(device)
 
 
-def _reset(module: nn.Module, name: str) -> None:
+def replace_parameter(layer: nn.Module, old: Parameter, new: Parameter) -> None:
+    """Put another parameter wherever a layer has `old`."""
+    for module, name in _places(layer)[old]:
+        setattr(module, name, new)
+
+
+def _places(layer: nn.Module) -> dict[Parameter, list[tuple[nn.Module, str]]]:
+    """Return where each parameter of a layer stands."""
+    places: dict[Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    return places
+
+
+def _to_empty(layer: nn.Module) -> None:
+    """Give a layer memory on the CPU; what is one parameter in several places of it stays one, unlike torch has it."""
+    places = _places(layer)
+    layer.to_empty(device=_CPU)
+    for (module, name), *others in places.values():
+        for other, other_name in others:
+            setattr(other, other_name, module._parameters[name])
+
+
+def _reset(module: nn.Module, name: str, given: Container[Tensor]) -> None:
     for child_name, child in module.named_children():
-        _reset(child, f"{name}.{child_name}")
+        _reset(child, f"{name}.{child_name}", given)
     # torch.nn.MultiheadAttention spells it with an underscore.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None:
         reset()
-    elif any(True for _ in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))):
+    elif any(t not in given for t in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))):
         raise ValueError(
             f"{name} ({type(module).__name__}) was described on the meta device and has no reset_parameters() to fill "
             "its tensors; give it one, or build the model on the CPU"

@@ -1,4 +1,4 @@
-"""Which stage goes to which device, and what two stages cannot share."""
+"""Which stage goes to which device."""
 
 from __future__ import annotations
 
@@ -11,30 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Devices: TypeAlias = "Sequence[torch.device | str] | torch.device | str | None"
 """One a stage, or one for all; None for the default."""
-
-
-def refuse_shared_parameters(layers: nn.Sequential, ranges: Sequence[range]) -> None:
-    """Refuse a parameter that two partitions would hold, or that would lose its tie on the meta device.
-
-    Raises:
-        ValueError: naming the parameter's two places.
-    """
-    owners: dict[int, tuple[int, int, str]] = {}
-    for stage, indices in enumerate(ranges):
-        for index in indices:
-            for name, parameter in layers[index].named_parameters():
-                first_stage, first_index, first_name = owners.setdefault(id(parameter), (stage, index, name))
-                both = f"layers.{first_index}.{first_name} and layers.{index}.{name} are one parameter"
-                if first_stage != stage:
-                    raise ValueError(
-                        f"{both}, which stages {first_stage} and {stage} would both train; put both layers into one "
-                        "partition, or untie them"
-                    )
-                if parameter.is_meta and first_index != index:
-                    raise ValueError(
-                        f"{both} on the meta device, and would lose the tie on the way to a real one; build these "
-                        "layers on the CPU, or untie them"
-                    )
 
 
 def local_devices(devices: Devices, layers: nn.Module, num_stages: int) -> list[torch.device]:

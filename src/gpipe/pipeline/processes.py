@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from gpipe.pipeline.messages import Messenger, Tag
 from gpipe.pipeline.process_transfer import ProcessTransfer
 from gpipe.pipeline.replicas import Replicas
 from gpipe.pipeline.schedule import name_stages
+from gpipe.pipeline.sharers import Sharers
 from gpipe.pipeline.transfer import LocalTransfer, Transfer
 from gpipe.pipeline.watch import Watch
 
@@ -39,6 +41,7 @@ class Processes:
         ValueError: the mesh has other dimensions, or another number of processes.
 
     Attributes:
+        index: of this process in its pipeline.
         stages: of this process, ascending.
         replica: which of the R pipelines it belongs to.
     """
@@ -70,8 +73,8 @@ class Processes:
         self._device = device
         self._timeout_seconds = timeout_seconds
         ranks = mesh.mesh.view(-1, num_devices)  # [R, P]
-        ((self.replica, self._index),) = (ranks == dist.get_rank()).nonzero().tolist()
-        self.stages = tuple(range(self._index, num_stages, num_devices))
+        ((self.replica, self.index),) = (ranks == dist.get_rank()).nonzero().tolist()
+        self.stages = tuple(range(self.index, num_stages, num_devices))
         self._num_stages, self._num_devices = num_stages, num_devices
         self._ranks: list[list[int]] = ranks.tolist()
         self._columns = [list(column) for column in zip(*self._ranks, strict=True)]
@@ -126,15 +129,29 @@ class Processes:
         messenger = Messenger(self._my_group(self._columns, "gloo"), self.watch)
         return Replicas(self._my_group(self._columns, _BACKENDS[self._device.type]), messenger, self.watch)
 
+    def sharers(self, circles: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Sharers]:
+        """Connect some processes of each pipeline with each other; return the connections that this one is in.
+
+        Args:
+            circles: which processes of a pipeline, ascending; the same for each process of the job.
+        """
+        found = {}
+        for circle in circles:
+            members = [[row[process] for process in circle] for row in self._ranks]
+            group = self._my_group(members, _BACKENDS[self._device.type])
+            if group is not None:
+                found[circle] = Sharers(group, circle, self._device, self.watch)
+        return found
+
     def _boundary(self, before: int) -> tuple[Link, Link] | None:
         """Return this end of the links between stages `before` and `before + 1`: forward, backward."""
         sender, receiver = self.process_of(before), self.process_of(before + 1)
         pairs = [[row[sender], row[receiver]] for row in self._ranks]
         cuda = self._device.type == "cuda"
         groups = [self._my_group(pairs, "nccl") if cuda else None for _ in ("forward", "backward")]
-        if self._index not in (sender, receiver):
+        if self.index not in (sender, receiver):
             return None
-        peer = receiver if self._index == sender else sender
+        peer = receiver if self.index == sender else sender
         forward, backward = (
             Link(self.messenger, peer, tag.of_boundary(before), group, self._device)
             for tag, group in zip((Tag.FORWARD, Tag.BACKWARD), groups, strict=True)

@@ -98,6 +98,7 @@ class Forecast:
         averaging_seconds: of the gradients over the replicas, as if nothing of it overlapped with the tasks.
         update_seconds: of the optimiser, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
+        tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
     """
 
     stages: tuple[StageForecast, ...]
@@ -106,6 +107,12 @@ class Forecast:
     averaging_seconds: float
     update_seconds: float
     utilization: float
+    tied_parameters: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """The number of the model's parameters, a tied one counted once."""
+        return sum(stage.parameters for stage in self.stages) - self.tied_parameters
 
     @property
     def step_seconds(self) -> float:
@@ -153,7 +160,8 @@ def forecast(
     ends = speed.averaging_seconds(memory, setting.num_replicas), update_seconds
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
     possible = (timeline.makespan_seconds + sum(ends)) * len(memory) * speed.peak_flops_per_second
-    return Forecast(stages, memory, timeline, *ends, flops / possible)
+    tied = sum(profile.tied_parameters for profile in profiles)
+    return Forecast(stages, memory, timeline, *ends, flops / possible, tied)
 
 
 def plan_memory(

@@ -11,8 +11,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from gpipe.pipeline.cost import LayerCost, measure_layers
-from gpipe.pipeline.materialize import materialize
 from gpipe.pipeline.partition import Objective, partition_layers
+from gpipe.pipeline.ties import Ties
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,22 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is cut. `share` and `imbalance` are measured in `cost_name`; `flops` are those of one micro-batch."""
+    """How a model is cut. `share` and `imbalance` are measured in `cost_name`; `flops` are those of one micro-batch.
+
+    `tied_parameters` is by how much the parameters of all stages exceed the model's: stages have copies of tied ones.
+    """
 
     stages: tuple[StagePlan, ...]
     num_microbatches: int
     microbatch_size: int
     cost_name: str
     stages_per_device: int = 1
+    tied_parameters: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """The number of the model's parameters, a tied one counted once."""
+        return sum(stage.parameters for stage in self.stages) - self.tied_parameters
 
     @property
     def partitions(self) -> list[int]:
@@ -112,7 +121,8 @@ def plan_pipeline(
     bounds = pairwise(accumulate(partitions, initial=0))
     total = sum(costs) or 1.0
     stages = tuple(_add_up(layer_costs[start:end], start, sum(costs[start:end]) / total) for start, end in bounds)
-    return Plan(stages, len(microbatch_sizes), max(microbatch_sizes), partition_by, stages_per_device)
+    tied = sum(cost.tied_parameters for cost in layer_costs)
+    return Plan(stages, len(microbatch_sizes), max(microbatch_sizes), partition_by, stages_per_device, tied)
 
 
 def measure_seconds(layers: nn.Sequential, example: Tensor, seed: int, device: torch.device | str) -> list[float]:
@@ -121,7 +131,7 @@ def measure_seconds(layers: nn.Sequential, example: Tensor, seed: int, device: t
     layers, example: on the meta device. The layers get memory on `device`: describe the model anew for other use.
     """
     device = torch.device(device)
-    real = nn.Sequential(*(materialize(layer, index, seed, device) for index, layer in enumerate(layers)))
+    real = nn.Sequential(*Ties(layers).build(dict.fromkeys(range(len(layers)), device), seed).values())
     costs = measure_layers(real, torch.zeros_like(example, device=device))
     return [cost.seconds or 0.0 for cost in costs]
 
@@ -156,7 +166,7 @@ def print_plan(plan: Plan, name: str, processes: Sequence[str], console: Console
         )
     console.print(table)
     console.print(
-        f"{sum(stage.parameters for stage in plan.stages):,} parameters. Predicted bubble {plan.bubble_law} = "
+        f"{plan.parameters:,} parameters. Predicted bubble {plan.bubble_law} = "
         f"{plan.bubble:.1%}; the largest stage is {plan.imbalance:.1%} above the mean.",
         soft_wrap=True,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.cost import layer_error
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.ties import tied_parameters
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.repeats import Shortened
 
@@ -74,6 +75,7 @@ class LayerProfile:
         backward_peak_bytes: in its backward pass, above what the graph held when its forward function ended; a
             parameter's gradient is gone as soon as it could be added to the one of an earlier micro-batch.
         first_backward_peak_bytes: likewise in the first backward pass of a step, whose gradients stay.
+        tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
     """
 
     parameters: int
@@ -90,6 +92,7 @@ class LayerProfile:
     quiet_peak_bytes: int
     backward_peak_bytes: int
     first_backward_peak_bytes: int
+    tied_parameters: int = 0
 
 
 def profile_layers(
@@ -116,8 +119,11 @@ def profile_layers(
     shortened = Shortened.of(layers)
     found = _profile(shortened.layers, loss, example, autocast)
     if shortened.is_legal([profile.input_bytes for profile in found]):
-        return shortened.expand(found)
-    return _profile(list(layers), loss, example, autocast)
+        found = shortened.expand(found)
+    else:
+        found = _profile(list(layers), loss, example, autocast)
+    counts = [*tied_parameters(layers), 0]  # the loss has none
+    return [replace(profile, tied_parameters=tied) for profile, tied in zip(found, counts, strict=True)]
 
 
 class _Chain:

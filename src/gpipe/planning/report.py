@@ -76,13 +76,12 @@ def _row(found: Forecast, index: int) -> tuple[str, ...]:
 
 
 def _sums(found: Forecast, batch_size: int) -> str:
-    parameters = sum(stage.parameters for stage in found.stages)
     memory, activations = (
         sum(getattr(device, name) for device in found.memory) for name in ("parameter_bytes", "activation_bytes")
     )
     seconds = found.step_seconds
     return (
-        f"{parameters:,} parameters. All {len(found.memory)} devices: {gib(memory)} of parameters, gradients and "
+        f"{found.parameters:,} parameters. All {len(found.memory)} devices: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.\n"
         f"Planned step: {seconds:.3g} s, {batch_size / seconds:.3g} examples/s; bubble {found.timeline.bubble:.1%}, "
         f"update {found.update_seconds / seconds:.1%}, model FLOPs utilisation {found.utilization:.1%}."

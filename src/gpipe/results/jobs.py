@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from gpipe.results.records import RECORD_FILE, Record, read_records
 
 OUTCOME_FILE = "outcome.json"
 SUMMARY_FILE = "summary.md"
+# What the engine says of a step whose loss or gradient it refuses.
+_NOT_FINITE = re.compile(r"\bthe loss of step \d+ is -?(nan|inf)\b|\bthe gradient of \S+ has the norm -?(nan|inf)\b")
 _WIDTH = 200  # characters; no cell is broken on a pipe or in the file
 
 
@@ -23,7 +26,7 @@ class Outcome:
     """What became of a job: `status` is done, failed or not run, and `reason` says why it is not done.
 
     overrides: those of the job. data: the data set's name. config: the whole settings of a job that this machine has
-    too few devices for; where the data are missing, that is all there is to say.
+    too few devices for, or that failed while it trained; where the data are missing, that is all there is to say.
     """
 
     status: str
@@ -31,6 +34,11 @@ class Outcome:
     data: str
     reason: str | None = None
     config: dict[str, Any] | None = None
+
+    @property
+    def is_diverged(self) -> bool:
+        """Whether the job failed because its loss or a gradient was not finite."""
+        return self.status == "failed" and _NOT_FINITE.search(self.reason or "") is not None
 
 
 @dataclass(frozen=True)

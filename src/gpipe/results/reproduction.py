@@ -10,9 +10,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from gpipe.results import peers, planned_memory, schedules, table1, table2, table3, table4, tables
-from gpipe.results.curve import read_curve
+from gpipe.results import (
+    depth,
+    figure3,
+    peers,
+    planned_memory,
+    schedules,
+    table1,
+    table2,
+    table3,
+    table4,
+    table5,
+    tables,
+)
+from gpipe.results.curve import read_curve, read_training
 from gpipe.results.jobs import Job
 from gpipe.results.records import (
     RECORD_FILE,
@@ -29,11 +42,10 @@ from gpipe.results.tables import TableFunction
 RUNS_FILE = "runs.jsonl"
 PAPER_FILE = "paper.csv"
 METRICS_FILE = "metrics.jsonl"
-_CLAIMS = (table1, table2, table3, table4)
+_CLAIMS = (table1, table2, table3, table4, table5, figure3)
 BESIDE_PAPER = {name: table for claim in _CLAIMS for name, table in claim.BESIDE_PAPER.items()}
-EVERY_TABLE = {
-    name: table for part in (tables, schedules, planned_memory, peers, *_CLAIMS) for name, table in part.TABLES.items()
-}
+_PARTS = (tables, schedules, planned_memory, peers, depth, *_CLAIMS)
+EVERY_TABLE = {name: table for part in _PARTS for name, table in part.TABLES.items()}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -65,10 +77,15 @@ def read_paper(folder: Path) -> list[dict[str, str]]:
 
 
 def read_run(folder: Path) -> Record:
-    """Read a run's record, with the curve of its log among the results, and without this machine's folders."""
+    """Read a run's record, with the curves of its log among the results, and without this machine's folders."""
     record = without_places(read_records(folder / RECORD_FILE)[0])
+    return replace(record, results={**record.results, **_curves(folder)})
+
+
+def _curves(folder: Path) -> dict[str, Any]:
+    """Return what a run's log says of its course: evaluation by evaluation, and over the steps of training."""
     metrics = folder / METRICS_FILE
-    return replace(record, results={**record.results, "curve": read_curve(metrics)}) if metrics.exists() else record
+    return {"curve": read_curve(metrics), "training": read_training(metrics)} if metrics.exists() else {}
 
 
 def readmes(root: Path) -> dict[Path, list[Record]]:
@@ -98,13 +115,15 @@ def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequenc
     """Add what a sweep came to to the records of a reproduction, and render every README.
 
     experiment, command: the sweep's. A record takes the place of an earlier one of the same settings; of a data set
-    that is not on this machine the reason is recorded, once, and so is that of each job which lacks devices. Raises
+    that is not on this machine the reason is recorded, once, and so is that of each job which lacks devices. A training
+    that diverged is a result too: its record has the error as "failure", and its curves until then. Raises
     FileNotFoundError without such a reproduction.
     """
     path = root / "reproductions" / name / RUNS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
     new = [read_run(job.folder) for job in jobs if job.record is not None]
+    new += [_diverged(job, command, experiment) for job in jobs if job.outcome.is_diverged]
     unmade = [job.outcome for job in jobs if job.outcome.status == "not run"]
     without_data = {outcome.data: outcome for outcome in unmade if outcome.config is None}
     for outcome in (*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)):
@@ -119,11 +138,21 @@ def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequenc
     render(root)
 
 
+def _diverged(job: Job, command: str, experiment: str) -> Record:
+    """Return the record of a training whose loss or gradient was not finite."""
+    settings, results = job.outcome.config or {}, {"failure": job.outcome.reason, **_curves(job.folder)}
+    seed = settings.get("seed", 0)
+    made = make_record(
+        kind="measured", command=command, experiment=experiment, config=settings, seed=seed, results=results
+    )
+    return without_places(made)
+
+
 def _replaces(new: Record, old: Record) -> bool:
     """Say whether a record says anew what an old one says; where speed is all that came out, on the same machine."""
     if (new.kind, new.experiment) != (old.kind, old.experiment) or not same_settings(new.config, old.config):
         return False
-    is_speed = new.kind == "measured" and new.results.get("top1") is None
+    is_speed = new.kind == "measured" and new.results.get("top1") is None and "failure" not in new.results
     return not is_speed or (new.hardware, new.config.get("launch")) == (old.hardware, old.config.get("launch"))
 
 

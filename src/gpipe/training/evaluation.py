@@ -1,19 +1,26 @@
 """Evaluate a pipeline on a whole data set."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.loader import Loader
-from gpipe.training.metrics import EvaluationMetrics
+from gpipe.training.metrics import EvaluationMetrics, Metrics
 
 
-def evaluate(pipeline: Pipeline, loader: Loader, layers: nn.ModuleDict | None = None) -> dict[str, float]:
-    """Return loss, top1 and, from 5 classes on, top5 (fractions) over all of `loader`, the same on every process.
+def evaluate(
+    pipeline: Pipeline,
+    loader: Loader,
+    layers: nn.ModuleDict | None = None,
+    make_metrics: Callable[[], Metrics] = EvaluationMetrics,
+) -> dict[str, float]:
+    """Return the figures of `make_metrics()` over all of `loader`, the same on every process.
 
     Every process calls it. `layers` are evaluated in place of the pipeline's own, such as their moving average. The
     last stage counts and tells the others; each replica evaluates the loader that it is given.
     """
-    metrics = EvaluationMetrics()
+    metrics = make_metrics()
     loader.set_epoch(0)
     for inputs, targets in loader:
         outputs = pipeline.evaluate(inputs, layers=layers)

@@ -46,6 +46,16 @@ def cosine(base: float, *, num_steps: int, warm_up_steps: int = 0, final: float 
     return rate
 
 
+def inverse_square_root(base: float, *, warm_up_steps: int) -> Schedule:
+    """Rise linearly to `base` in the warm-up, then fall with the square root of the steps (Vaswani et al. 2017)."""
+    if warm_up_steps < 1:
+        raise ValueError(
+            f"warm_up_steps is {warm_up_steps}, but the inverse square root falls from the warm-up's end on: raise "
+            "warm_up_epochs."
+        )
+    return lambda step: base * min(_warm_up(step, warm_up_steps), math.sqrt(warm_up_steps / (step + 1)))
+
+
 def build_schedule(
     name: str,
     base: float,
@@ -53,22 +63,29 @@ def build_schedule(
     steps_per_epoch: int,
     num_steps: int,
     warm_up_epochs: float = 0.0,
+    warm_up_steps: int | None = None,
     decay_rate: float = 0.97,
     decay_epochs: float = 3.0,
 ) -> Schedule:
-    """Build the schedule called `name`: exponential, cosine or constant; epochs become steps here.
+    """Build the schedule called `name`: exponential, cosine, inverse_square_root or constant; epochs become steps here.
 
-    The defaults are the paper's: x0.97 every 3 epochs (paper, press summary of version 1).
+    `warm_up_steps` take the place of `warm_up_epochs`. The defaults are the paper's: x0.97 every 3 epochs (paper, press
+    summary of version 1).
     """
-    warm_up_steps = round(warm_up_epochs * steps_per_epoch)
+    warm_up_steps = round(warm_up_epochs * steps_per_epoch) if warm_up_steps is None else warm_up_steps
     if name == "exponential":
         decay_steps = round(decay_epochs * steps_per_epoch)
         return exponential(base, decay_rate=decay_rate, decay_steps=decay_steps, warm_up_steps=warm_up_steps)
     if name == "cosine":
         return cosine(base, num_steps=num_steps, warm_up_steps=warm_up_steps)
+    if name == "inverse_square_root":
+        return inverse_square_root(base, warm_up_steps=warm_up_steps)
     if name == "constant":
         return constant(base, warm_up_steps=warm_up_steps)
-    raise ValueError(f"The learning-rate schedule {name!r} is unknown: choose exponential, cosine or constant.")
+    raise ValueError(
+        f"The learning-rate schedule {name!r} is unknown: choose one of exponential, cosine, "
+        "inverse_square_root, constant."
+    )
 
 
 def _warm_up(step: int, warm_up_steps: int) -> float:

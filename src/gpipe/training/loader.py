@@ -1,13 +1,13 @@
 """What training asks of the data: mini-batches of an epoch, in an order that the epoch fixes."""
 
 from collections.abc import Iterator
-from typing import Protocol
-
-from torch import Tensor
+from typing import Any, Protocol
 
 
 class Loader(Protocol):
     """Yields (inputs, targets) of the mini-batches of an epoch; inputs are None on a process that needs none.
+
+    Both are tensors or nests of tensors, whose first dimension is the examples.
 
     Every process of a pipeline iterates its own loader, and all yield the same number of mini-batches.
     """
@@ -24,5 +24,5 @@ class Loader(Protocol):
     def __len__(self) -> int:
         """Return the number of mini-batches an epoch, whatever `start_batch` is."""
 
-    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Yield the mini-batches from `start_batch` on."""

@@ -1,5 +1,7 @@
 """Top-1 and top-5 accuracy: of one batch, and exactly over an evaluation set of uneven batches."""
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,6 +15,16 @@ def correct_in_top(logits: Tensor, targets: Tensor, k: int) -> Tensor:
 def has_top5(num_classes: int) -> bool:
     """Say whether top-5 means anything: with fewer than 5 classes it does not exist."""
     return num_classes >= 5
+
+
+class Metrics(Protocol):
+    """Adds up figures over an evaluation set."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add the model's outputs for a batch, and its targets."""
+
+    def compute(self) -> dict[str, float]:
+        """Return the figures: "loss" and "top1" at least; "<part>/<figure>" is one of a part of the set."""
 
 
 class EvaluationMetrics:

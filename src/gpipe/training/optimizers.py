@@ -51,13 +51,37 @@ def adamw(
     return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon)
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"rmsprop": rmsprop, "sgd": sgd, "adamw": adamw}
+def adafactor(
+    named_parameters: NamedParameters,
+    lr: float,
+    *,
+    decay: float = 0.8,
+    epsilon: float = 1e-3,
+    clip_threshold: float = 1.0,
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Build Adafactor (Shazeer and Stern 2018), which keeps a row and a column of mean squares for each kernel.
+
+    A step is lr, or 1 / sqrt(steps) where that is smaller, times the root mean square of the parameter, or `epsilon`
+    where that is larger. `decay` is the exponent of the mean squares' decay. An update whose root mean square exceeds
+    `clip_threshold` is scaled down to it.
+    """
+    groups = _decay_groups(named_parameters, weight_decay)
+    return torch.optim.Adafactor(groups, lr=lr, beta2_decay=-decay, eps=(None, epsilon), d=clip_threshold)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "rmsprop": rmsprop,
+    "sgd": sgd,
+    "adamw": adamw,
+    "adafactor": adafactor,
+}
 
 
 def build_optimizer(
     name: str, named_parameters: NamedParameters, lr: float, **settings: float
 ) -> torch.optim.Optimizer:
-    """Build the optimiser called `name`: rmsprop, sgd or adamw; `settings` are that function's keyword arguments.
+    """Build the optimiser called `name`, one of OPTIMIZERS; `settings` are that function's keyword arguments.
 
     Frozen parameters (requires_grad False) are left out. Raises ValueError for an unknown name.
     """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.ties import checksum
 from gpipe.training.checkpoint import own_tensors, together
 from gpipe.training.ema import Ema
 from gpipe.training.layer_files import describe_differences, describe_names, differences, layer_of, read_layers
@@ -39,6 +40,7 @@ def load_checkpoint(
         together(pipeline, lambda: _check_optimizer(path, manifest, optimizer, _own_entries(manifest, pipeline)))
         names["optimizer"] = list(_own_entries(manifest, pipeline))
     loaded = _read(path, pipeline, manifest, names)
+    _refuse_untied(path, pipeline, loaded)
     _copy(loaded, own)
     if optimizer is not None:
         load_optimizer_state(optimizer, loaded["optimizer"])
@@ -59,6 +61,7 @@ def load_weights(
     the layers differ, the message names the settings that do.
     """
     manifest = _read_manifest(path, pipeline, model)
+    _refuse_partly_replaced(pipeline, replaced)
     sources = {"weights": "weights", "ema": "ema" if "ema" in manifest.tensors else "weights"}
     own = {
         kind: {name: tensor for name, tensor in tensors.items() if name not in replaced}
@@ -66,6 +69,7 @@ def load_weights(
     }
     _refuse_differences(path, pipeline, manifest, {"weights": own["weights"]}, replaced, model)
     loaded = _read(path, pipeline, manifest, {sources[kind]: list(tensors) for kind, tensors in own.items()})
+    _refuse_untied(path, pipeline, loaded)
     _copy({kind: loaded[sources[kind]] for kind in own}, own)
     return manifest
 
@@ -123,6 +127,45 @@ def _read(
     loaded: list[dict[str, dict[str, Tensor]]] = []
     together(pipeline, lambda: loaded.append(read_layers(path, manifest, names)))
     return loaded[0]
+
+
+def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> None:
+    for names in pipeline.ties:
+        loaded = [name for name in names if name not in replaced]
+        if loaded and len(loaded) < len(names):
+            (replaced_name, *_) = (name for name in names if name in replaced)
+            raise CheckpointError(
+                f"{loaded[0]} and {replaced_name} are one parameter of this model, of which only the second is to be "
+                "replaced: replace both, or untie them."
+            )
+
+
+def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise CheckpointError, on all processes, where the copies of a tied parameter would get different values."""
+    if not pipeline.ties:
+        return
+    tied = {name for names in pipeline.ties for name in names}
+    own = {
+        kind: {name: checksum(value) for name, value in tensors.items() if name.rsplit("/", 1)[0] in tied}
+        for kind, tensors in loaded.items()
+    }
+    found: dict[str, dict[str, int]] = {}
+    for part in pipeline.gather(own):
+        for kind, values in part.items():
+            found.setdefault(kind, {}).update(values)
+    for first, *others in pipeline.ties:
+        for name in others:
+            for kind, values in found.items():
+                if _of(name, values) != _of(first, values):
+                    raise CheckpointError(
+                        f"{path} has different values for {first} and {name} in its {kind}, which are one parameter of "
+                        f"this model: {_BUILD_THAT}"
+                    )
+
+
+def _of(name: str, values: Mapping[str, int]) -> dict[str, int]:
+    """Return what belongs to a parameter: its value, or the slots of its optimiser state."""
+    return {key.removeprefix(name): value for key, value in values.items() if key.rsplit("/", 1)[0] == name}
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """What a training came to, and the figures of its steps until then."""
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ class Summary:
     """The outcome of a training; accuracies are fractions of the evaluation set, None where there was no evaluation.
 
     `evaluation` has the last figures of every evaluation set, `top1`, `top5` and `best_top1` are of the first one.
+    `least_loss` has the first set's figures when its loss was least, and the "step" after which that was.
     `seconds` is the time of training and evaluation, of earlier sessions too. `examples` says what the data call them;
     `examples_per_second` and `tokens_per_second` (None where an example has one target), which include the update and
     the wait for data, and `step_seconds`, which leaves the wait out, are medians over this session's `num_timed_steps`
@@ -33,6 +35,7 @@ class Summary:
     bubble: float | None
     wait_seconds: float
     evaluation: dict[str, dict[str, float]]
+    least_loss: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a record."""
@@ -57,18 +60,22 @@ class Totals:
     wait_seconds: float = 0.0
     best_top1: float | None = None
     evaluation: dict[str, dict[str, float]] = field(default_factory=dict)
+    least_loss: dict[str, float] = field(default_factory=dict)
     bubble: float | None = None
     peak_memory_bytes: int | None = None
     speeds: list[StepSpeed] = field(default_factory=list)
 
     def resumable(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, as JSON."""
-        names = ("seconds", "wait_seconds", "best_top1", "evaluation")
+        names = ("seconds", "wait_seconds", "best_top1", "evaluation", "least_loss")
         return {name: getattr(self, name) for name in names}
 
-    def add_evaluation(self, evaluation: dict[str, dict[str, float]]) -> None:
-        """Keep the newest figures of each evaluation set, and the best top-1 of the first set."""
+    def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
+        """Keep the newest figures of each evaluation set, and the best of the first set."""
         self.evaluation = evaluation
+        loss = self.first("loss")
+        if loss is not None and loss < self.least_loss.get("loss", math.inf):
+            self.least_loss = {**next(iter(evaluation.values())), "step": step}
         top1 = self.first("top1")
         if top1 is not None and (self.best_top1 is None or top1 > self.best_top1):
             self.best_top1 = top1
@@ -99,6 +106,7 @@ class Totals:
             bubble=self.bubble,
             wait_seconds=self.wait_seconds,
             evaluation=self.evaluation,
+            least_loss=self.least_loss,
         )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.report import StepReport
@@ -19,6 +18,7 @@ from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader
 from gpipe.training.manifest import Position
+from gpipe.training.metrics import EvaluationMetrics, Metrics
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
 from gpipe.training.restore import load_checkpoint, load_weights
@@ -37,8 +37,9 @@ class Trainer:
     functions of the number of finished steps. `max_steps` ends the training early and counts as its length.
     `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
     `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
-    `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too. `examples` is what the data
-    call them; the summary's speed leaves out the first `num_untimed_steps`.
+    `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too, with `make_metrics`.
+    `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
+    leaves out the first `num_untimed_steps`.
     `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
     """
@@ -59,8 +60,10 @@ class Trainer:
     set_drop_path: Callable[[float], None] | None = None
     final_drop_path: float = 0.0
     examples: str = "examples"
+    count_targets: Callable[[Any], float] = torch.numel
     num_untimed_steps: int = 1
     evaluate_every_epochs: int | None = 1
+    make_metrics: Callable[[], Metrics] = EvaluationMetrics
     checkpoint_folder: Path | None = None
     save_every_steps: int | None = None
     keep_checkpoints: int = 3
@@ -143,14 +146,13 @@ class Trainer:
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
             self._batch += 1
-            num_targets = batch[1].numel()
-            self._log(values, report, num_targets, time.perf_counter() - started)
+            self._log(values, report, round(self.count_targets(batch[1])), time.perf_counter() - started)
             self._after_step()
             if self.pipeline.step >= self.num_steps:
                 return
             started = time.perf_counter()
 
-    def _step(self, batch: tuple[Tensor | None, Tensor]) -> tuple[dict[str, Any], StepReport]:
+    def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport]:
         """Make one update; return its settings and norms to log, and the pipeline's report."""
         step = self.pipeline.step
         values: dict[str, Any] = {"learning_rate": self.learning_rate(step)}
@@ -229,14 +231,14 @@ class Trainer:
         layers = self.ema.module if self.ema is not None else None
         loaders = self.evaluation_loaders.items()
         with self.autocast():
-            evaluation = {name: evaluate(self.pipeline, loader, layers) for name, loader in loaders}
-        self._totals.add_evaluation(evaluation)
+            evaluation = {name: evaluate(self.pipeline, loader, layers, self.make_metrics) for name, loader in loaders}
+        self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():
             values = {f"{name}/{metric}": value for metric, value in metrics.items()}
             self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
-            accuracies = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
-            self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {accuracies}")
+            whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
+            self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
     def _save(self, folder: Path) -> None:
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)

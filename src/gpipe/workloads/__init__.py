@@ -3,9 +3,19 @@
 Like `build`, which uses them, these files know both the settings and the objects; there is one a family.
 """
 
-from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig, RunConfig, TokensConfig, TransformerLMConfig
+from gpipe.config import (
+    AmoebaNetConfig,
+    ConfigError,
+    ImagesConfig,
+    RunConfig,
+    TokensConfig,
+    TransformerLMConfig,
+    TranslationDataConfig,
+    TranslationModelConfig,
+)
 from gpipe.workloads.image_classification import ImageClassification
 from gpipe.workloads.language_modelling import LanguageModelling
+from gpipe.workloads.translation import Translation
 from gpipe.workloads.workload import Workload
 
 __all__ = ["Workload", "workload_of"]
@@ -18,4 +28,6 @@ def workload_of(run: RunConfig) -> Workload:
             return ImageClassification(run, model, data)
         case TransformerLMConfig() as model, TokensConfig() as data:
             return LanguageModelling(run, model, data)
+        case TranslationModelConfig() as model, TranslationDataConfig() as data:
+            return Translation(run, model, data)
     raise ConfigError(f"model.family is {run.model.family} with data.name {run.data.name}: add a workload for the two.")

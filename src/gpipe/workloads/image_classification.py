@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,12 @@ from gpipe.data import (
     training_transform,
 )
 from gpipe.data.source import SPLITS
-from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
+from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, softmax_names
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction
 from gpipe.training.losses import ClassificationLoss
+from gpipe.training.metrics import EvaluationMetrics, Metrics
 
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
 
@@ -75,7 +77,11 @@ class ImageClassification:
         share = model.auxiliary_weight if model.auxiliary_head else 0.0
         return ClassificationLoss(self.run.trainer.label_smoothing, share)
 
-    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, ImageLoader]:
+    def make_metrics(self) -> Metrics:
+        """Return what counts over an evaluation set."""
+        return EvaluationMetrics()
+
+    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
         """Return the loaders of the training and the test images; only the first stage's decode images."""
         run = self.run
         training, evaluation = self._transforms()
@@ -95,7 +101,16 @@ class ImageClassification:
             replica_index=pipeline.replica_index,
             num_replicas=pipeline.num_replicas,
         )
-        return train_loader, loader(self._sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
+        test_loader = loader(self._sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
+        return train_loader, {"test": test_loader}
+
+    def replaced(self, layers: nn.ModuleDict) -> set[str]:
+        """The softmax layers belong to one set of classes."""
+        return softmax_names(layers)
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Nothing is needed beside the checkpoint."""
+        return {}
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""

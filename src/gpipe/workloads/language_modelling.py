@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from gpipe.config import RunConfig, TokensConfig, TransformerLMConfig
 from gpipe.data import RandomTokens, TokenLoader, TokenSet
-from gpipe.models import transformer_lm
+from gpipe.models import softmax_names, transformer_lm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction
 from gpipe.training.losses import ClassificationLoss
+from gpipe.training.metrics import EvaluationMetrics, Metrics
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,11 @@ class LanguageModelling:
         """Return the loss of a micro-batch."""
         return ClassificationLoss(self.run.trainer.label_smoothing)
 
-    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[TokenLoader, TokenLoader]:
+    def make_metrics(self) -> Metrics:
+        """Return what counts over an evaluation set."""
+        return EvaluationMetrics()
+
+    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[TokenLoader, dict[str, TokenLoader]]:
         """Return the loaders of the training and the test sequences; they are small, pinned or not."""
         run, data = self.run, self.data
         train_loader = TokenLoader(
@@ -65,7 +71,16 @@ class LanguageModelling:
             num_replicas=pipeline.num_replicas,
         )
         test_set = self._open("test", data.num_test)
-        return train_loader, TokenLoader(test_set, run.trainer.evaluation_batch_size, run.seed, shuffle=False)
+        test_loader = TokenLoader(test_set, run.trainer.evaluation_batch_size, run.seed, shuffle=False)
+        return train_loader, {"test": test_loader}
+
+    def replaced(self, layers: nn.ModuleDict) -> set[str]:
+        """The softmax layer belongs to one vocabulary."""
+        return softmax_names(layers)
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Nothing is needed beside the checkpoint."""
+        return {}
 
     def warnings(self) -> Sequence[str]:
         """There is nothing to know."""

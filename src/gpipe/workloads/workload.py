@@ -1,13 +1,15 @@
 """What `build` asks of a family of models and of its data."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight
 from gpipe.training.loader import Loader
+from gpipe.training.metrics import Metrics
 
 
 class Workload(Protocol):
@@ -28,19 +30,31 @@ class Workload(Protocol):
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
 
-    def inputs(self, num_examples: int) -> Tensor:
+    def inputs(self, num_examples: int) -> Any:
         """Describe the inputs of so many examples on the meta device."""
 
-    def targets(self, num_examples: int) -> Tensor:
+    def targets(self, num_examples: int) -> Any:
         """Describe the targets of so many examples on the meta device."""
 
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
 
-    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Loader]:
-        """Return the loaders of the training and the test data.
+    def make_metrics(self) -> Metrics:
+        """Return what counts over an evaluation set."""
 
-        A training mini-batch is shared out over the replicas; each replica evaluates on the whole test set.
+    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Mapping[str, Loader]]:
+        """Return the loaders of the training data, and of the evaluation data by name.
+
+        A training mini-batch is shared out over the replicas; each replica evaluates on the whole set.
+        """
+
+    def replaced(self, layers: nn.ModuleDict) -> Collection[str]:
+        """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew."""
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Leave in the run's folder what programs that use its checkpoints need; None leaves nothing.
+
+        Returns what checkpoints remember of it, by name.
         """
 
     def warnings(self) -> Sequence[str]:

@@ -1,0 +1,149 @@
+"""BLEU and chrF of a trained translation model, a language and a group of languages, by beam search in one process.
+
+    python experiments/bleu.py runs/transformer_multilingual_laptop/<date> --record runs/bleu.jsonl
+
+The languages are ordered by the number of training pairs that the model had: the larger half is high, the smaller one
+low resource. Each language counts alike in an average. sacreBLEU's BLEU and chrF with their default settings, and
+fairseq's two scorers beside: "sacrebleu", which should be the same, and "bleu", its C library, which does not smooth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gpipe.config import ConfigError, Device, to_plain
+from gpipe.data import SPLITS, ParallelCorpus, open_corpus
+from gpipe.decoding.beam_search import BeamSearch
+from gpipe.decoding.resource_groups import resource_groups
+from gpipe.decoding.scores import group_averages, score_corpus, signatures
+from gpipe.launch.errors import one_message
+from gpipe.results.records import append_record, make_record, without_places
+from gpipe.trained import TrainedModel, open_trained
+from gpipe.translate import find_device, translate_lines
+
+COLUMNS = {"bleu": "BLEU", "chrf": "chrF", "fairseq_sacrebleu": "fairseq sacrebleu", "fairseq_bleu": "fairseq bleu"}
+
+
+def translate_split(
+    model: TrainedModel, search: BeamSearch, corpus: ParallelCorpus, limit: int | None = None
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the translations and the references of the first `limit` sentences of each language.
+
+    All languages are translated together, so that batches of like lengths are large.
+    """
+    sources, references = [], []
+    counts = [
+        min(len(corpus.pairs(language)), sys.maxsize if limit is None else limit) for language in corpus.languages
+    ]
+    for language, count in zip(corpus.languages, counts, strict=True):
+        for index in range(count):
+            source, target = corpus.pair(language, index)
+            sources.append(source.tolist()[:-1])  # without END
+            references.append(model.tokenizer.decode(target.tolist()))
+    translations = translate_lines(search, model.tokenizer, sources)
+    found = {}
+    for language, count in zip(corpus.languages, counts, strict=True):
+        found[language] = translations[:count], references[:count]
+        translations, references = translations[count:], references[count:]
+    return found
+
+
+def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs: Mapping[str, int]) -> dict[str, Any]:
+    """Return the scores of each language, and their averages by resource group.
+
+    num_pairs: training pairs of every language that the model was trained on.
+    """
+    scores = {language: score_corpus(*both) for language, both in texts.items()}
+    groups = resource_groups(num_pairs)
+    group_of = {language: group for group, languages in groups.items() for language in languages}
+    rows = {
+        language: {
+            "group": group_of[language],
+            "num_train_pairs": num_pairs[language],
+            "num_sentences": len(texts[language][1]),
+            **scores[language].as_dict(),
+        }
+        for language in sorted(scores, key=lambda language: (-num_pairs[language], language))
+    }
+    averages = {group: average.as_dict() for group, average in group_averages(scores, groups).items()}
+    return {"languages": rows, "averages": averages, "signatures": signatures()}
+
+
+def print_scores(results: Mapping[str, Any]) -> None:
+    """Print a row a language, the richest in training pairs first, and the averages."""
+    table = Table()
+    for name in ("language", "group", "training pairs", "sentences", *COLUMNS.values()):
+        table.add_column(name, justify="left" if name in ("language", "group") else "right")
+    for language, row in results["languages"].items():
+        counts = (f"{row['num_train_pairs']:,}", f"{row['num_sentences']:,}")
+        table.add_row(language, row["group"], *counts, *_shown(row))
+    table.add_section()
+    for group, row in results["averages"].items():
+        table.add_row("average", group, "", "", *_shown(row))
+    Console().print(table)
+    for name, signature in results["signatures"].items():
+        print(f"{COLUMNS[name]}: {signature}")
+
+
+def _shown(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row[name]:.1f}" for name in COLUMNS]
+
+
+def evaluate(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]:
+    """Translate and score the sentences that the options name; return the results of the record."""
+    data, asked = model.data, options.languages
+    corpus_of = partial(open_corpus, data.name, root=data.root, tokenizer=model.tokenizer, max_tokens=data.max_tokens)
+    train = corpus_of("train", languages=data.languages, max_pairs=data.max_pairs)
+    num_pairs = dict(zip(train.languages, train.num_pairs().tolist(), strict=True))
+    if unknown := [language for language in asked or [] if language not in num_pairs]:
+        raise ConfigError(f"--languages has {unknown[0]}, which the model was not trained on: leave it out.")
+    corpus = corpus_of(options.split, languages=asked or data.languages)
+    for warning in corpus.warnings():
+        print(f"warning: {options.split}: {warning}", file=sys.stderr)
+    start = time.perf_counter()
+    texts = translate_split(model, BeamSearch(model.layers, options.beam), corpus, options.limit)
+    searched = {"split": options.split, "num_beams": options.beam, "limit": options.limit, "step": model.step}
+    return {**searched, "seconds": time.perf_counter() - start, **score_languages(texts, num_pairs)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, evaluate, and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="a run's folder, or a checkpoint's")
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--languages", nargs="+", help="codes; by default all that the model was trained on")
+    parser.add_argument("--limit", type=int, help="at most so many sentences of a language, the first ones")
+    parser.add_argument("--beam", type=int, default=4, help="hypotheses a sentence")
+    parser.add_argument("--device", choices=[device.value for device in Device], default="auto")
+    parser.add_argument("--record", type=Path, help="a .jsonl file that gets the record")
+    options = parser.parse_args(arguments)
+    if options.limit is not None and options.limit < 1:
+        parser.error(f"--limit is {options.limit}, expected 1 or more: leave it out for all sentences.")
+    with one_message():
+        device = find_device(Device(options.device))
+        model = open_trained(options.run, device)
+        results = evaluate(model, options)
+    print_scores(results)
+    if options.record is not None:
+        command = shlex.join(["python", "experiments/bleu.py", *(arguments or sys.argv[1:])])
+        gpus = [torch.cuda.get_device_name()] if device.type == "cuda" else []
+        record = make_record(
+            kind="measured", command=command, experiment="bleu", config=to_plain(model.run), seed=model.run.seed,
+            results=results, gpus=gpus,
+        )  # fmt: skip
+        append_record(options.record, without_places(record))
+
+
+if __name__ == "__main__":
+    main()

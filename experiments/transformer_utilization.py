@@ -1,0 +1,144 @@
+"""Tokens a second and model FLOPs utilisation of the layers of Transformer-L.
+
+    python experiments/transformer_utilization.py
+
+Trains a few of the paper's layers (2048 wide, feed-forward 8192, 32 heads) on noise through the engine, 32 sequences of
+1,024 tokens a step in bfloat16, with and without re-materialisation, compiled and not. The settings take turns, and the
+median over the rounds counts. With a GPU it adds a record to reproductions/table2_throughput/; on a CPU, where the
+makers give no peak to compare with, it prints tokens a second alone and records nothing.
+
+Utilisation is that of the model: the FLOPs of a forward pass and twice as many for its backward pass, whatever is
+recomputed; of attention all products count, though half of them are masked (PaLM, appendix B).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import gpipe
+from gpipe.models.transformer_layers import TransformerLayer
+from gpipe.planning.device import DEVICES, Device
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = "table2_throughput"
+MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS = 2048, 8192, 32
+STEPS_A_ROUND, NUM_ROUNDS = 4, 5
+
+
+def layers(num_layers: int) -> nn.Sequential:
+    """Describe layers of the paper's size, without the tables around them."""
+    with torch.device("meta"):
+        return nn.Sequential(
+            *(TransformerLayer(MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS, 0.0) for _ in range(num_layers))
+        )
+
+
+def forward_flops(num_layers: int, batch: int, time_steps: int) -> int:
+    """Return the FLOPs of a forward pass: two a multiplication and addition, of every product."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layers(num_layers)(torch.empty(batch, time_steps, MODEL_SIZE, device="meta"))
+    return counter.get_total_flops()
+
+
+def mean_square(outputs: Tensor, _: Tensor) -> Tensor:
+    """Return a loss that costs next to nothing, and needs no targets."""
+    return outputs.float().square().mean()
+
+
+class Setting:
+    """The layers, once with and once without re-materialisation or compilation."""
+
+    def __init__(self, rematerialize: str, *, compiled: bool, arguments: argparse.Namespace, device: str) -> None:
+        self.name = {"rematerialize": rematerialize, "compiled": compiled}
+        self._batch = torch.randn(arguments.batch, arguments.sequence, MODEL_SIZE, device=device)
+        self._targets = torch.zeros(arguments.batch)
+        self._device = device
+        self._pipeline = gpipe.Pipeline(
+            layers(arguments.layers),
+            mean_square,
+            [arguments.layers],
+            arguments.micro_batches,
+            rematerialize=rematerialize,
+            devices=device,
+        )
+        if compiled:
+            self._pipeline.compile()
+        self.seconds: list[float] = []
+        self.run(2)
+
+    def run(self, num_steps: int) -> float:
+        """Make steps; return the seconds of one."""
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            for parameter in self._pipeline.parameters():
+                parameter.grad = None
+            with torch.autocast(torch.device(self._device).type, torch.bfloat16):
+                self._pipeline.train_step((self._batch, self._targets))
+        self._wait()
+        return (time.perf_counter() - started) / num_steps
+
+    def _wait(self) -> None:
+        if self._device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+def describe(setting: Setting, tokens: int, flops: int, device: Device | None) -> dict[str, Any]:
+    """Return a setting's speed, and the share of the device's peak where that is known."""
+    seconds = median(setting.seconds)
+    peak = None if device is None else device.flops_per_second("bfloat16")
+    return {
+        **setting.name,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "utilization": None if peak is None else 3 * flops / seconds / peak,
+    }
+
+
+def main() -> None:
+    """Measure all settings."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("layers", 4), ("batch", 32), ("sequence", 1024), ("micro-batches", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    title = torch.cuda.get_device_name(0).lower() if has_gpu else ""
+    device = next((each for name, each in DEVICES.items() if name in title), None)
+    made = [
+        Setting(mode, compiled=compiled, arguments=arguments, device="cuda" if has_gpu else "cpu")
+        for mode, compiled in product(("never", "always"), (False, True))
+    ]
+    for _ in range(NUM_ROUNDS):
+        for setting in made:
+            setting.seconds.append(setting.run(STEPS_A_ROUND))
+    tokens = arguments.batch * arguments.sequence
+    flops = forward_flops(arguments.layers, arguments.batch, arguments.sequence)
+    rows = [describe(setting, tokens, flops, device) for setting in made]
+    for row in rows:
+        print(row, flush=True)
+    if has_gpu:
+        record = make_record(
+            kind="measured",
+            command="python experiments/transformer_utilization.py",
+            experiment="transformer_utilization",
+            config=vars(arguments),
+            seed=0,
+            results={"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")},
+            gpus=[torch.cuda.get_device_name(0)],
+        )
+        add_record(ROOT, FOLDER, record)
+
+
+if __name__ == "__main__":
+    main()

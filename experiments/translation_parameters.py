@@ -1,0 +1,90 @@
+"""The exact parameters of the paper's translation models, and of the two of equal size on a laptop.
+
+    python experiments/translation_parameters.py
+
+Builds each on the meta device and counts; a parameter that two layers share counts once. Adds a record of planned
+numbers to reproductions/figure3_multilingual/ and renders its README. Seconds, no data, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from gpipe.models import translation_transformer
+from gpipe.results.figure3 import PARAMETERS
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record, read_paper
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "reproductions" / "figure3_multilingual"
+LAPTOP = ROOT / "conf" / "scale" / "laptop"
+VOCABULARY_SIZE = 64_000
+NUM_TABLES = 2  # one of both inputs, one of the softmax layer
+WEIGHT_BYTES = 4
+
+
+def count(num_layers: int, feedforward_size: int, num_heads: int, model_size: int, head_size: int) -> dict[str, Any]:
+    """Return a model's sizes and numbers of parameters."""
+    with torch.device("meta"):
+        model = translation_transformer(
+            num_layers,
+            feedforward_size,
+            num_heads,
+            vocabulary_size=VOCABULARY_SIZE,
+            model_size=model_size,
+            head_size=head_size,
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "num_layers": num_layers,
+        "feedforward_size": feedforward_size,
+        "num_heads": num_heads,
+        "model_size": model_size,
+        "parameters": parameters,
+        "parameters_beside_tables": parameters - NUM_TABLES * VOCABULARY_SIZE * model_size,
+        "parameter_bytes": WEIGHT_BYTES * parameters,
+    }
+
+
+def paper_models() -> list[dict[str, Any]]:
+    """Count each model of paper.csv, whose channels are 64 a head."""
+    names = ("num_layers", "feedforward_size", "num_heads")
+    return [
+        count(*(int(row[name]) for name in names), model_size=1024, head_size=64)
+        | {"num_stages": int(row["num_stages"])}
+        for row in read_paper(FOLDER)
+    ]
+
+
+def laptop_models() -> list[dict[str, Any]]:
+    """Count the deep and the wide model of `+experiment=deep_or_wide scale=laptop`."""
+    base = OmegaConf.load(LAPTOP / "transformer_multilingual.yaml").model
+    found = []
+    for sizes in sorted((LAPTOP / "deep_or_wide_sizes").glob("*.yaml")):
+        model = OmegaConf.merge(base, OmegaConf.load(sizes).model)
+        names = ("num_layers", "feedforward_size", "num_heads", "model_size", "head_size")
+        found.append(count(*(model[name] for name in names)))
+    return found
+
+
+def main() -> None:
+    """Count every model and record the numbers."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    record = make_record(
+        kind="planned",
+        command="python experiments/translation_parameters.py",
+        experiment=PARAMETERS,
+        config={"vocabulary_size": VOCABULARY_SIZE, "num_tables": NUM_TABLES},
+        seed=0,
+        results={"models": paper_models(), "laptop": laptop_models()},
+    )
+    add_record(ROOT, FOLDER.name, record)
+
+
+if __name__ == "__main__":
+    main()

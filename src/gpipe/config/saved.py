@@ -1,0 +1,46 @@
+"""The settings of a run that is over, read back from what it left behind."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe.config.checks import ConfigError
+from gpipe.config.run import RunConfig
+
+
+def from_plain(plain: Mapping[str, Any]) -> RunConfig:
+    """Turn what `to_plain` made of a run's settings into the settings again; other keys beside them are left alone.
+
+    Raises ConfigError where they are not those of a run that this program knows.
+    """
+    hints = get_type_hints(RunConfig)
+    try:
+        parts = {field.name: _part(hints[field.name], plain[field.name]) for field in fields(RunConfig)}
+        return RunConfig(**parts)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the settings that were saved are not those of a run that this program knows ({type(error).__name__}: "
+            f"{reason}): use the version of the program that saved them."
+        ) from None
+
+
+def _part(base: Any, value: Any) -> Any:
+    """Return a section of the settings as its dataclass, or a plain value as it is."""
+    if not is_dataclass(base):
+        return value
+    assert isinstance(base, type)
+    kinds = [kind for kind in _family(base) if {field.name for field in fields(kind)} == set(value)]
+    if len(kinds) != 1:
+        raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(value))}")
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kinds[0]), value))
+
+
+def _family(base: type) -> list[type]:
+    children: list[type] = base.__subclasses__()
+    return [base, *(kind for child in children for kind in _family(child))]

@@ -1,0 +1,85 @@
+"""What is to be translated, and how its translation is searched for."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from gpipe.config.checks import ConfigError, at_least, require
+from gpipe.config.pipeline import Device
+from gpipe.config.run import refuse_added_keys
+
+_LITERAL = ("checkpoint", "text", "file", "output")
+
+
+@dataclass
+class TranslateConfig:
+    """A checkpoint, a text, and a beam search.
+
+    checkpoint: a run's folder or a checkpoint's. text: a sentence; or file: a text file, a sentence a line, - is the
+    standard input. output: the file that gets the translations; null prints them.
+    beam: hypotheses a sentence. length_penalty: scores are divided by length ** length_penalty; above 1 favours long
+        translations. max_length: tokens, of a sentence and of its translation.
+    batch_size: tokens of the sentences that are translated at once, padding included.
+    debug: print whole tracebacks.
+    """
+
+    checkpoint: str | None = MISSING
+    text: str | None = MISSING
+    file: str | None = MISSING
+    output: str | None = MISSING
+    beam: int = MISSING
+    length_penalty: float = MISSING
+    max_length: int = MISSING
+    batch_size: int = MISSING
+    device: Device = MISSING
+    debug: bool = MISSING
+
+    def __post_init__(self) -> None:
+        """Refuse settings that are wrong in themselves."""
+        if self.checkpoint is None:
+            raise ConfigError(
+                "checkpoint is null, expected the run that trained the model: set checkpoint=<a run's folder>."
+            )
+        if (self.text is None) == (self.file is None):
+            found = "neither is" if self.text is None else "both are"
+            raise ConfigError(
+                f"of text and file {found} set, expected one: set text=<a sentence> or file=<a text file>."
+            )
+        require(self.text is None or self.text.strip() != "", "text", repr(self.text), "a sentence")
+        at_least("beam", self.beam, 1)
+        at_least("length_penalty", self.length_penalty, 0)
+        at_least("max_length", self.max_length, 2)
+        at_least("batch_size", self.batch_size, self.max_length)
+
+
+def register_schema() -> None:
+    """Tell Hydra the shape of these settings."""
+    ConfigStore.instance().store(name="translate_schema", node=TranslateConfig)
+
+
+def to_settings(composed: DictConfig) -> TranslateConfig:
+    """Turn what Hydra composed into checked settings. Raises ConfigError for wrong values and unknown keys."""
+    refuse_added_keys(composed, "")
+    settings = OmegaConf.to_object(composed)
+    assert isinstance(settings, TranslateConfig)
+    return settings
+
+
+def take_literally(arguments: Sequence[str]) -> list[str]:
+    """Quote, for Hydra, what a command line says of texts and files, in which commas and brackets mean nothing.
+
+    `text=Hello, world` is that sentence, whatever is in it; quotes that reach the program belong to it.
+    """
+    return [_quoted(argument) for argument in arguments]
+
+
+def _quoted(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    if key not in _LITERAL or not equals or (key != "text" and value == "null"):
+        return argument
+    plain = re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)  # not an interpolation
+    plain = re.sub(r'(\\+)(?="|$)', r"\1\1", plain).replace('"', r"\"")
+    return f'{key}="{plain}"'

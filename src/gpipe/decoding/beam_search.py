@@ -1,0 +1,147 @@
+"""Beam search over a trained translation model, by fairseq's SequenceGenerator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe._fairseq import import_fairseq
+from gpipe.decoding.fairseq_model import FairseqModel
+
+_GRAIN = 8  # tokens: sentences whose lengths, rounded up to a multiple of this, are equal may share a batch
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A translation: its tokens without END, and its score.
+
+    score: the sum of the logarithms of the probabilities, END's among them, over (number of tokens, END among them) **
+    length_penalty.
+    """
+
+    tokens: list[int]
+    score: float
+
+
+class BeamSearch:
+    """Search for the likeliest translations of many sentences.
+
+    layers: of a `translation_transformer`, with memory; they are put into evaluation mode.
+    num_beams: hypotheses that are followed for each sentence; 1 is greedy. At most the vocabulary's size less 1.
+    length_penalty: above 1 favours long translations, below 1 short ones.
+    max_length_a, max_length_b: a translation of n tokens ends after max_length_a x n' + max_length_b tokens, END not
+        counted, where n' is n rounded up to a multiple of 8; and after `max_length` in any case.
+    batch_size: source tokens, padding included, of the sentences that are searched for together.
+
+    What a sentence becomes does not depend on the others, but for rounding. BEGIN and UNKNOWN, which have no text, are
+    never chosen. Raises ValueError for layers that are no translation model; FairseqMissing without fairseq.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        num_beams: int = 4,
+        *,
+        length_penalty: float = 1.0,
+        max_length_a: float = 2.0,
+        max_length_b: int = 16,
+        max_length: int = 256,
+        batch_size: int = 2048,
+    ) -> None:
+        self._model = FairseqModel(layers)
+        self._device = next(layers.parameters()).device
+        self._dictionary = _dictionary(_vocabulary_size(layers))
+        if not 1 <= num_beams < len(self._dictionary):
+            raise ValueError(
+                f"num_beams is {num_beams}, expected 1 to {len(self._dictionary) - 1}, the vocabulary's size less 1: "
+                "give another number."
+            )
+        self._num_beams, self._length_penalty = num_beams, length_penalty
+        self._max_length_a, self._max_length_b, self._max_length = max_length_a, max_length_b, max_length
+        self._batch_size = batch_size
+
+    def translate(self, sentences: Sequence[Sequence[int]]) -> list[Hypothesis]:
+        """Return the best translation of each sentence, given its tokens without END. Raises ValueError for none."""
+        return [hypotheses[0] for hypotheses in self.search(sentences)]
+
+    def search(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
+        """Return the translations of each sentence that were followed to their end, the best first."""
+        _refuse_bad_ids(sentences, len(self._dictionary))
+        found: dict[int, list[Hypothesis]] = {}
+        for limit, batch in self._batches(sentences):
+            outputs = self._generate([sentences[index] for index in batch], limit)
+            found.update(zip(batch, outputs, strict=True))
+        return [found[index] for index in range(len(sentences))]
+
+    def _batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
+        """Yield batches of sentences of about one length, the longest first, each with the limit of a translation."""
+        grains: dict[int, list[int]] = {}
+        for index, tokens in enumerate(sentences):
+            grains.setdefault(math.ceil(len(tokens) / _GRAIN) * _GRAIN, []).append(index)
+        for length, indices in sorted(grains.items(), reverse=True):
+            limit = min(int(self._max_length_a * length + self._max_length_b), self._max_length)
+            size = max(1, self._batch_size // (length + 1))
+            indices.sort(key=lambda index: len(sentences[index]))
+            for start in range(0, len(indices), size):
+                yield limit, indices[start : start + size]
+
+    def _generate(self, sentences: Sequence[Sequence[int]], limit: int) -> list[list[Hypothesis]]:
+        """Search for the translations, of at most `limit` tokens, of one batch."""
+        dictionary = self._dictionary
+        source = torch.full((len(sentences), max(map(len, sentences)) + 1), dictionary.pad())
+        for row, tokens in zip(source, sentences, strict=True):
+            row[: len(tokens) + 1] = torch.tensor([*tokens, dictionary.eos()])
+        outputs = self._generator(limit).generate(None, {"net_input": {"src_tokens": source.to(self._device)}})
+        return [[_hypothesis(one) for one in hypotheses] for hypotheses in outputs]
+
+    def _generator(self, limit: int) -> Any:
+        """Return fairseq's search for translations of at most `limit` tokens."""
+        sequence_generator = import_fairseq("fairseq.sequence_generator")
+        ensemble = sequence_generator.EnsembleModel([self._model])
+        ensemble.has_incremental = True  # fairseq knows it by the decoder's class, which would have to be its own
+        return sequence_generator.SequenceGenerator(
+            ensemble,
+            self._dictionary,
+            beam_size=self._num_beams,
+            max_len_a=0,
+            max_len_b=limit,
+            len_penalty=self._length_penalty,
+            unk_penalty=math.inf,
+            tokens_to_suppress=(self._dictionary.bos_word,),
+        )
+
+
+def _hypothesis(output: dict[str, Tensor]) -> Hypothesis:
+    *tokens, _ = output["tokens"].tolist()
+    return Hypothesis(tokens, float(output["score"]))
+
+
+def _vocabulary_size(layers: nn.Sequential) -> int:
+    softmax = layers[-1]
+    assert isinstance(softmax, nn.Linear)
+    return softmax.out_features
+
+
+def _dictionary(vocabulary_size: int) -> Any:
+    """Return fairseq's table of tokens, whose special ones are ours; the search asks for nothing else."""
+    dictionary = import_fairseq("fairseq.data").Dictionary()
+    for token in range(len(dictionary), vocabulary_size):
+        dictionary.add_symbol(str(token))
+    return dictionary
+
+
+def _refuse_bad_ids(sentences: Sequence[Sequence[int]], vocabulary_size: int) -> None:
+    for number, tokens in enumerate(sentences, start=1):
+        if not tokens:
+            raise ValueError(f"sentence {number} has no tokens, so there is nothing to translate: leave it out.")
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"sentence {number} has the token {wrong}, outside the vocabulary of {vocabulary_size}: encode it with "
+                "the model's own tokenizer."
+            )

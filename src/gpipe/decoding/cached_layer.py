@@ -1,0 +1,114 @@
+"""Decoder layers that take one more position at a time, and remember what they need of those before it.
+
+The forward functions are the model's own; only what feeds their attentions is exchanged, in a copy that shares the
+weights. Rows of states are hypotheses, equally many in a row for each sentence of the memory.
+"""
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe.models.attention import MemoryAttention, SelfAttention
+from gpipe.models.translation_layers import DecoderLayer, Decoding
+
+
+@dataclass
+class LayerCache:
+    """What a layer remembers of a batch.
+
+    past: keys and values of the positions so far, [rows, heads, time, head size] each.
+    memory: keys and values of the memory, joint, [sentences, memory time, 2 x channels].
+    """
+
+    past: tuple[Tensor, Tensor] | None = field(default=None)
+    memory: Tensor | None = field(default=None)
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a position's keys and values; return those of all positions."""
+        if self.past is not None:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self.past, (keys, values), strict=True))
+        self.past = keys, values
+        return self.past
+
+    def reorder(self, rows: Tensor, sentences: Tensor) -> None:
+        """Keep these rows, in this order, and these sentences."""
+        if self.past is not None:
+            keys, values = self.past
+            self.past = keys.index_select(0, rows), values.index_select(0, rows)
+        if self.memory is not None and len(sentences) < len(self.memory):
+            self.memory = self.memory.index_select(0, sentences)
+
+
+class CachedLayer(nn.Module):
+    """A decoder layer for the newest position: states [rows, 1, model_size] -> the same."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        super().__init__()
+        self.past = _PastAttention(layer.attention)
+        self.memory = _SharedMemoryAttention(layer.memory_attention)
+        self.layer = _shallow_copy(layer)
+        self.layer.add_module("attention", self.past)
+        self.layer.add_module("memory_attention", self.memory)
+
+    def forward(self, decoding: Decoding, cache: LayerCache) -> Decoding:
+        """Run the layer, which reads and extends the cache."""
+        self.past.cache = self.memory.keys_values.cache = cache
+        output: Decoding = self.layer(decoding)
+        return output
+
+
+class _PastAttention(nn.Module):
+    """Attention of the newest position to itself and to all before it."""
+
+    cache: LayerCache
+
+    def __init__(self, attention: SelfAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, states: Tensor, padding: None = None) -> Tensor:
+        joint = self.attention.queries_keys_values(states).unflatten(-1, (3, self.attention.num_heads, -1))
+        queries, keys, values = joint.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(queries, *self.cache.extend(keys, values))
+        output: Tensor = self.attention.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class _SharedMemoryAttention(nn.Module):
+    """Attention to a memory that all rows of a sentence share: to it they are so many positions."""
+
+    def __init__(self, attention: MemoryAttention) -> None:
+        super().__init__()
+        self.keys_values = _Once(attention.keys_values)
+        self.attention = _shallow_copy(attention)
+        self.attention.add_module("keys_values", self.keys_values)
+
+    def forward(self, states: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        by_sentence = states.view(len(memory), -1, states.shape[-1])
+        output: Tensor = self.attention(by_sentence, memory, padding)
+        return output.view_as(states)
+
+
+class _Once(nn.Module):
+    """The memory's keys and values, computed when a batch begins."""
+
+    cache: LayerCache
+
+    def __init__(self, keys_values: nn.Module) -> None:
+        super().__init__()
+        self.keys_values = keys_values
+
+    def forward(self, memory: Tensor) -> Tensor:
+        if self.cache.memory is None:
+            self.cache.memory = self.keys_values(memory)
+        return self.cache.memory
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a module with the same parts, of which some may be exchanged without changing the original."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied

@@ -1,0 +1,136 @@
+"""A trained sequence of layers as what fairseq's SequenceGenerator calls a model: encoder and decoder.
+
+    layers   0 ... L    encoder    once a batch
+             L + 1      its norm: encoder; its embedding: decoder
+             L + 2 ...  decoder    once a token, for the newest position alone
+
+The decoder's rows are hypotheses, equally many in a row for each sentence; a sentence's memory is kept once.
+Source of the interface: fairseq 0.12.2, sequence_generator.py, EnsembleModel.
+"""
+
+import copy
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpipe.decoding.cached_layer import CachedLayer, LayerCache
+from gpipe.models.translation_layers import DecoderLayer, TargetEmbedding
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the encoder made of sentences: states [sentences, time, model_size] and padding [sentences, time].
+
+    num_rows: hypotheses of each sentence; None before there are any.
+    """
+
+    states: Tensor
+    padding: Tensor
+    num_rows: int | None = None
+
+
+@dataclass
+class DecoderState:
+    """What the decoder remembers of a batch: a cache a layer, and the number of hypotheses of each sentence."""
+
+    caches: list[LayerCache] = field(default_factory=list)
+    num_rows: int = 1
+
+
+class FairseqModel(nn.Module):
+    """The layers of a `translation_transformer`, with memory; they are put into evaluation mode."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        split = next((i for i, layer in enumerate(layers) if isinstance(layer, TargetEmbedding)), None)
+        if split is None:
+            raise ValueError("no layer embeds a target, so this is no translation model: give one that is.")
+        target = layers[split]
+        assert isinstance(target, TargetEmbedding)
+        parts = list(layers)
+        self.encoder = Encoder(nn.Sequential(*parts[:split]), target)
+        self.decoder = Decoder(target, parts[split + 1 :])
+        self.eval()
+
+    def max_decoder_positions(self) -> int:
+        """Return how long a target may be: sinusoids have no end."""
+        return sys.maxsize
+
+    def get_normalized_probs(
+        self, net_output: tuple[Tensor, None], log_probs: bool = True, sample: None = None
+    ) -> Tensor:
+        """Return the logarithms of the probabilities. Raises ValueError where the logits are not finite."""
+        found = net_output[0].log_softmax(dim=-1)
+        # One NaN or infinite logit makes all of its row NaN; fairseq would take that for tokens that cannot be.
+        if bool(found[..., 0].isnan().any()):
+            raise ValueError("the model's logits are not finite, so it cannot translate: use another checkpoint.")
+        return found
+
+
+class Encoder(nn.Module):
+    """The layers that see the source, with the norm behind them."""
+
+    def __init__(self, layers: nn.Sequential, target: TargetEmbedding) -> None:
+        super().__init__()
+        self.layers = layers
+        self.norm = target.memory_norm
+
+    def forward_torchscript(self, net_input: dict[str, Tensor]) -> Memory:
+        """Encode source tokens, int64 [sentences, time]; the name is fairseq's, there is no TorchScript here."""
+        source = net_input["src_tokens"]
+        states, padding, _ = self.layers((source, source[:, :0]))
+        return Memory(self.norm(states), padding)
+
+    def reorder_encoder_out(self, memory: Memory, new_order: Tensor) -> Memory:
+        """Follow the hypotheses: at first each sentence gets its rows, later sentences that are done leave."""
+        if memory.num_rows is None:
+            return replace(memory, num_rows=len(new_order) // len(memory.states))
+        sentences = remaining_sentences(new_order, memory.num_rows)
+        if len(sentences) == len(memory.states):
+            return memory
+        return replace(memory, states=memory.states[sentences], padding=memory.padding[sentences])
+
+
+class Decoder(nn.Module):
+    """The layers that see the target, with their caches."""
+
+    def __init__(self, target: TargetEmbedding, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = copy.copy(target.embedding)  # whose first position changes
+        self.first_position = target.embedding.first_position
+        self.layers = nn.ModuleList(
+            CachedLayer(layer) if isinstance(layer, DecoderLayer) else layer for layer in layers
+        )
+
+    def forward(
+        self, tokens: Tensor, encoder_out: Memory, incremental_state: dict[str, DecoderState]
+    ) -> tuple[Tensor, None]:
+        """Return the logits [rows, 1, vocabulary_size] behind `tokens`, int64 [rows, time].
+
+        incremental_state: empty at first; knows all but the last of the tokens.
+        """
+        assert encoder_out.num_rows is not None
+        state = incremental_state.setdefault("decoder", DecoderState(num_rows=encoder_out.num_rows))
+        state.caches = state.caches or [LayerCache() for _ in self.layers]
+        self.embedding.first_position = self.first_position + tokens.shape[1] - 1
+        payload: Any = self.embedding(tokens[:, -1:]), encoder_out.states, encoder_out.padding
+        for layer, cache in zip(self.layers, state.caches, strict=True):
+            payload = layer(payload, cache) if isinstance(layer, CachedLayer) else layer(payload)
+        return payload, None
+
+    def reorder_incremental_state_scripting(
+        self, incremental_state: dict[str, DecoderState], new_order: Tensor
+    ) -> None:
+        """Follow the hypotheses to their new rows."""
+        for state in incremental_state.values():
+            sentences = remaining_sentences(new_order, state.num_rows)
+            for cache in state.caches:
+                cache.reorder(new_order, sentences)
+
+
+def remaining_sentences(new_order: Tensor, num_rows: int) -> Tensor:
+    """Return which sentences there still are, given the old row of every new one; their own rows stay together."""
+    return new_order[::num_rows] // num_rows

@@ -1,0 +1,99 @@
+"""BLEU and chrF of translations: sacreBLEU's, which compare with other people's, and fairseq's beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+import torch
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from gpipe._fairseq import import_fairseq
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a corpus, each from 0 to 100, or the averages of several.
+
+    bleu, chrf: sacreBLEU's, with their default settings (see `signatures`).
+    fairseq_sacrebleu: fairseq's scorer "sacrebleu", which should be the same BLEU.
+    fairseq_bleu: fairseq's scorer "bleu", its C library, on the same words; without smoothing, so 0 where no four
+        words in a row are right.
+    """
+
+    bleu: float
+    chrf: float
+    fairseq_sacrebleu: float
+    fairseq_bleu: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the scores by name."""
+        return asdict(self)
+
+
+def score_corpus(translations: Sequence[str], references: Sequence[str]) -> Scores:
+    """Score a corpus of translations, each with its reference. Raises ValueError for unequal or no sentences."""
+    if len(translations) != len(references) or not references:
+        raise ValueError(
+            f"there are {len(translations)} translations of {len(references)} references: give one for each of at "
+            "least one."
+        )
+    return Scores(
+        bleu=BLEU().corpus_score(translations, [references]).score,
+        chrf=CHRF().corpus_score(translations, [references]).score,
+        fairseq_sacrebleu=_fairseq_sacrebleu(translations, references),
+        fairseq_bleu=_fairseq_bleu(translations, references),
+    )
+
+
+def signatures() -> dict[str, str]:
+    """Return sacreBLEU's own description of how it computes each score, without which a score means little."""
+    found = {}
+    for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
+        metric.corpus_score(["a"], [["a"]])  # the number of references is known only then
+        found[name] = metric.get_signature().format()
+    return found
+
+
+def average(scores: Iterable[Scores]) -> Scores:
+    """Return the mean of each score; every language counts alike, however many sentences it has."""
+    rows = [one.as_dict() for one in scores]
+    return Scores(**{name: fmean(row[name] for row in rows) for name in rows[0]})
+
+
+def group_averages(scores: Mapping[str, Scores], groups: Mapping[str, Sequence[str]]) -> dict[str, Scores]:
+    """Return the average over "all" languages and over each group's; a group of which none was scored is left out."""
+    members = {"all": list(scores), **groups}
+    found = {
+        name: [scores[language] for language in languages if language in scores] for name, languages in members.items()
+    }
+    return {name: average(some) for name, some in found.items() if some}
+
+
+def _fairseq_sacrebleu(translations: Sequence[str], references: Sequence[str]) -> float:
+    scoring = import_fairseq("fairseq.scoring.bleu")
+    scorer = scoring.SacrebleuScorer(scoring.SacrebleuConfig())
+    for reference, translation in zip(references, translations, strict=True):
+        scorer.add_string(reference, translation)
+    return float(scorer.score())
+
+
+def _fairseq_bleu(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Return the BLEU of fairseq's C library, which compares numbers: those of the words that sacreBLEU cuts.
+
+    An empty translation counts as one wrong word: the library reads beyond a sentence without any.
+    """
+    scoring = import_fairseq("fairseq.scoring.bleu")
+    words = import_fairseq("fairseq.data").Dictionary()
+    cut = BLEU().tokenizer
+    scorer = scoring.Scorer(scoring.BleuConfig(pad=words.pad(), eos=words.eos(), unk=words.unk()))
+
+    def numbers(text: str) -> torch.Tensor:
+        found: torch.Tensor = words.encode_line(cut(text), add_if_not_exist=True).int()
+        return found
+
+    for reference, translation in zip(references, translations, strict=True):
+        scorer.add(numbers(reference), numbers(translation))
+    return float(scorer.score())

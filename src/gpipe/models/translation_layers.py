@@ -1,0 +1,154 @@
+"""The layers of an encoder and a decoder that make one sequence (Vaswani et al. 2017).
+
+What travels between them is a tuple. Tokens and padding pass through the layers that do not need them:
+
+    tokens      source, previous: int64 [batch, source time] and [batch, target time]
+    encoding    states [batch, source time, model_size], padding, previous
+    decoding    states [batch, target time, model_size], memory [batch, source time, model_size], padding
+
+`padding` is bool [batch, source time], True where the source has padding.
+"""
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.models.attention import MemoryAttention
+from gpipe.models.initialization import fill_normal
+from gpipe.models.linear import Softmax
+from gpipe.models.transformer_layers import Embedding, PreNormLayer
+
+Tokens: TypeAlias = tuple[Tensor, Tensor]
+Encoding: TypeAlias = tuple[Tensor, Tensor, Tensor]
+Decoding: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+class SourceEmbedding(nn.Module):
+    """Tokens -> encoding: embed the source, find its padding, hand on the previous target tokens.
+
+    Positions are counted from padding_index + 1, as fairseq does.
+    """
+
+    def __init__(self, vocabulary_size: int, model_size: int, dropout: float, padding_index: int) -> None:
+        super().__init__()
+        self.padding_index = padding_index
+        self.embedding = Embedding(vocabulary_size, model_size, dropout, padding_index + 1)
+
+    def forward(self, tokens: Tokens) -> Encoding:
+        source, previous = tokens
+        return self.embedding(source), source == self.padding_index, previous
+
+
+class EncoderLayer(PreNormLayer):
+    """Encoding -> encoding: every position sees all of its sentence."""
+
+    def __init__(
+        self,
+        model_size: int,
+        feedforward_size: int,
+        num_heads: int,
+        head_size: int,
+        dropout: float,
+        feedforward_scale: float,
+    ) -> None:
+        super().__init__(
+            model_size,
+            feedforward_size,
+            num_heads,
+            head_size,
+            dropout,
+            causal=False,
+            feedforward_scale=feedforward_scale,
+        )
+
+    def forward(self, encoding: Encoding) -> Encoding:
+        states, padding, previous = encoding
+        return self.feed_forward(self.attend_to_itself(states, padding)), padding, previous
+
+
+class TargetEmbedding(nn.Module):
+    """Encoding -> decoding: the normalised states become the memory; embed the previous target tokens."""
+
+    def __init__(self, vocabulary_size: int, model_size: int, dropout: float, padding_index: int) -> None:
+        super().__init__()
+        self.memory_norm = nn.LayerNorm(model_size)
+        self.embedding = Embedding(vocabulary_size, model_size, dropout, padding_index + 1)
+
+    def forward(self, encoding: Encoding) -> Decoding:
+        states, padding, previous = encoding
+        return self.embedding(previous), self.memory_norm(states), padding
+
+
+class DecoderLayer(PreNormLayer):
+    """Decoding -> decoding: every position sees itself and those before it, then the memory.
+
+    The padding behind a target is later than all of it, so no position of the target proper sees it.
+    """
+
+    def __init__(
+        self,
+        model_size: int,
+        feedforward_size: int,
+        num_heads: int,
+        head_size: int,
+        dropout: float,
+        feedforward_scale: float,
+    ) -> None:
+        super().__init__(
+            model_size,
+            feedforward_size,
+            num_heads,
+            head_size,
+            dropout,
+            causal=True,
+            feedforward_scale=feedforward_scale,
+        )
+        self.memory_attention_norm = nn.LayerNorm(model_size)
+        self.memory_attention = MemoryAttention(model_size, num_heads, head_size)
+
+    def forward(self, decoding: Decoding) -> Decoding:
+        states, memory, padding = decoding
+        states = self.attend_to_itself(states)
+        found = self.memory_attention(self.memory_attention_norm(states), memory, padding)
+        return self.feed_forward(states + self.dropout(found)), memory, padding
+
+
+class DecoderNorm(nn.Module):
+    """Decoding -> its states [batch, target time, model_size], normalised."""
+
+    def __init__(self, model_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(model_size)
+
+    def forward(self, decoding: Decoding) -> Tensor:
+        states, _, _ = decoding
+        output: Tensor = self.norm(states)
+        return output
+
+
+class TokenSoftmax(Softmax):
+    """Fully connected layer without bias that makes a logit a token, kept small while it trains.
+
+    [batch, time, model_size] -> [batch, time, vocabulary_size]. In training mode no logit's magnitude exceeds
+    `logit_limit` (None: any may): a larger one becomes the limit and has no gradient or, with `soft_limit`, all become
+    limit x tanh(logit / limit). In evaluation mode logits are as they come.
+    """
+
+    def __init__(
+        self, model_size: int, vocabulary_size: int, logit_limit: float | None = None, *, soft_limit: bool = False
+    ) -> None:
+        super().__init__(model_size, vocabulary_size, bias=False)
+        self.logit_limit = logit_limit
+        self.soft_limit = soft_limit
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, as a table of an embedding is drawn: they may be one."""
+        fill_normal(self.weight, 1.0 / self.in_features)
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits = super().forward(states)
+        limit = self.logit_limit
+        if limit is None or not self.training:
+            return logits
+        return limit * torch.tanh(logits / limit) if self.soft_limit else logits.clamp(-limit, limit)

@@ -1,0 +1,165 @@
+"""The tables of section 5 of the paper on depth: deep or wide at equal size, and what lets 128 layers train."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gpipe.results.figure3 import PARAMETERS, planned_models
+from gpipe.results.records import Record
+from gpipe.results.tables import markdown, named, not_run
+from gpipe.results.translation_runs import (
+    GROUPS,
+    SCORER,
+    Trained,
+    mean,
+    resource_groups,
+    spread,
+    training_pairs,
+    trainings,
+    verdict,
+)
+
+DEEP_OR_WIDE = "deep_or_wide_laptop"
+DEEP_TRAINING = "deep_training_laptop"
+_COMMAND = "train.py -m +experiment={} scale=laptop"
+_FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}
+_TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BLEU"}
+
+
+def deep_or_wide(records: Sequence[Record]) -> str:
+    """Return how a deep and a wide model of equal size do, by resource group, means and deviations over the seeds.
+
+    The loss and the accuracy of all are over all tokens of the validation set, those of a group the means over its
+    languages, and so are all scores. Differences are between models of the same seed.
+    """
+    tables = []
+    for data, (deep, wide) in deep_and_wide(records).items():
+        groups = resource_groups(training_pairs(records, data))
+        both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
+        seeds = sorted(deep.keys() & wide.keys())
+        rows = []
+        for name, group in itertools.product(_FIGURES, GROUPS):
+            values = [[found[name, group] for found in models.values()] for models in both]
+            gains = [_minus(both[0][seed][name, group], both[1][seed][name, group]) for seed in seeds]
+            cells = [*(spread(of, _FIGURES[name]) for of in values), spread(gains, _FIGURES[name], "+")]
+            judged = verdict(-gain if name == "loss" else gain for gain in gains if gain is not None)
+            rows.append([_TITLES[name], group, *cells, str(len(seeds)), judged or f"not run: {SCORER}"])
+        names = [next(iter(models.values())).model for models in (deep, wide)]
+        tables.append(markdown([data, "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
+    return "\n".join(tables) or not_run(_COMMAND.format("deep_or_wide"))
+
+
+def deep_or_wide_models(records: Sequence[Record]) -> str:
+    """Return how many parameters the two models have beside their tables."""
+    rows = [
+        [f"T({', '.join(map(str, shape))}), {row['model_size']} wide", f"{row['parameters_beside_tables']:,}"]
+        for shape, row in planned_models(records, "laptop").items()
+    ]
+    if not rows:
+        return not_run(f"experiments/{PARAMETERS}.py")
+    return markdown(["model", "parameters beside the tables, planned"], rows)
+
+
+def deep_and_wide(records: Sequence[Record]) -> dict[str, tuple[dict[int, Trained], dict[int, Trained]]]:
+    """Return the trainings of the deep and of the wide model, by seed, for each data set that has both."""
+    found: dict[str, dict[int, dict[int, Trained]]] = {}
+    for one in trainings(records, DEEP_OR_WIDE):
+        config = one.run.config
+        by_depth = found.setdefault(config["data"]["name"], {})
+        by_depth.setdefault(config["model"]["num_layers"], {})[one.run.seed] = one
+    return {
+        data: (by_depth[max(by_depth)], by_depth[min(by_depth)])
+        for data, by_depth in found.items()
+        if len(by_depth) == 2
+    }
+
+
+def deep_training(records: Sequence[Record]) -> str:
+    """Return how a model of many layers trains with and without what the paper says it needs.
+
+    Means and deviations over the seeds that came to their end; the gradient norm is the largest of any step and seed.
+    """
+    rows = []
+    for (scaled, limit), runs in deep_trainings(records).items():
+        ended = [run for run in runs if "failure" not in run.results]
+        evaluations = [next(iter(run.results["evaluation"].values())) for run in ended]
+        courses = [run.results.get("training", []) for run in runs]
+        norms = [row["gradient_norm"] for course in courses for row in course if "gradient_norm" in row]
+        clipped = [row.get("clipped") for course in courses for row in course]
+        rows.append(
+            [
+                "yes" if scaled else "no",
+                "none" if limit is None else f"{limit:g}",
+                str(len(runs)),
+                spread([figures["loss"] for figures in evaluations], ".3f"),
+                spread([run.results.get("least_loss", {}).get("loss") for run in ended], ".3f"),
+                spread([course[0].get("nll") for course in courses if course], ".3f"),
+                spread([course[-1].get("nll") for course in courses if course], ".3f"),
+                spread([largest_rise(course) for course in courses], ".3f"),
+                f"{max(norms):.3g}" if norms else "",
+                "" if limit is None else spread([mean(clipped)], ".2%"),
+                ", ".join(f"{text}: {count}" for text, count in Counter(map(became, runs)).items()),
+            ]
+        )
+    if not rows:
+        return not_run(_COMMAND.format("deep_training"))
+    header = ["feed-forward initialisation scaled", "logits clipped at", "seeds", "validation loss, end", "least"]
+    header += ["training NLL, first steps", "last steps", "largest rise of it"]
+    return markdown([*header, "largest gradient norm", "logits clipped", "seeds that"], rows)
+
+
+def deep_trainings(records: Sequence[Record]) -> dict[tuple[bool, float | None], list[Record]]:
+    """Return the trainings of the deep model, diverged ones too, by scaled initialisation and limit of the logits.
+
+    With both comes first, with neither last. Of several with one seed the last counts.
+    """
+    found: dict[tuple[bool, float | None], dict[int, Record]] = {}
+    for run in records:
+        if run.experiment == DEEP_TRAINING and run.kind == "measured":
+            model = run.config["model"]
+            found.setdefault((model["scale_feedforward"], model["logit_limit"]), {})[run.seed] = run
+    ordered = sorted(found, key=lambda key: (not key[0], key[1] is None, key[1] or 0))
+    return {key: [run for _, run in sorted(found[key].items())] for key in ordered}
+
+
+def became(run: Record) -> str:
+    """Say what became of a training: it trained, learnt nothing, or diverged, and after how many steps.
+
+    It has learnt nothing where the negative log-likelihood of its last steps is not below that of its first ones.
+    """
+    course = run.results.get("training", [])
+    if "failure" in run.results:
+        return f"diverged after step {course[-1]['step'] if course else 0}"
+    nll = [row["nll"] for row in course if "nll" in row]
+    return "learnt nothing" if len(nll) > 1 and nll[-1] >= nll[0] else "trained"
+
+
+def largest_rise(course: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return by how much the negative log-likelihood rose at most above its least value before, 0 if it only fell.
+
+    course: rows of a training as `curve.read_training` makes them; None without any.
+    """
+    nll = [row["nll"] for row in course if "nll" in row]
+    least = itertools.accumulate(nll, min)
+    return max((value - before for value, before in zip(nll, least, strict=True)), default=None)
+
+
+def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], float | None]:
+    """Return the figures of a training by figure and group; None where there is none."""
+    found: dict[tuple[str, str], float | None] = {}
+    for name, group in itertools.product(_FIGURES, GROUPS):
+        if name in ("chrf", "bleu"):
+            found[name, group] = mean(one.score(name, language) for language in groups[group])
+        elif group == "all":
+            found[name, group] = one.best(name)
+        else:
+            found[name, group] = mean(one.best(name, language) for language in groups[group])
+    return found
+
+
+def _minus(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
+
+
+TABLES = named(deep_or_wide, deep_or_wide_models, deep_training)

@@ -1,0 +1,210 @@
+"""The tables of section 5 of the paper and its figure 3: one model of all languages, beside a model of each."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from gpipe.results.records import Record
+from gpipe.results.tables import Paper, markdown, named, newest, not_run, provenance
+from gpipe.results.translation_runs import (
+    SCORER,
+    Trained,
+    mean,
+    spread,
+    training_pairs,
+    trainings,
+    verdict,
+    written,
+)
+
+PARAMETERS = "translation_parameters"
+PAPER_SCALE = "transformer_multilingual"
+MULTILINGUAL = "transformer_multilingual_laptop"
+BILINGUAL = "bilingual_laptop"
+_COMMANDS = (
+    f"train.py -m +experiment={PAPER_SCALE} scale=laptop seed=0,1,2 and train.py -m +experiment=bilingual scale=laptop"
+)
+_UNITS = {"M": 1e6, "B": 1e9}
+
+
+def figure3_models(records: Sequence[Record], paper: Paper) -> str:
+    """Return the paper's models: its parameters and ours, and its average BLEU as read off figure 1(b) beside ours."""
+    planned = planned_models(records, "models")
+    if not planned:
+        return not_run(f"experiments/{PARAMETERS}.py")
+    runs = trainings(records, PAPER_SCALE)
+    rows = []
+    for row in paper:
+        shape = tuple(int(row[name]) for name in ("num_layers", "feedforward_size", "num_heads"))
+        plan = planned[shape]
+        ours, bleu = plan["parameters"], _paper_scale_bleu(runs, shape)
+        count = as_number(row["parameters"])
+        rows.append(
+            [
+                f"T({', '.join(map(str, shape))})",
+                row["parameters"],
+                f"{ours:,}",
+                f"{ours / count - 1:+.2%}",
+                str(plan["num_stages"]),
+                f"{plan['parameter_bytes'] / 2**30:.2f}",
+                row["bleu"],
+                bleu or "not run",
+            ]
+        )
+    header = ["model", "parameters: paper", "ours, planned", "off the paper", "K", "GiB of weights, planned"]
+    return markdown([*header, "BLEU: paper, read off", "ours, measured"], rows)
+
+
+def figure3_low_resource(records: Sequence[Record]) -> str:
+    """Return how one multilingual model does beside bilingual ones of its size, on the languages that have these.
+
+    A row a figure and seed, then one of all seeds; each number is a mean over the languages, each model at its least
+    validation loss.
+    """
+    tables = []
+    for setting, seeds in compared(records).items():
+        rows = []
+        for figure in _FIGURES:
+            means = {seed: found for seed in sorted(seeds) if (found := _means(seeds[seed].values(), figure))}
+            rows += [
+                [figure.title, str(seed), str(found.num_languages), *_cells([found], figure), ""]
+                for seed, found in means.items()
+            ]
+            rows.append([figure.title, f"all {len(means)}", "", *_cells(list(means.values()), figure)])
+            rows[-1].append(verdict(found.gain(figure) for found in means.values()) if figure.is_judged else "")
+            if not means:
+                rows[-1][-1] = f"not run: {SCORER}"
+        header = [setting, "seed", "languages", "bilingual", "multilingual", "difference", "multilingual is better on"]
+        tables.append(markdown([*header, "verdict"], rows))
+    return "\n".join(tables) or not_run(_COMMANDS)
+
+
+def figure3_languages(records: Sequence[Record]) -> str:
+    """Return the same language by language, means over the seeds, the languages with the fewest pairs first."""
+    tables = []
+    for setting, seeds in compared(records).items():
+        pairs, rows = training_pairs(records, setting.rpartition(", ")[2]), []
+        languages = {language for found in seeds.values() for language in found}
+        for language in sorted(languages, key=lambda language: (pairs.get(language, 0), language)):
+            both = [found[language] for found in seeds.values() if language in found]
+            cells = [
+                written(mean(pair[place][name] for pair in both), form)
+                for name, form in (("loss", ".3f"), ("chrf", ".1f"), ("bleu", ".1f"))
+                for place in (0, 1)
+            ]
+            rows.append([language, written(pairs.get(language), ","), str(len(both)), *cells])
+        header = [setting, "training pairs", "seeds"]
+        header += [f"{name}: {one}" for name in ("loss", "chrF", "BLEU") for one in ("bilingual", "multilingual")]
+        tables.append(markdown(header, rows))
+    return "\n".join(tables) or not_run(_COMMANDS)
+
+
+def figure3_run(records: Sequence[Record]) -> str:
+    """Return where the newest of the small multilingual models was trained, and on what."""
+    runs = [one.run for one in trainings(records, MULTILINGUAL)]
+    return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """A figure of both models, as a row shows it."""
+
+    name: str
+    title: str
+    form: str
+    less_is_better: bool = False
+    is_judged: bool = True
+
+
+_FIGURES = (
+    _Figure("loss", "least loss, nats a token", ".3f", less_is_better=True),
+    _Figure("chrf", "chrF", ".2f"),
+    _Figure("bleu", "BLEU", ".2f"),
+    _Figure("steps", "steps to the least loss", ".0f", is_judged=False),
+)
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Means over the languages, on how many of them the multilingual model is better, and how many there are."""
+
+    bilingual: float
+    multilingual: float
+    num_better: int
+    num_languages: int
+
+    def gain(self, figure: _Figure) -> float:
+        """Return by how much the multilingual model is better."""
+        difference = self.multilingual - self.bilingual
+        return -difference if figure.less_is_better else difference
+
+
+Figures = Mapping[str, float | None]
+"""loss, chrf and bleu of a model on a language, and the steps after which its loss over all languages was least."""
+
+
+def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Figures, Figures]]]]:
+    """Return the bilingual and the multilingual model's figures by setting, seed and language.
+
+    Only languages that both have with the same seed are in it.
+    """
+    multilingual = {(one.setting, one.run.seed): one for one in trainings(records, MULTILINGUAL)}
+    found: dict[str, dict[int, dict[str, tuple[Figures, Figures]]]] = {}
+    for one in trainings(records, BILINGUAL):
+        other = multilingual.get((one.setting, one.run.seed))
+        if other is None or one.languages is None or len(one.languages) != 1:
+            continue
+        language = one.languages[0]
+        both = figures_of(one, language), figures_of(other, language)
+        if None not in (both[0]["loss"], both[1]["loss"]):
+            found.setdefault(one.setting, {}).setdefault(one.run.seed, {})[language] = both
+    return found
+
+
+def figures_of(trained: Trained, language: str) -> Figures:
+    """Return a model's figures on a language."""
+    scores = {name: trained.score(name, language) for name in ("chrf", "bleu")}
+    return {"loss": trained.best("loss", language), "steps": trained.best("step"), **scores}
+
+
+def planned_models(records: Sequence[Record], part: str) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Return the rows of a part of the newest plan by the model's L, H and A; empty without one."""
+    record = newest(list(records), PARAMETERS)
+    rows = [] if record is None else record.results[part]
+    return {tuple(row[name] for name in ("num_layers", "feedforward_size", "num_heads")): row for row in rows}
+
+
+def as_number(printed: str) -> float:
+    """Return a number printed with a unit, such as 408M or 1.24B."""
+    return float(printed[:-1]) * _UNITS[printed[-1]]
+
+
+def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
+    """Return the average BLEU of the trainings of a model at the paper's scale, with its deviation."""
+    names = ("num_layers", "feedforward_size", "num_heads")
+    found = [one for one in runs if tuple(one.run.config["model"][name] for name in names) == shape]
+    return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
+
+
+def _means(languages: Iterable[tuple[Figures, Figures]], figure: _Figure) -> _Means | None:
+    """Return the means of a figure over the languages that have it of both models, None without any."""
+    found = [(one[figure.name], two[figure.name]) for one, two in languages]
+    pairs = [(one, two) for one, two in found if one is not None and two is not None]
+    if not pairs:
+        return None
+    better = sum(two < one if figure.less_is_better else two > one for one, two in pairs)
+    return _Means(fmean(one for one, _ in pairs), fmean(two for _, two in pairs), better, len(pairs))
+
+
+def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
+    """Write the means of one or several seeds."""
+    both = [[found.bilingual for found in means], [found.multilingual for found in means]]
+    cells = [spread(values, figure.form) for values in both]
+    cells.append(spread([found.multilingual - found.bilingual for found in means], figure.form, "+"))
+    better = f"{fmean(found.num_better for found in means):.3g}" if means and figure.is_judged else ""
+    return [*cells, better]
+
+
+BESIDE_PAPER = named(figure3_models)
+TABLES = named(figure3_low_resource, figure3_languages, figure3_run)

@@ -1,0 +1,147 @@
+"""The records of translation: trainings by setting, language and seed, each with what its translations scored."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from gpipe.results.records import Record, same_settings
+
+SCORING = "bleu"
+SCORER = "experiments/bleu.py"
+GROUPS = ("all", "high", "low")
+"""All languages, the half of them with the most training pairs, and the other half."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that came to its end, and the record of its translations' scores, None where there is none.
+
+    A language is None for all together.
+    """
+
+    run: Record
+    scored: Record | None
+
+    @property
+    def model(self) -> str:
+        """The model's name, T(L, H, A), and its width."""
+        model = self.run.config["model"]
+        shape = ", ".join(str(model[name]) for name in ("num_layers", "feedforward_size", "num_heads"))
+        return f"T({shape}), {model['model_size']} wide"
+
+    @property
+    def setting(self) -> str:
+        """The model and the data's name."""
+        return f"{self.model}, {self.run.config['data']['name']}"
+
+    @property
+    def languages(self) -> tuple[str, ...] | None:
+        """The languages that it was trained on, None for all there are."""
+        languages = self.run.config["data"].get("languages")
+        return None if languages is None else tuple(languages)
+
+    def best(self, figure: str, language: str | None = None) -> float | None:
+        """Return a figure of the evaluation with the least loss over all languages."""
+        return _figure(self.run.results.get("least_loss") or self._last, figure, language)
+
+    def last(self, figure: str) -> float | None:
+        """Return a figure of the evaluation at the end."""
+        return _figure(self._last, figure, None)
+
+    def score(self, name: str, language: str) -> float | None:
+        """Return a score of a language's translations, from 0 to 100."""
+        score: float | None = self._scores.get(language, {}).get(name)
+        return score
+
+    def evaluated(self) -> list[str]:
+        """Return the languages that have a loss of their own."""
+        figures = self.run.results.get("least_loss") or self._last
+        return sorted(name.removesuffix("/loss") for name in figures if name.endswith("/loss"))
+
+    def pairs(self) -> dict[str, int]:
+        """Return the number of training pairs of each language whose translations were scored."""
+        return {language: scores["num_train_pairs"] for language, scores in self._scores.items()}
+
+    @property
+    def _last(self) -> Mapping[str, float]:
+        return next(iter(self.run.results["evaluation"].values()), {})
+
+    @property
+    def _scores(self) -> Mapping[str, Mapping[str, Any]]:
+        return {} if self.scored is None else self.scored.results["languages"]
+
+
+def _figure(figures: Mapping[str, float], figure: str, language: str | None) -> float | None:
+    return figures.get(figure if language is None else f"{language}/{figure}")
+
+
+def trainings(records: Sequence[Record], experiment: str) -> list[Trained]:
+    """Return an experiment's trainings that came to their end, in the order of the records.
+
+    Of those with the same model, data, languages, mini-batch and seed the last one counts; so it does of scores.
+    """
+    scored = [record for record in records if record.experiment == SCORING and record.kind == "measured"]
+    found: dict[object, Trained] = {}
+    for run in records:
+        if run.experiment == experiment and run.kind == "measured" and run.results.get("evaluation"):
+            one = Trained(run, next((record for record in reversed(scored) if _is_of(record, run)), None))
+            key = one.setting, one.languages, run.config["trainer"]["batch_size"], run.seed
+            found.pop(key, None)
+            found[key] = one
+    return list(found.values())
+
+
+def _is_of(scored: Record, run: Record) -> bool:
+    one, other = Trained(scored, None), Trained(run, None)
+    same = (scored.seed, one.languages) == (run.seed, other.languages)  # most differ in these
+    return same and same_settings(scored.config, run.config)
+
+
+def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
+    """Return the training pairs of each language of a data set, from the last of the records of scores that has it."""
+    found: dict[str, int] = {}
+    for record in records:
+        if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
+            found |= Trained(record, record).pairs()
+    return found
+
+
+def resource_groups(pairs: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return the languages of each group, those with the most training pairs first.
+
+    Of an odd number, "high" has one more; ties go by the language's name.
+    """
+    ordered = sorted(pairs, key=lambda language: (-pairs[language], language))
+    half = (len(ordered) + 1) // 2
+    return dict(zip(GROUPS, (ordered, ordered[:half], ordered[half:]), strict=True))
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are there, None without any."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
+
+
+def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
+    """Write the mean of the values that are there, and, of several, their sample deviation."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return ""
+    return f"{fmean(found):{sign}{form}}" + (f" ± {stdev(found):{form}}" if len(found) > 1 else "")
+
+
+def written(value: float | None, form: str) -> str:
+    """Write a number, and nothing where there is none."""
+    return "" if value is None else f"{value:{form}}"
+
+
+def verdict(gains: Iterable[float | None]) -> str:
+    """Say whether every seed's gain is one: reproduced, not reproduced, or how many seeds say so; "" without seeds."""
+    found = [gain for gain in gains if gain is not None]
+    if not found:
+        return ""
+    better = sum(gain > 0 for gain in found)
+    if better == len(found):
+        return "reproduced"
+    return "not reproduced" + (f", {better} of {len(found)} seeds" if better else "")

@@ -1,0 +1,86 @@
+"""Deep or wide, and deep trainings: what was better, what trained, and what diverged."""
+
+from typing import Any
+
+import pytest
+
+from gpipe.results.depth import (
+    DEEP_OR_WIDE,
+    DEEP_TRAINING,
+    became,
+    deep_or_wide,
+    deep_or_wide_models,
+    deep_training,
+    largest_rise,
+)
+from gpipe.results.records import Record
+from tests.results.translation_records import cells, scored, trained
+
+PAIRS = {"sw": 100, "de": 900}
+DEEP, WIDE = (4, 128, 4), (2, 256, 8)
+
+
+def course(*nll: float, norm: float = 1.0) -> list[dict[str, Any]]:
+    return [
+        {"step": 10 * place, "nll": value, "gradient_norm": norm * place, "clipped": 0.25}
+        for place, value in enumerate(nll, start=1)
+    ]
+
+
+def deep(seed: int, training: list[dict[str, Any]], **results: Any) -> Record:
+    return trained(DEEP_TRAINING, seed, {}, shape=(64, 64, 2), training=training, **results)
+
+
+def test_the_deep_model_stands_beside_the_wide_one_by_resource_group() -> None:
+    runs = [
+        trained(DEEP_OR_WIDE, seed, {"sw": loss + 1, "de": loss - 1}, loss=loss, shape=shape)
+        for seed, losses in ((0, (2.0, 2.5)), (1, (3.0, 3.25)))
+        for shape, loss in zip((DEEP, WIDE), losses, strict=True)
+    ]
+    scores = [scored(run, {"sw": 10.0, "de": 20.0 + 4 * (place % 2)}, PAIRS) for place, run in enumerate(runs)]
+    table = cells(deep_or_wide([*runs, *scores]))
+    assert table[0] == ["loss", "all", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2", "reproduced"]
+    assert table[1][:3] == ["loss", "high", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low", "3.500 ± 0.707"]
+    assert table[3][4:] == ["+0.00% ± 0.00%", "2", "not reproduced"]
+    chrf = [row for row in table if row[0] == "chrF"]
+    assert chrf[0][4:] == ["-2.00 ± 0.00", "2", "not reproduced"] and chrf[2][2:4] == ["10.00 ± 0.00"] * 2
+
+
+def test_seeds_that_disagree_are_counted_and_what_was_not_scored_says_so() -> None:
+    runs = [
+        trained(DEEP_OR_WIDE, seed, {}, loss=loss, shape=shape)
+        for seed, losses in ((0, (2.0, 2.5)), (1, (3.0, 2.5)))
+        for shape, loss in zip((DEEP, WIDE), losses, strict=True)
+    ]
+    table = cells(deep_or_wide(runs))
+    assert table[0][-1] == "not reproduced, 1 of 2 seeds"
+    assert {row[-1] for row in table if row[0] in ("chrF", "BLEU")} == {"not run: experiments/bleu.py"}
+
+
+def test_a_row_has_a_way_to_train_a_deep_model_and_what_became_of_it() -> None:
+    records = [
+        deep(0, course(8.0, 4.0, 5.0)),
+        deep(1, course(8.0, 6.0, norm=2.0), evaluation={"valid": {"loss": 2.0}}, least_loss={"loss": 1.5}),
+        deep(0, course(8.0, 9.0), scaled=False, limit=None),
+        deep(1, course(8.0), scaled=False, limit=None, evaluation={}, failure="the loss of step 12 is nan"),
+    ]
+    both, neither = cells(deep_training(records))
+    assert both[:5] == ["yes", "20", "2", "1.500 ± 0.707", "1.250 ± 0.354"]
+    assert both[5:] == ["8.000 ± 0.000", "5.500 ± 0.707", "0.500 ± 0.707", "4", "25.00%", "trained: 2"]
+    assert neither[:4] == ["no", "none", "2", "1.000"]
+    assert neither[-2:] == ["", "learnt nothing: 1, diverged after step 10: 1"]
+
+
+@pytest.mark.parametrize(
+    ("nll", "outcome", "rise"),
+    [((3.0, 2.0, 2.5, 2.25), "trained", 0.5), ((3.0, 3.5), "learnt nothing", 0.5), ((3.0, 2.0), "trained", 0.0)],
+)
+def test_a_course_is_summed_up(nll: tuple[float, ...], outcome: str, rise: float) -> None:
+    assert (became(deep(0, course(*nll))), largest_rise(course(*nll))) == (outcome, rise)
+
+
+def test_without_records_the_tables_say_what_to_run() -> None:
+    assert deep_or_wide([]) == "Not run: train.py -m +experiment=deep_or_wide scale=laptop.\n"
+    assert deep_training([]) == "Not run: train.py -m +experiment=deep_training scale=laptop.\n"
+    assert deep_or_wide_models([]) == "Not run: experiments/translation_parameters.py.\n"
+    assert deep_training([deep(0, [])]).endswith("| trained: 1 |\n"), "an old record has no course"

@@ -1,0 +1,126 @@
+"""Figure 3: the paper's models, and one multilingual model beside bilingual ones, seed by seed."""
+
+from statistics import stdev
+
+import translation_parameters
+
+from gpipe.results.figure3 import (
+    BILINGUAL,
+    MULTILINGUAL,
+    PAPER_SCALE,
+    PARAMETERS,
+    figure3_languages,
+    figure3_low_resource,
+    figure3_models,
+    figure3_run,
+)
+from gpipe.results.records import Record, make_record
+from gpipe.results.translation_runs import resource_groups, trainings
+from tests.results.translation_records import cells, scored, trained
+
+PAIRS = {"sw": 100, "de": 900, "cy": 300}
+PAPER = [
+    {"num_layers": "6", "feedforward_size": "8192", "num_heads": "16", "num_stages": "1", "parameters": "408M",
+     "bleu": "30.4"},
+    {"num_layers": "24", "feedforward_size": "8192", "num_heads": "16", "num_stages": "4", "parameters": "1.24B",
+     "bleu": "34.3"},
+]  # fmt: skip
+
+
+def plan() -> Record:
+    models = [
+        {"num_layers": num_layers, "feedforward_size": 8192, "num_heads": 16, "model_size": 1024, "num_stages": stages,
+         "parameters": parameters, "parameter_bytes": 4 * parameters}
+        for num_layers, stages, parameters in ((6, 1, 408_000_000), (24, 4, 1_302_000_000))
+    ]  # fmt: skip
+    results = {"models": models, "laptop": []}
+    return make_record(kind="planned", command="c", experiment=PARAMETERS, config={}, seed=0, results=results)
+
+
+def pair(seed: int, one: float, other: float) -> list[Record]:
+    """A multilingual model, and bilingual ones of two languages with these losses."""
+    return [
+        trained(MULTILINGUAL, seed, {"sw": 2.0, "cy": 3.0, "de": 1.0}),
+        trained(BILINGUAL, seed, {"sw": one}, languages=["sw"], least_loss={"loss": one, "sw/loss": one, "step": 10}),
+        trained(BILINGUAL, seed, {"cy": other}, languages=["cy"]),
+    ]
+
+
+def test_parameters_stand_beside_the_papers_and_what_was_not_run_says_so() -> None:
+    small, deep = cells(figure3_models([plan()], PAPER))
+    assert small == ["T(6, 8192, 16)", "408M", "408,000,000", "+0.00%", "1", "1.52", "30.4", "not run"]
+    assert deep[3] == "+5.00%" and deep[4] == "4"
+
+
+def test_a_model_of_the_papers_size_has_its_mean_bleu_over_the_languages() -> None:
+    run = trained(PAPER_SCALE, 0, {}, shape=(24, 8192, 16))
+    records = [plan(), run, scored(run, {"de": 60.0, "sw": 20.0}, PAIRS)]
+    assert [row[-1] for row in cells(figure3_models(records, PAPER))] == ["not run", "20.0"]
+
+
+def test_the_multilingual_model_stands_beside_the_bilingual_ones_of_its_seed() -> None:
+    records = [*pair(0, 3.0, 2.5), *pair(1, 4.0, 3.5), trained(BILINGUAL, 7, {"sw": 1.0}, languages=["sw"])]
+    loss = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("least loss")]
+    assert loss[0] == ["least loss, nats a token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
+    assert loss[1] == ["least loss, nats a token", "1", "2", "3.750", "2.500", "-1.250", "2", ""]
+    spread = f"3.250 ± {stdev((2.75, 3.75)):.3f}"
+    assert loss[2][1:5] == ["all 2", "", spread, "2.500 ± 0.000"] and loss[2][-2:] == ["1.5", "reproduced"]
+    steps = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("steps")]
+    assert steps[0][3:] == ["155", "300", "+145", "", ""], "a bilingual model is judged at its own best evaluation"
+
+
+def test_one_seed_that_disagrees_is_not_reproduced() -> None:
+    records = [*pair(0, 3.0, 2.5), *pair(1, 1.0, 1.0)]
+    table = cells(figure3_low_resource(records))
+    assert [row[-1] for row in table if row[1] == "all 2"] == ["not reproduced, 1 of 2 seeds", ""]
+    assert [row[-1] for row in table if row[0] == "chrF"] == ["not run: experiments/bleu.py"]
+
+
+def test_scores_of_both_are_compared_and_a_diverged_training_is_left_out() -> None:
+    runs = pair(0, 3.0, 2.5)
+    broken = trained(BILINGUAL, 0, {}, languages=["de"], evaluation={}, failure="the loss of step 3 is nan")
+    records = [
+        *runs, broken,
+        scored(runs[0], {"sw": 20.0, "cy": 40.0}, PAIRS), scored(runs[1], {"sw": 30.0}, PAIRS),
+        scored(runs[2], {"cy": 20.0}, PAIRS),
+    ]  # fmt: skip
+    chrf = [row for row in cells(figure3_low_resource(records)) if row[0] == "chrF"]
+    assert chrf[0] == ["chrF", "0", "2", "25.00", "30.00", "+5.00", "1", ""]
+    assert chrf[1][-1] == "reproduced"
+    languages = cells(figure3_languages(records))
+    assert languages == [
+        ["sw", "100", "1", "3.000", "2.000", "30.0", "20.0", "15.0", "10.0"],
+        ["cy", "300", "1", "2.500", "3.000", "20.0", "40.0", "10.0", "20.0"],
+    ]
+
+
+def test_of_two_trainings_alike_the_later_counts_with_its_scores() -> None:
+    old, new = trained(MULTILINGUAL, 0, {}, loss=2.0), trained(MULTILINGUAL, 0, {}, loss=1.0)
+    (found,) = trainings([old, new, scored(old, {"sw": 1.0}, PAIRS), scored(new, {"sw": 2.0}, PAIRS)], MULTILINGUAL)
+    assert (found.best("loss"), found.score("chrf", "sw")) == (1.0, 2.0)
+
+
+def test_the_larger_half_of_the_languages_is_rich() -> None:
+    groups = resource_groups(PAIRS)
+    assert groups == {"all": ["de", "cy", "sw"], "high": ["de", "cy"], "low": ["sw"]}
+
+
+def test_without_records_the_tables_say_what_to_run() -> None:
+    assert figure3_models([], PAPER) == "Not run: experiments/translation_parameters.py.\n"
+    for table in (figure3_low_resource, figure3_languages, figure3_run):
+        assert table([]).startswith("Not run: train.py -m +experiment=transformer_multilingual scale=laptop")
+
+
+def test_the_papers_models_have_its_numbers_of_parameters_within_half_a_percent() -> None:
+    # By hand: a layer has 3 or 4 + 4 projections of the model's width by the heads' and back, and 2 of H; all biases.
+    for row in translation_parameters.paper_models():
+        width, channels, hidden = 1024, 64 * row["num_heads"], row["feedforward_size"]
+        attention = 4 * width * channels + 3 * channels + width
+        feedforward = 2 * width * hidden + hidden + width
+        layers = row["num_layers"] * (3 * attention + 2 * feedforward + 5 * 2 * width)
+        assert row["parameters_beside_tables"] == layers + 2 * 2 * width
+    paper = {6: 408e6, 12: 1.24e9, 24: 1.24e9, 32: 3.09e9, 64: 6.04e9}
+    for row in translation_parameters.paper_models():
+        assert abs(row["parameters"] / paper[row["num_layers"]] - 1) < 0.005
+    deep, wide = translation_parameters.laptop_models()
+    assert abs(deep["parameters_beside_tables"] / wide["parameters_beside_tables"] - 1) < 0.01

@@ -1,0 +1,41 @@
+"""Table 5: the paper's numbers beside ours, and whether larger mini-batches are better."""
+
+from gpipe.results.table5 import LAPTOP, PAPER_SCALE, table5, table5_laptop, table5_run
+from tests.results.translation_records import cells, scored, trained
+
+PAPER = [
+    {"title": "260K", "batch_tokens": "260000", "bleu": "30.92", "nll": "2.58"},
+    {"title": "1M", "batch_tokens": "1000000", "bleu": "31.86", "nll": "2.51"},
+]
+
+
+def test_the_papers_numbers_stand_beside_ours_or_not_run() -> None:
+    run = trained(PAPER_SCALE, 0, {}, loss=2.5, batch_size=1_000_000, languages=["de"])
+    small = trained(LAPTOP, 0, {}, loss=2.5, batch_size=260_000)
+    rows = cells(table5([run, small, scored(run, {"de": 60.0}, {"de": 1})], PAPER))
+    assert rows == [
+        ["260K", "30.92", "not run", "2.58", "not run", "0"],
+        ["1M", "31.86", "30.00", "2.51", "2.50", "1"],
+    ]
+
+
+def test_each_mini_batch_is_compared_with_the_next_smaller_one_seed_by_seed() -> None:
+    records = [
+        trained(LAPTOP, seed, {}, loss=loss, batch_size=size)
+        for size, losses in ((4096, (2.0, 2.5)), (1024, (3.0, 3.0)), (16384, (1.0, 3.0)))
+        for seed, loss in enumerate(losses)
+    ]
+    rows = cells(table5_laptop([*records, scored(records[0], {"sw": 20.0, "de": 40.0}, {"sw": 1, "de": 2})]))
+    assert [row[1:5] for row in rows] == [[size, m, "400", "2"] for size, m in zip(
+        ("1,024", "4,096", "16,384"), ("1", "4", "16"), strict=True
+    )]  # fmt: skip
+    assert [row[5] for row in rows] == ["3.000 ± 0.000", "2.250 ± 0.354", "2.000 ± 1.414"]
+    assert [row[6] for row in rows] == ["", "+0.750 ± 0.354", "+0.250 ± 1.061"]
+    assert [row[-1] for row in rows] == ["", "reproduced", "not reproduced, 1 of 2 seeds"]
+    assert rows[1][7:9] == ["15.00", "30.00"]
+
+
+def test_without_records_the_tables_say_what_to_run() -> None:
+    assert table5_laptop([]) == table5_run([]) == "Not run: train.py -m +experiment=batch_size scale=laptop.\n"
+    unscored = table5_laptop([trained(LAPTOP, 0, {})])
+    assert unscored.endswith("BLEU and chrF: not run: experiments/bleu.py.\n")

@@ -1,0 +1,26 @@
+"""Translate a sentence or a file with a model that train.py has trained. See `--help`."""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from gpipe.config.translate import register_schema, take_literally, to_settings
+from gpipe.launch.errors import one_message
+
+register_schema()
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="translate")
+def main(composed: DictConfig) -> None:
+    """Check the composed settings, then translate."""
+    with one_message(debug=composed.debug):
+        settings = to_settings(composed)
+    from gpipe.translate import start
+
+    start(settings)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = take_literally(sys.argv[1:])
+    main()
