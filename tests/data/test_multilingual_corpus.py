@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 import yaml
 
-from gpipe.data import TEXT_SPLITS, DataMissing, Tokenizer, check_data, open_corpus, split_of
+from gpipe.data import SPLITS, DataMissing, Tokenizer, check_data, open_corpus, split_of
 from gpipe.data.english_split import base_language, choose_variants, clean_line
 from gpipe.data.multilingual_text import embedded_tokenizer_path, read_embedded
 from tests.data.small_text import embedded_tokenizer, ids, write_mo
@@ -68,9 +68,9 @@ def test_the_tokenizer_is_the_one_on_record_and_its_training_repeats_itself(tmp_
 
 def test_no_english_line_is_in_two_splits_whatever_its_case_and_punctuation() -> None:
     for line in ("Log in", "%(count)d day", "…", "a  b"):
-        assert split_of(line) == split_of(f" {line.upper()} ") and split_of(line) in TEXT_SPLITS
+        assert split_of(line) == split_of(f" {line.upper()} ") and split_of(line) in SPLITS
     assert split_of("Log in") == split_of("“Log in”:")
-    plain = {split: set() for split in TEXT_SPLITS}
+    plain = {split: set() for split in SPLITS}
     for pairs in PAIRS.values():
         for pair in pairs:
             plain[split_of(pair.target)].add("".join(filter(str.isalnum, pair.target.casefold())))
@@ -81,7 +81,7 @@ def test_no_english_line_is_in_two_splits_whatever_its_case_and_punctuation() ->
 
 def test_opened_splits_hold_the_encoded_lines() -> None:
     tokenizer = embedded_tokenizer()
-    for split in TEXT_SPLITS:
+    for split in SPLITS:
         corpus = open_corpus(
             "multilingual_embedded", split, tokenizer=tokenizer, languages=["zu", "de"], max_tokens=999
         )
@@ -113,7 +113,7 @@ def test_vlc_adds_to_the_embedded_pairs_under_the_same_rule(tmp_path: Path) -> N
         entries = {line: f"{locale} {line}" for line in lines} | {known.target: known.source}
         write_mo(tmp_path / "usr/share/locale" / locale / "LC_MESSAGES/vlc.mo", entries)
     tokenizer = embedded_tokenizer()
-    for split in TEXT_SPLITS:
+    for split in SPLITS:
         opened = [
             open_corpus(name, split, tmp_path, tokenizer=tokenizer, languages=["de", "fr", "zh"], max_tokens=999)
             for name in ("multilingual_vlc", "multilingual_embedded")

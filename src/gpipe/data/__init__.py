@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe.data.catalogue import IMAGE_SETS, check_data, check_image_set, count_differences, open_image_set
 from gpipe.data.corpora import CORPORA, check_corpus, open_corpus, open_tokenizer
-from gpipe.data.english_split import TEXT_SPLITS, split_of
+from gpipe.data.english_split import SPLITS, split_of
 from gpipe.data.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
 from gpipe.data.parallel_corpus import LanguagePairs, ParallelCorpus
 from gpipe.data.source import DataMissing, Source, TableCounts
@@ -34,7 +34,7 @@ _PLACES = {
 __all__ = [
     "CORPORA",
     "IMAGE_SETS",
-    "TEXT_SPLITS",
+    "SPLITS",
     "Batch",
     "BrokenImage",
     "DataMissing",

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gpipe.data.binarized import binarized_languages, binarized_pairs, read_dictionary
-from gpipe.data.english_split import TEXT_SPLITS, check_split
+from gpipe.data.english_split import SPLITS, check_split
 from gpipe.data.multilingual_text import (
     VLC_CATALOGUES,
     embedded_languages,
@@ -53,7 +53,7 @@ CORPORA: dict[str, CorpusSource] = {
     "parallel_text": CorpusSource(
         languages=text_languages,
         pairs=text_pairs,
-        required=tuple(f"{split}.*-en.en" for split in TEXT_SPLITS),
+        required=tuple(f"{split}.*-en.en" for split in SPLITS),
         tree="""\
   <data.root>/train.<language>-en.<language>
   <data.root>/train.<language>-en.en           and the same for valid and test""",
@@ -62,7 +62,7 @@ CORPORA: dict[str, CorpusSource] = {
     "binarized": CorpusSource(
         languages=binarized_languages,
         pairs=None,
-        required=("dict.*.txt", *(f"{split}.*-en.en.idx" for split in TEXT_SPLITS)),
+        required=("dict.*.txt", *(f"{split}.*-en.en.idx" for split in SPLITS)),
         tree="""\
   <data.root>/dict.<language>.txt
   <data.root>/dict.en.txt

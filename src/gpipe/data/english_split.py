@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import sha256
 
-TEXT_SPLITS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 _SALT = "gpipe multilingual corpus 1"
 # Of 1,000 English lines about 100 are for testing, which with 102 languages makes several thousand pairs.
 _VALID_FROM, _TEST_FROM = 0.8, 0.9
@@ -21,7 +21,7 @@ def clean_line(text: str) -> str:
 
 @lru_cache(maxsize=100_000)  # the English lines come once in every language
 def split_of(english: str) -> str:
-    """Return the split, one of TEXT_SPLITS, of all pairs with this English line.
+    """Return the split, one of SPLITS, of all pairs with this English line.
 
     Case and punctuation do not matter: "Log in" and "Log in:" would otherwise give each other away.
     """
@@ -33,8 +33,8 @@ def split_of(english: str) -> str:
 
 def check_split(split: str) -> None:
     """Raise ValueError for anything but train, valid and test."""
-    if split not in TEXT_SPLITS:
-        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(TEXT_SPLITS)}")
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
 
 
 def base_language(tag: str) -> str:
