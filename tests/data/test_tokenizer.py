@@ -18,7 +18,7 @@ TOKENIZER = embedded_tokenizer()
 LINES = [pair.target for pair in read_embedded()["de"]]
 
 
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="▁")))
 def test_every_text_comes_back_with_single_spaces(text: str) -> None:
     ids = TOKENIZER.encode(text)
