@@ -25,10 +25,10 @@ from rich.table import Table
 from gpipe.config import ConfigError, Device, to_plain
 from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
-from gpipe.decoding.resource_groups import resource_groups
 from gpipe.decoding.scores import group_averages, score_corpus, signatures
 from gpipe.launch.errors import one_message
 from gpipe.results.records import append_record, make_record, without_places
+from gpipe.results.translation_runs import SCORING, resource_groups
 from gpipe.trained import TrainedModel, open_trained
 from gpipe.translate import find_device, translate_lines
 
@@ -66,10 +66,10 @@ def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs:
     """
     scores = {language: score_corpus(*both) for language, both in texts.items()}
     groups = resource_groups(num_pairs)
-    group_of = {language: group for group, languages in groups.items() for language in languages}
+    low = set(groups["low"])
     rows = {
         language: {
-            "group": group_of[language],
+            "group": "low" if language in low else "high",
             "num_train_pairs": num_pairs[language],
             "num_sentences": len(texts[language][1]),
             **scores[language].as_dict(),
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = shlex.join(["python", "experiments/bleu.py", *(arguments or sys.argv[1:])])
         gpus = [torch.cuda.get_device_name()] if device.type == "cuda" else []
         record = make_record(
-            kind="measured", command=command, experiment="bleu", config=to_plain(model.run), seed=model.run.seed,
+            kind="measured", command=command, experiment=SCORING, config=to_plain(model.run), seed=model.run.seed,
             results=results, gpus=gpus,
         )  # fmt: skip
         append_record(options.record, without_places(record))

@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 import sacrebleu
 
-from gpipe.decoding.resource_groups import resource_groups
 from gpipe.decoding.scores import Scores, average, group_averages, score_corpus, signatures
 
 REFERENCES = ["The quick brown fox jumps over the lazy dog.", "Where is the next station, please?", "All is well here."]
@@ -72,15 +71,12 @@ def test_the_signatures_say_what_was_computed() -> None:
 
 def test_languages_count_alike_in_the_averages_of_their_groups() -> None:
     scores = {name: Scores(value, 2 * value, value, value) for name, value in (("de", 30.0), ("yo", 1.0), ("fr", 20.0))}
-    found = group_averages(scores, {"high": ["de", "fr"], "low": ["yo", "ta"], "none": ["la"]})
+    found = group_averages(
+        scores, {"all": ["de", "fr", "yo"], "high": ["de", "fr"], "low": ["yo", "ta"], "none": ["la"]}
+    )
     assert found == {
         "all": Scores(17.0, 34.0, 17.0, 17.0),
         "high": Scores(25.0, 50.0, 25.0, 25.0),
         "low": Scores(1.0, 2.0, 1.0, 1.0),
     }
     assert average([scores["de"]]) == scores["de"]
-
-
-def test_the_larger_half_of_the_languages_is_high_resource() -> None:
-    assert resource_groups({"a": 1, "b": 5, "c": 3, "d": 4}) == {"high": ["b", "d"], "low": ["c", "a"]}
-    assert resource_groups({"a": 1, "b": 5, "c": 5}) == {"high": ["b", "c"], "low": ["a"]}

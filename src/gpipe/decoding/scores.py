@@ -64,10 +64,9 @@ def average(scores: Iterable[Scores]) -> Scores:
 
 
 def group_averages(scores: Mapping[str, Scores], groups: Mapping[str, Sequence[str]]) -> dict[str, Scores]:
-    """Return the average over "all" languages and over each group's; a group of which none was scored is left out."""
-    members = {"all": list(scores), **groups}
+    """Return the average over each group's languages that were scored; a group without any is left out."""
     found = {
-        name: [scores[language] for language in languages if language in scores] for name, languages in members.items()
+        name: [scores[language] for language in languages if language in scores] for name, languages in groups.items()
     }
     return {name: average(some) for name, some in found.items() if some}
 
