@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,17 +35,13 @@ from gpipe.translate import find_device, translate_lines
 COLUMNS = {"bleu": "BLEU", "chrf": "chrF", "fairseq_sacrebleu": "fairseq sacrebleu", "fairseq_bleu": "fairseq bleu"}
 
 
-class Texts(NamedTuple):
-    """What the model made of a language's sentences, and what it should be."""
-
-    translations: list[str]
-    references: list[str]
-
-
 def translate_split(
     model: TrainedModel, search: BeamSearch, corpus: ParallelCorpus, limit: int | None = None
-) -> dict[str, Texts]:
-    """Translate the first `limit` sentences of each language, all languages together: batches have like lengths."""
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the translations and the references of the first `limit` sentences of each language.
+
+    All languages are translated together, so that batches of like lengths are large.
+    """
     sources, references = [], []
     counts = [
         min(len(corpus.pairs(language)), sys.maxsize if limit is None else limit) for language in corpus.languages
@@ -58,12 +54,12 @@ def translate_split(
     translations = translate_lines(search, model.tokenizer, sources)
     found = {}
     for language, count in zip(corpus.languages, counts, strict=True):
-        found[language] = Texts(translations[:count], references[:count])
+        found[language] = translations[:count], references[:count]
         translations, references = translations[count:], references[count:]
     return found
 
 
-def score_languages(texts: Mapping[str, Texts], num_pairs: Mapping[str, int]) -> dict[str, Any]:
+def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs: Mapping[str, int]) -> dict[str, Any]:
     """Return the scores of each language, and their averages by resource group.
 
     num_pairs: training pairs of every language that the model was trained on.
@@ -75,7 +71,7 @@ def score_languages(texts: Mapping[str, Texts], num_pairs: Mapping[str, int]) ->
         language: {
             "group": group_of[language],
             "num_train_pairs": num_pairs[language],
-            "num_sentences": len(texts[language].references),
+            "num_sentences": len(texts[language][1]),
             **scores[language].as_dict(),
         }
         for language in sorted(scores, key=lambda language: (-num_pairs[language], language))
@@ -95,7 +91,7 @@ def print_scores(results: Mapping[str, Any]) -> None:
     table.add_section()
     for group, row in results["averages"].items():
         table.add_row("average", group, "", "", *_shown(row))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    Console().print(table)
     for name, signature in results["signatures"].items():
         print(f"{COLUMNS[name]}: {signature}")
 

@@ -32,8 +32,13 @@ SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
 GROUPS = ("model", "data", "pipeline", "optimizer", "launch", "tracking")
 # What an experiment cannot do without and does not choose.
 GIVEN = {"transfer": ["init_from=null"], "transfer_table": ["init_from=null"]}
-# The model for which data=random_tokens is, and the other way round.
-PARTNER = {"transformer_lm": "data=random_tokens", "random_tokens": "model=transformer_lm"}
+# What a choice goes with that is not for the default model or data, by the beginning of its name.
+PARTNER = {
+    "transformer_lm": "data=random_tokens",
+    "random_tokens": "model=transformer_lm",
+    "translation": "data=multilingual_embedded",
+    **dict.fromkeys(("multilingual", "parallel_text", "binarized"), "model=translation_small"),
+}
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
 
@@ -67,7 +72,7 @@ def test_every_experiment_composes_at_every_scale(experiment: str, scale: str) -
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_of_every_group_composes(group: str, name: str) -> None:
-    partner = PARTNER.get(re.sub("_(24|small)$", "", name))
+    partner = next((each for beginning, each in PARTNER.items() if name.startswith(beginning)), None)
     run_of(f"{group}={name}", *([partner] if partner else []))
 
 

@@ -17,12 +17,14 @@ pytestmark = pytest.mark.usefixtures("composer")
 
 
 def data_for(model: str) -> list[str]:
+    if model.startswith("translation"):
+        return ["data=multilingual_embedded"]
     return ["data=random_tokens"] if model.startswith("transformer_lm") else []
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [[f"model={name}", *data_for(name)] for name in MODELS if not name.startswith("translation")]
+    [[f"model={name}", *data_for(name)] for name in MODELS]
     + [[f"optimizer={name}", "pipeline.rematerialize=never"] for name in OPTIMIZERS],
     ids=" ".join,
 )

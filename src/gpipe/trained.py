@@ -60,8 +60,8 @@ def _find_tokenizer(checkpoint: Path, data: TranslationDataConfig) -> Tokenizer:
         return Tokenizer(kept)
     if (tokenizer := open_tokenizer(data.name, data.tokenizer)) is None:
         raise ConfigError(
-            f"{checkpoint} was trained on the ids of data.name={data.name} without a tokenizer, expected one that turns "
-            f"text into them: put the SentencePiece model that made them there as {kept}."
+            f"{checkpoint} was trained on the ids of data.name={data.name} without a tokenizer, expected one that "
+            f"turns text into them: put the SentencePiece model that made them there as {kept}."
         )
     return tokenizer
 

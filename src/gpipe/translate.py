@@ -63,18 +63,26 @@ def _read(settings: TranslateConfig) -> list[str]:
     """Return the lines that are to be translated."""
     if settings.text is not None:
         return [settings.text]
+    name = _name(settings)
     assert settings.file is not None
     try:
         content = sys.stdin.buffer.read() if settings.file == _STANDARD_INPUT else Path(settings.file).read_bytes()
         text = content.decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"file is {settings.file}, which cannot be read ({error.strerror}): name a text.") from None
+        raise ConfigError(f"{name} cannot be read ({error.strerror}): set file=<a text file>.") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"file is {settings.file}, whose line {line} is not UTF-8: convert it to UTF-8.") from None
+        raise ConfigError(f"{name}, line {line}, is not UTF-8: convert it to UTF-8.") from None
     if not text.strip():
-        raise ConfigError(f"file is {settings.file}, which is empty, expected a sentence a line: write some into it.")
+        raise ConfigError(f"{name} is empty, expected a sentence a line: write some into it.")
     return text.removesuffix("\n").split("\n")
+
+
+def _name(settings: TranslateConfig) -> str:
+    """Return what a message calls the text."""
+    if settings.text is not None:
+        return "text"
+    return "the standard input" if settings.file == _STANDARD_INPUT else str(settings.file)
 
 
 def _encode(tokenizer: Tokenizer, lines: Sequence[str], settings: TranslateConfig) -> list[list[int]]:
@@ -82,17 +90,17 @@ def _encode(tokenizer: Tokenizer, lines: Sequence[str], settings: TranslateConfi
     tokens = tokenizer.encode_lines(lines)
     long = [number for number, line in enumerate(tokens, start=1) if len(line) > settings.max_length]
     if long:
-        where = "text" if settings.text is not None else f"{settings.file}, line {long[0]},"
+        where = _name(settings) + (f", line {long[0]}," if settings.text is None else "")
         raise ConfigError(
             f"{where} has {len(tokens[long[0] - 1])} tokens, expected at most max_length={settings.max_length}: "
             "split the sentence, or raise max_length."
         )
     empty = [number for number, line in enumerate(tokens, start=1) if not line]
     if empty and settings.text is not None:
-        raise ConfigError(f"text is {settings.text!r}, in which there is nothing to translate: give a sentence.")
+        raise ConfigError(f"text is {settings.text!r}, where there is nothing to translate: give a sentence.")
     if empty:
         first = "is 1 empty line" if len(empty) == 1 else f"are {len(empty)} empty lines, the first"
-        print(f"warning: in {settings.file} there {first} ({empty[0]}): empty lines stay empty.", file=sys.stderr)
+        print(f"warning: in {_name(settings)} there {first} ({empty[0]}): empty lines stay empty.", file=sys.stderr)
     return tokens
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,7 @@ class LanguagePairs:
         """Return the length of the longer side of each pair, in tokens with END."""
         return np.maximum(self.sources.lengths, self.targets.lengths)
 
-    def select(self, rows: NDArray[np.int64]) -> "LanguagePairs":
+    def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
         """Return some of the pairs."""
         return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
 
@@ -53,7 +54,9 @@ class ParallelCorpus:
 
     pairs: language -> its pairs, at least one each. vocabulary_size: of both sides together. skipped: what was left
     out. max_pairs: keep so many pairs of each language; of a smaller number the pairs are also among those of a larger
-    one. languages: sorted.
+    one.
+
+    languages: sorted. blocks: all pairs, language after language, in as few arrays as possible.
 
     Raises ValueError where there is no language.
     """
@@ -71,6 +74,10 @@ class ParallelCorpus:
         self.vocabulary_size = vocabulary_size
         self._skipped = [each for each in skipped if each.number]
         self._pairs = [_subset(pairs[language], max_pairs) for language in self.languages]
+        self.blocks = [_join(self._pairs)] if all(map(_in_memory, self._pairs)) else self._pairs
+        bounds = np.cumsum([0, *map(len, self._pairs)])
+        if len(self.blocks) == 1:  # the tokens that were joined need not be kept twice
+            self._pairs = [self.blocks[0].select(slice(*ends)) for ends in pairwise(bounds)]
 
     def __len__(self) -> int:
         """Return the number of pairs of all languages."""
@@ -94,6 +101,15 @@ class ParallelCorpus:
     def warnings(self) -> list[str]:
         """Return a sentence for each reason why something was left out."""
         return [f"skipped {each.number:,} pairs {each.reason}, the first at {each.first}" for each in self._skipped]
+
+
+def _in_memory(pairs: LanguagePairs) -> bool:
+    return pairs.sources.owner is None and pairs.targets.owner is None
+
+
+def _join(parts: Sequence[LanguagePairs]) -> LanguagePairs:
+    sources = Sentences.join([part.sources for part in parts])
+    return LanguagePairs(sources, Sentences.join([part.targets for part in parts]))
 
 
 def _subset(pairs: LanguagePairs, max_pairs: int | None) -> LanguagePairs:

@@ -34,10 +34,10 @@ class SentenceWalk:
         return [self._walk(number, *bounds) for number, bounds in enumerate(zip(starts, ends, strict=True))]
 
     def _walk(self, language: int, start: int, end: int) -> NDArray[np.int64]:
+        if start == end:
+            return np.empty(0, np.int64)
         size = int(self._num_pairs[language])
         passes = range(start // size, -(-end // size))
-        if start == end or not passes:
-            return np.empty(0, np.int64)
         steps = np.concatenate([self._order(language, number, size) for number in passes])
         return steps[start - passes.start * size : end - passes.start * size]
 

@@ -1,7 +1,8 @@
 """Many sentences of token ids in one array: a few bytes a token, and a whole mini-batch is read at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ class Sentences:
         start = self.starts[index]
         return self.tokens[start : start + self.lengths[index]].astype(np.int64)
 
-    def select(self, rows: NDArray[Any]) -> "Sentences":
-        """Return some of the sentences, by their indices or a mask, without a copy of the tokens."""
+    def select(self, rows: NDArray[Any] | slice) -> "Sentences":
+        """Return some of the sentences, by their indices, a mask or a slice, without a copy of the tokens."""
         return Sentences(self.tokens, self.starts[rows], self.lengths[rows], self.owner)
 
     def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
@@ -47,19 +48,22 @@ class Sentences:
         return batch
 
     @classmethod
-    def pack(cls, sentences: Iterable[Sequence[int]], vocabulary_size: int) -> "Sentences":
+    def pack(cls, sentences: Sequence[Sequence[int]], vocabulary_size: int) -> "Sentences":
         """Copy sentences without END into one array, in two bytes a token where the vocabulary allows it."""
         kind = np.uint16 if vocabulary_size <= 1 << 16 else np.int32
-        parts = [np.array([*sentence, END], kind) for sentence in sentences]
-        lengths = np.array([len(part) for part in parts], np.int32)
-        tokens = np.concatenate(parts) if parts else np.empty(0, kind)
+        lengths = np.array([len(sentence) + 1 for sentence in sentences], np.int32)
+        flat = chain.from_iterable(chain(sentence, (END,)) for sentence in sentences)
+        tokens = np.fromiter(flat, kind, count=int(lengths.sum(dtype=np.int64)))
         return cls(tokens, starts_of(lengths), lengths)
 
     @classmethod
     def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
-        """Return the sentences of several packed ones, in their order."""
+        """Return the sentences of several ones in memory, in their order; the tokens are copied."""
+        sizes = np.array([len(part.tokens) for part in packed])
+        shifts = np.cumsum(sizes) - sizes
+        starts = np.concatenate([part.starts + shift for part, shift in zip(packed, shifts, strict=True)])
         lengths = np.concatenate([part.lengths for part in packed])
-        return cls(np.concatenate([part.tokens for part in packed]), starts_of(lengths), lengths)
+        return cls(np.concatenate([part.tokens for part in packed]), starts, lengths)
 
 
 def starts_of(lengths: NDArray[np.int32]) -> NDArray[np.int64]:

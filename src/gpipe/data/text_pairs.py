@@ -29,14 +29,13 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._targets: dict[str, list[int]] = {}
         self.empty = Skipped("with an empty line")
         self.long = long_pairs(max_tokens)
 
     def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
         """Return the pairs of one language as ids; possibly none are left."""
-        blocks = [self._encode_block(block) for block in _blocks(pairs)]
-        if not blocks:
-            blocks = [self._encode_block([])]
+        blocks = [self._encode_block(block) for block in _blocks(pairs)] or [self._encode_block([])]
         sources = Sentences.join([block.sources for block in blocks])
         return LanguagePairs(sources, Sentences.join([block.targets for block in blocks]))
 
@@ -44,11 +43,19 @@ class Encoder:
         full = [pair for pair in block if pair.source.strip() and pair.target.strip()]
         _count(self.empty, block, full)
         sources = self._tokenizer.encode_lines([pair.source for pair in full])
-        targets = self._tokenizer.encode_lines([pair.target for pair in full])
+        targets = self._encode_targets([pair.target for pair in full])
         fits = [max(map(len, pair)) < self._max_tokens for pair in zip(sources, targets, strict=True)]  # and END
         _count(self.long, full, list(compress(full, fits)))
         size = self._tokenizer.vocabulary_size
-        return LanguagePairs(*(Sentences.pack(compress(side, fits), size) for side in (sources, targets)))
+        return LanguagePairs(*(Sentences.pack(list(compress(side, fits)), size) for side in (sources, targets)))
+
+    def _encode_targets(self, lines: list[str]) -> list[list[int]]:
+        """Encode English lines, remembering some: in a corpus of many languages each of them comes many times."""
+        if len(self._targets) > _BLOCK:
+            self._targets.clear()
+        new = [line for line in dict.fromkeys(lines) if line not in self._targets]
+        self._targets.update(zip(new, self._tokenizer.encode_lines(new), strict=True))
+        return [self._targets[line] for line in lines]
 
 
 def _count(skipped: Skipped, before: list[TextPair], after: list[TextPair]) -> None:

@@ -26,7 +26,10 @@ class Tokenizer:
 
         self.path = Path(path).expanduser()
         try:
-            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
+            model = self.path.read_bytes()
+            if not model:
+                raise RuntimeError("it is empty")
+            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except FileNotFoundError as error:
             raise ValueError(f"the tokenizer {self.path} does not exist: set data.tokenizer=<model file>") from error
         except (OSError, RuntimeError) as error:

@@ -53,7 +53,7 @@ class TranslationLoader(EpochPosition):
     ) -> None:
         super().__init__(seed, replica_index, num_replicas)
         self.languages = corpus.languages
-        self._pairs = [corpus.pairs(language) for language in self.languages]
+        self._blocks = corpus.blocks
         shown = np.array([only is None or language in only for language in self.languages])
         for language in only or ():
             corpus.pairs(language)
@@ -62,8 +62,12 @@ class TranslationLoader(EpochPosition):
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._firsts = np.concatenate([[0], np.cumsum(corpus.num_pairs())])
-        self._longest = np.concatenate([pairs.longest() for pairs in self._pairs])
-        self._keys = np.concatenate([_sort_keys(pairs.sources.lengths, pairs.targets.lengths) for pairs in self._pairs])
+        self._block_firsts = np.cumsum([0, *map(len, self._blocks)])
+        self._sources, self._targets = (
+            np.concatenate([side.lengths for side in sides])
+            for sides in ([block.sources for block in self._blocks], [block.targets for block in self._blocks])
+        )
+        self._longest = np.maximum(self._sources, self._targets)
         self._shown = np.repeat(shown, corpus.num_pairs())
         self._check_batch_size()
         if shuffle:
@@ -103,7 +107,7 @@ class TranslationLoader(EpochPosition):
         drawn = np.flatnonzero(num_pairs)
         probabilities = np.zeros(len(num_pairs))
         probabilities[drawn] = sampling_probabilities(num_pairs[drawn], temperature)
-        mean_tokens = np.array([pairs.longest().mean() for pairs in self._pairs])
+        mean_tokens = np.add.reduceat(self._longest, self._firsts[:-1], dtype=np.int64) / np.diff(self._firsts)
         num_sentences = self._num_batches * self._batch_size / (probabilities @ mean_tokens)
         return SentenceWalk(num_pairs, num_sentences * probabilities, seed)
 
@@ -126,38 +130,27 @@ class TranslationLoader(EpochPosition):
         return order, fill_last(self._cut(order), self._num_replicas)
 
     def _by_length(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        return numbers[np.argsort(self._keys[numbers], kind="stable")]
+        """Sort pairs by the longer side, then by the source, then by the target; equal ones stay in their order."""
+        keys = self._longest[numbers].astype(np.int64) << 42 | self._sources[numbers].astype(np.int64) << 21
+        return numbers[np.argsort(keys | self._targets[numbers], kind="stable")]
 
     def _cut(self, order: NDArray[np.int64]) -> Bounds:
         return cut_by_tokens(self._longest[order], self._batch_size)
 
     def _batch(self, numbers: NDArray[np.int64]) -> TranslationBatch:
-        languages = np.searchsorted(self._firsts, numbers, side="right") - 1
-        rows = numbers - self._firsts[languages]
-        present = np.unique(languages)
-        source_width, target_width = (
-            max(int(side.lengths[rows[languages == language]].max()) for language, side in sides)
-            for sides in (
-                [(language, self._pairs[language].sources) for language in present],
-                [(language, self._pairs[language].targets) for language in present],
-            )
-        )
-        own = slice(self._replica_index, None, self._num_replicas)
-        rows, languages = rows[own], languages[own]
-        source = np.empty((len(rows), source_width), np.int64)
-        tokens = np.empty((len(rows), target_width), np.int64)
-        for language in np.unique(languages):
-            here = languages == language
-            source[here] = self._pairs[language].sources.padded(rows[here], source_width)
-            tokens[here] = self._pairs[language].targets.padded(rows[here], target_width)
+        """Return this replica's part of a mini-batch, as wide as the whole of it."""
+        widths = int(self._sources[numbers].max()), int(self._targets[numbers].max())
+        own = numbers[self._replica_index :: self._num_replicas]
+        source, tokens = (np.empty((len(own), width), np.int64) for width in widths)
+        blocks = np.searchsorted(self._block_firsts, own, side="right") - 1
+        for block in np.unique(blocks):
+            here = blocks == block
+            rows = own[here] - self._block_firsts[block]
+            source[here] = self._blocks[block].sources.padded(rows, widths[0])
+            tokens[here] = self._blocks[block].targets.padded(rows, widths[1])
+        languages = np.searchsorted(self._firsts, own, side="right") - 1
         inputs = torch.from_numpy(source), torch.from_numpy(_previous(tokens))
         return inputs, {"tokens": torch.from_numpy(tokens), "language": torch.from_numpy(languages)}
-
-
-def _sort_keys(sources: NDArray[np.int32], targets: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return numbers that sort pairs by the longer side, then by the source, then by the target."""
-    longest = np.maximum(sources, targets).astype(np.int64)
-    return longest << 42 | sources.astype(np.int64) << 21 | targets
 
 
 def _previous(tokens: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 
 import torch
@@ -62,22 +62,25 @@ def materialize(
 
 def replace_parameter(layer: nn.Module, old: Parameter, new: Parameter) -> None:
     """Put another parameter wherever a layer has `old`."""
-    for module, name in list(_places(layer, old)):
+    for module, name in _places(layer)[old]:
         setattr(module, name, new)
 
 
-def _places(layer: nn.Module, parameter: Parameter) -> Iterator[tuple[nn.Module, str]]:
+def _places(layer: nn.Module) -> dict[Parameter, list[tuple[nn.Module, str]]]:
+    """Return where each parameter of a layer stands."""
+    places: dict[Parameter, list[tuple[nn.Module, str]]] = {}
     for module in layer.modules():
-        for name, own in module._parameters.items():
-            if own is parameter:
-                yield module, name
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    return places
 
 
 def _to_empty(layer: nn.Module) -> None:
     """Give a layer memory on the CPU; what is one parameter in several places of it stays one, unlike torch has it."""
-    places = [list(_places(layer, parameter)) for parameter in layer.parameters()]
+    places = _places(layer)
     layer.to_empty(device=_CPU)
-    for (module, name), *others in places:
+    for (module, name), *others in places.values():
         for other, other_name in others:
             setattr(other, other_name, module._parameters[name])
 
