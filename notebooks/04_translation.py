@@ -218,7 +218,7 @@ def draw_sides(axis: plt.Axes, sides: Sequence[Mapping[int, Trained]], figure: s
     axis.margins(x=0.15)
 
 
-for data, sides in deep_and_wide(records).items():
+for (data, _), sides in deep_and_wide(records).items():
     pairs = training_pairs(records, data)
     groups = resource_groups(pairs) if pairs else {"all": []}
     _, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
@@ -259,8 +259,7 @@ def draw_course(axis: plt.Axes, run: Record, key: str, color: str, label: str | 
         axis.plot(steps[-1], values[-1], "x", color=color, markersize=9, markeredgewidth=2)
 
 
-ways = deep_trainings(records)
-if any(run.results.get("training") for runs in ways.values() for run in runs):
+for setting, ways in deep_trainings(records).items():
     _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for (scaled, limit), runs in ways.items():
         for place, run in enumerate(runs):
@@ -268,16 +267,15 @@ if any(run.results.get("training") for runs in ways.values() for run in runs):
             draw_course(axes[0], run, "nll", color, label)
             draw_course(axes[1], run, "gradient_norm", color, None)
     axes[0].legend(fontsize=8)
+    axes[0].set_title(setting, loc="left", fontsize=10)
     axes[0].set_ylabel("training loss, nats a token")
     axes[1].set_ylabel("largest gradient norm")
     axes[1].set_yscale("log")
     for axis in axes:
         axis.set_xlabel("step")
     plt.show()
-show(
-    *(f"**{name_of(*way)}**: {', '.join(map(became, runs))} (seed by seed)." for way, runs in ways.items()),
-    deep_training(records),
-)
+    show(*(f"**{name_of(*way)}**: {', '.join(map(became, runs))} (seed by seed)." for way, runs in ways.items()))
+show(deep_training(records))
 
 # %% [markdown]
 # ## 5. Larger mini-batches
