@@ -25,11 +25,11 @@ from IPython import display as page
 from gpipe.results.depth import became, deep_and_wide, deep_or_wide, deep_training, deep_trainings
 from gpipe.results.figure3 import (
     BILINGUAL,
-    MULTILINGUAL,
     as_number,
     compared,
     figure3_low_resource,
     figure3_models,
+    multilingual_trainings,
 )
 from gpipe.results.records import Record, read_records
 from gpipe.results.reproduction import RUNS_FILE, read_paper
@@ -144,7 +144,9 @@ def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) 
     plt.show()
 
 
-multilingual, bilingual = trainings(records, MULTILINGUAL), trainings(records, BILINGUAL)
+bilingual = trainings(records, BILINGUAL)
+sizes = {one.setting for one in bilingual}
+multilingual = [one for one in multilingual_trainings(records) if not sizes or one.setting in sizes]
 for setting in dict.fromkeys(one.setting for one in multilingual):
     draw_setting(
         setting,

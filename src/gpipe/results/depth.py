@@ -9,6 +9,7 @@ from gpipe.results.figure3 import PARAMETERS, planned_models
 from gpipe.results.records import Record
 from gpipe.results.tables import markdown, named, not_run
 from gpipe.results.translation_runs import (
+    DEEP_OR_WIDE,
     GROUPS,
     SCORER,
     Trained,
@@ -20,7 +21,6 @@ from gpipe.results.translation_runs import (
     verdict,
 )
 
-DEEP_OR_WIDE = "deep_or_wide_laptop"
 DEEP_TRAINING = "deep_training_laptop"
 _COMMAND = "train.py -m +experiment={} scale=laptop"
 _FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}

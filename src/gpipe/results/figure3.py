@@ -8,6 +8,7 @@ from typing import Any
 from gpipe.results.records import Record
 from gpipe.results.tables import Paper, markdown, named, newest, not_run, provenance
 from gpipe.results.translation_runs import (
+    DEEP_OR_WIDE,
     SCORER,
     Trained,
     mean,
@@ -102,8 +103,16 @@ def figure3_languages(records: Sequence[Record]) -> str:
 
 def figure3_run(records: Sequence[Record]) -> str:
     """Return where the newest of the small multilingual models was trained, and on what."""
-    runs = [one.run for one in trainings(records, MULTILINGUAL)]
+    runs = [one.run for one in multilingual_trainings(records)]
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
+
+
+def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
+    """Return the small models of all languages; those that deep_or_wide compares are such trainings too."""
+    found: dict[tuple[str, int], Trained] = {}
+    for experiment in (DEEP_OR_WIDE, MULTILINGUAL):
+        found |= {(one.setting, one.run.seed): one for one in trainings(records, experiment)}
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[F
 
     Only languages that both have with the same seed are in it.
     """
-    multilingual = {(one.setting, one.run.seed): one for one in trainings(records, MULTILINGUAL)}
+    multilingual = {(one.setting, one.run.seed): one for one in multilingual_trainings(records)}
     found: dict[str, dict[int, dict[str, tuple[Figures, Figures]]]] = {}
     for one in trainings(records, BILINGUAL):
         other = multilingual.get((one.setting, one.run.seed))

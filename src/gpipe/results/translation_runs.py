@@ -7,6 +7,7 @@ from typing import Any
 
 from gpipe.results.records import Record, same_settings
 
+DEEP_OR_WIDE = "deep_or_wide_laptop"
 SCORING = "bleu"
 SCORER = "experiments/bleu.py"
 GROUPS = ("all", "high", "low")
