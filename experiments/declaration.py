@@ -23,13 +23,13 @@ class Declaration(HTMLParser):
         """Enter a part or a paragraph."""
         if tag == "article":
             self._part = dict(attrs).get("data-number") or "?"
-        self._inside = tag == "p"
-        if self._inside:
+        if tag == "p":
+            self._inside = True
             self.parts.setdefault(self._part, []).append("")
 
     def handle_endtag(self, tag: str) -> None:
         """Leave a paragraph."""
-        self._inside = False
+        self._inside = self._inside and tag != "p"
 
     def handle_data(self, data: str) -> None:
         """Add to the paragraph."""

@@ -35,7 +35,7 @@ def test_what_is_empty_or_untranslated_is_no_pair_and_white_space_is_one_space()
 @pytest.mark.parametrize("order", ["<", ">"])
 def test_a_compiled_catalogue_reads_as_the_standard_library_reads_it(tmp_path: Path, order: str) -> None:
     path = tmp_path / "vlc.mo"
-    entries = {"": RUSSIAN, "Open": "Открыть", "menu\x04Play": "Играть", "%d day\0%d days": "день\0дня\0дней"}
+    entries = {"": RUSSIAN, "Open": "Открыть", "menu\x04Play": "Играть", "%d day\0%d days": "день\0дни\0днями"}
     write_mo(path, entries, order)
     with path.open("rb") as stream:
         theirs = gettext.GNUTranslations(stream)

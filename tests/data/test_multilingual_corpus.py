@@ -82,7 +82,9 @@ def test_no_english_line_is_in_two_splits_whatever_its_case_and_punctuation() ->
 def test_opened_splits_hold_the_encoded_lines() -> None:
     tokenizer = embedded_tokenizer()
     for split in SPLITS:
-        corpus = open_corpus("multilingual_embedded", split, tokenizer=tokenizer, languages=["zu", "de"], max_tokens=999)
+        corpus = open_corpus(
+            "multilingual_embedded", split, tokenizer=tokenizer, languages=["zu", "de"], max_tokens=999
+        )
         assert corpus.languages == ("de", "zu") and corpus.vocabulary_size == 4000 and corpus.warnings() == []
         for language in corpus.languages:
             lines = [pair for pair in PAIRS[language] if split_of(pair.target) == split]
@@ -128,7 +130,9 @@ def test_where_vlc_is_missing_the_message_says_how_to_get_it(tmp_path: Path) -> 
     with pytest.raises(DataMissing) as caught:
         check_data("multilingual_vlc", tmp_path)
     message = str(caught.value)
-    assert message.startswith("The corpus multilingual_vlc is missing.\nLooked for: usr/share/locale/*/LC_MESSAGES/vlc.mo")
+    assert message.startswith(
+        "The corpus multilingual_vlc is missing.\nLooked for: usr/share/locale/*/LC_MESSAGES/vlc.mo"
+    )
     assert "`apt-get download vlc-l10n`, `dpkg-deb -x vlc-l10n_*.deb vlc-l10n`" in message
     assert "Without it: data=multilingual_embedded" in message
     check_data("multilingual_embedded")

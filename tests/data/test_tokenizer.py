@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe._fairseq import import_fairseq
@@ -18,6 +18,7 @@ TOKENIZER = embedded_tokenizer()
 LINES = [pair.target for pair in read_embedded()["de"]]
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="▁")))
 def test_every_text_comes_back_with_single_spaces(text: str) -> None:
     ids = TOKENIZER.encode(text)
@@ -79,6 +80,6 @@ def test_other_special_ids_are_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(
         ValueError,
-        match=r"other.model has the special ids bos 1, pad -1, eos 2, unk 0, expected bos 0, pad 1, eos 2, unk 3: train",
+        match=r"other.model has the special ids bos 1, pad -1, eos 2, unk 0, expected bos 0, pad 1, eos 2, unk 3: ",
     ):
         Tokenizer(tmp_path / "other.model")

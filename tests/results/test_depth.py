@@ -11,6 +11,7 @@ from gpipe.results.depth import (
     deep_or_wide,
     deep_or_wide_models,
     deep_training,
+    deep_trainings,
     largest_rise,
 )
 from gpipe.results.records import Record
@@ -65,6 +66,7 @@ def test_a_row_has_a_way_to_train_a_deep_model_and_what_became_of_it() -> None:
         deep(1, course(8.0), scaled=False, limit=None, evaluation={}, failure="the loss of step 12 is nan"),
     ]
     both, neither = cells(deep_training(records))
+    assert len(deep_trainings([*records, deep(0, [], rate=0.25)])) == 2, "one of each learning rate"
     assert both[:5] == ["yes", "20", "2", "1.500 ± 0.707", "1.250 ± 0.354"]
     assert both[5:] == ["8.000 ± 0.000", "5.500 ± 0.707", "0.500 ± 0.707", "4", "25.00%", "trained: 2"]
     assert neither[:4] == ["no", "none", "2", "1.000"]

@@ -4,7 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import gpipe
 from gpipe.pipeline.gradient_norm import global_norm
 from gpipe.results.jobs import Outcome, read_jobs, write_outcome
 from gpipe.results.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
@@ -116,8 +119,10 @@ def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_n
     (folder / "runs.jsonl").touch()
     with pytest.raises(ValueError, match="the gradient of") as norm:
         global_norm([("layers.0.weight", math.nan)])
-    loss = "the loss of step 2 is inf in stage 1; nothing was updated"
-    for seed, reason in enumerate((loss, f"step 1: {norm.value}", "no space is left")):
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(1, 1)), lambda outputs, targets: math.inf * outputs.sum(), [1])
+    with pytest.raises(gpipe.NonFiniteError) as loss:
+        pipeline.train_step((torch.ones(1, 1), torch.ones(1, 1)))
+    for seed, reason in enumerate((str(loss.value), f"step 1: {norm.value}", "no space is left")):
         job = sweep / f"seed={seed}"
         job.mkdir(parents=True)
         config = {"seed": seed, "data": {"name": "text"}}
@@ -131,7 +136,7 @@ def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_n
         ("measured", "deep", 1),
     ]
     course = [{"step": 1, "loss": 3.0, "gradient_norm": 2.0}]
-    assert records[0].results == {"failure": loss, "curve": [], "training": course}
+    assert records[0].results == {"failure": str(loss.value), "curve": [], "training": course}
 
 
 def test_speeds_are_replaced_on_the_same_machine_alone_and_jobs_without_devices_are_recorded_each(

@@ -32,6 +32,7 @@ def trained(
         "data": {"name": "corpus", "languages": None if languages is None else list(languages)},
         "pipeline": {"num_microbatches": batch_size // 1024},
         "trainer": {"batch_size": batch_size},
+        "optimizer": {"learning_rate": results.pop("rate", 0.5)},
         "seed": seed,
     }
     figures = {"loss": loss, "top1": 0.5, **{f"{language}/loss": value for language, value in losses.items()}}

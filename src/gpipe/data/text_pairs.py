@@ -1,7 +1,7 @@
 """From pairs of lines to pairs of token ids, leaving out what cannot be trained on."""
 
 from collections.abc import Iterable, Iterator
-from itertools import compress, islice
+from itertools import islice
 from typing import NamedTuple
 
 from gpipe.data.parallel_corpus import LanguagePairs, Skipped
@@ -18,6 +18,9 @@ class TextPair(NamedTuple):
     target: str
     file: str
     line: int
+
+
+_Encoded = tuple[TextPair, list[int], list[int]]
 
 
 class Encoder:
@@ -40,14 +43,16 @@ class Encoder:
         return LanguagePairs(sources, Sentences.join([block.targets for block in blocks]))
 
     def _encode_block(self, block: list[TextPair]) -> LanguagePairs:
-        full = [pair for pair in block if pair.source.strip() and pair.target.strip()]
-        _count(self.empty, block, full)
-        sources = self._tokenizer.encode_lines([pair.source for pair in full])
-        targets = self._encode_targets([pair.target for pair in full])
-        fits = [max(map(len, pair)) < self._max_tokens for pair in zip(sources, targets, strict=True)]  # and END
-        _count(self.long, full, list(compress(full, fits)))
+        sources = self._tokenizer.encode_lines([pair.source for pair in block])
+        targets = self._encode_targets([pair.target for pair in block])
+        encoded = list(zip(block, sources, targets, strict=True))
+        full = [each for each in encoded if each[1] and each[2]]
+        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # and END
+        _count(self.empty, encoded, full)
+        _count(self.long, full, short)
         size = self._tokenizer.vocabulary_size
-        return LanguagePairs(*(Sentences.pack(list(compress(side, fits)), size) for side in (sources, targets)))
+        kept = Sentences.pack([ids for _, ids, _ in short], size), Sentences.pack([ids for _, _, ids in short], size)
+        return LanguagePairs(*kept)
 
     def _encode_targets(self, lines: list[str]) -> list[list[int]]:
         """Encode English lines, remembering some: in a corpus of many languages each of them comes many times."""
@@ -58,15 +63,15 @@ class Encoder:
         return [self._targets[line] for line in lines]
 
 
-def _count(skipped: Skipped, before: list[TextPair], after: list[TextPair]) -> None:
+def _count(skipped: Skipped, before: list[_Encoded], after: list[_Encoded]) -> None:
     """Count what is in `before` and not in `after`, which are both in order."""
     if len(after) < len(before):
-        first = next((old for old, new in zip(before, after, strict=False) if old is not new), before[len(after)])
+        first = next((old for old, new in zip(before, after, strict=False) if old is not new), before[len(after)])[0]
         skipped.add(len(before) - len(after), f"{first.file}:{first.line}")
 
 
 def long_pairs(max_tokens: int) -> Skipped:
-    """Return the counter of the pairs that `short_enough` leaves out."""
+    """Return the counter of the pairs that are left out as too long."""
     return Skipped(f"longer than {max_tokens} tokens (data.max_tokens)")
 
 

@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
-from gpipe.pipeline.autocast import uncached_autocast
 from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor, make_plan
-from gpipe.pipeline.failure import LostPeer, NonFiniteError, PipelineError
+from gpipe.pipeline.failure import LostPeer, NonFiniteError
+from gpipe.pipeline.guard import Guard
 from gpipe.pipeline.messages import Messenger
 from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
 from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLoss
@@ -26,9 +26,8 @@ from gpipe.pipeline.modes import evaluation_mode
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.placement import Devices, local_devices, process_device
 from gpipe.pipeline.processes import Processes
-from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device, name_stages
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.tied_gradients import TiedGradients
 from gpipe.pipeline.ties import Ties
@@ -103,7 +102,6 @@ class Pipeline:
         check_stages_per_device(schedule, self.num_stages, stages_per_device)
         self.seed, self.step = seed, 0
         self._loss, self._loss_weight = loss, loss_weight
-        self._broken: str | None = None
         self._processes: Processes | None = None
         self._transfer: Transfer
         if mesh is None:
@@ -143,6 +141,14 @@ class Pipeline:
         messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
         watch = self._processes.watch if self._processes else None
         self._close = weakref.finalize(self, _deliver, self._transfer, messengers, watch)
+        self._guard = Guard(
+            self._executor,
+            self._batch_norms,
+            self._transfer,
+            self._processes,
+            list(places.values()),
+            give_up=self._close.detach,  # what was sent will not be asked for any more
+        )
 
     @property
     def is_first(self) -> bool:
@@ -202,7 +208,7 @@ class Pipeline:
         begin = time.perf_counter()
         inputs, targets = _pair(batch)
         clock = Clock(cuda=record_timeline)
-        with self._guarded():
+        with self._guard.step():
             mini_batch = self._start(inputs, training=True)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
@@ -241,7 +247,7 @@ class Pipeline:
                 f"the layers to evaluate are {list(used)}; give one for each of this process's layers, "
                 f"{list(self.layers)}"
             )
-        with self._guarded(), evaluation_mode(used):
+        with self._guard.step(), evaluation_mode(used):
             mini_batch = self._start(inputs, training=False)
             return self._executor.evaluate(mini_batch.num_microbatches, used)
 
@@ -280,19 +286,19 @@ class Pipeline:
         """Return the values that the processes passed, in the order of their first stages; values are JSON's."""
         if self._processes is None:
             return [value]
-        with self._guarded_exchange():
+        with self._guard.exchange():
             return self._processes.messenger.gather(value)
 
     def broadcast(self, value: Any, from_stage: int) -> Any:
         """Return the value that the process of one stage passed, to each; the value is JSON's."""
         if self._processes is None:
             return value
-        with self._guarded_exchange():
+        with self._guard.exchange():
             return self._processes.messenger.broadcast(value, self._processes.process_of(from_stage))
 
     def abort(self, error: BaseException) -> None:
         """Tell the other processes of the pipeline that this one stops, and why, so that they stop at once."""
-        self._stop(error)
+        self._guard.stop(error)
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the connections' threads; happens by itself at the end."""
@@ -334,47 +340,6 @@ class Pipeline:
         origin = min(row[3] for row in rows)
         moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
         return Timeline.from_json(moved, self.num_devices)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
-        if self._broken is not None:
-            raise PipelineError(
-                f"this pipeline stopped before and cannot go on, build a new one; it stopped: {self._broken}"
-            )
-        devices = [stage.device for stage in self._stages.values()]
-        with self._guarded_exchange(), preserved_generators(devices), uncached_autocast():
-            yield
-
-    @contextmanager
-    def _guarded_exchange(self) -> Iterator[None]:
-        try:
-            yield
-        except NonFiniteError:
-            raise  # every process raises it at the same place: they stay in step
-        except LostPeer as lost:
-            assert self._processes is not None
-            error = self._processes.watch.explain(lost)
-            self._stop(error)
-            raise error from None
-        except BaseException as error:
-            self._stop(error)
-            raise
-
-    def _stop(self, error: BaseException) -> None:
-        self._executor.reset()
-        batch_norm.discard(self._batch_norms)
-        if self._processes is None or self._broken is not None:
-            return
-        if not isinstance(error, PipelineError):
-            name = name_stages(self._processes.stages)
-            error = PipelineError(f"{name}: {type(error).__name__}: {error}", stage=self._processes.stage)
-        self._broken = str(error)
-        self._close.detach()  # what was sent will not be asked for any more
-        failure = self._processes.watch.report(error)
-        self._transfer.fail(failure)
-        self._processes.messenger.fail(failure)
-        self._processes.watch.retire()
 
 
 def _deliver(transfer: Transfer, messengers: Sequence[Messenger], watch: Watch | None) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.pipeline.failure import LostPeer
-from gpipe.pipeline.watch import Watch
+from gpipe.pipeline.watch import FOREVER, Watch
 
 
 class Sharers:
@@ -40,13 +40,13 @@ class Sharers:
         """
         part, rank = _bytes(tensor), self._ranks[process]
         with self._exchange([rank]):
-            self._group.send([part], dist.get_group_rank(self._group, rank), 0).wait()
+            self._wait(self._group.send([part], dist.get_group_rank(self._group, rank), 0))
 
     def receive(self, into: Tensor, process: int) -> None:
         """Wait for a tensor of one of them; raises what `send` does."""
         rank = self._ranks[process]
         with _filled(into) as part, self._exchange([rank]):
-            self._group.recv([part], dist.get_group_rank(self._group, rank), 0).wait()
+            self._wait(self._group.recv([part], dist.get_group_rank(self._group, rank), 0))
 
     def broadcast(self, tensor: Tensor, process: int) -> None:
         """Give all of them the values that the tensor has in one of them; raises what `send` does."""
@@ -54,7 +54,16 @@ class Sharers:
         is_source = source == dist.get_rank()
         others = [rank for rank in self._ranks.values() if rank != dist.get_rank()] if is_source else [source]
         with _filled(tensor) as part, self._exchange(others):
-            dist.broadcast(part, source, group=self._group)
+            options = dist.BroadcastOptions()
+            options.rootRank, options.timeout = dist.get_group_rank(self._group, source), FOREVER
+            self._wait(self._group.broadcast([part], options))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait as long as the watch allows: Gloo would give up by itself, before anybody knows why."""
+        if self._device.type == "cuda":
+            work.wait()  # the stream waits; see `_exchange`
+        else:
+            work.wait(FOREVER)
 
     @contextmanager
     def _exchange(self, ranks: Sequence[int]) -> Iterator[None]:

@@ -35,7 +35,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
     """
     tables = []
     for data, (deep, wide) in deep_and_wide(records).items():
-        groups = resource_groups(training_pairs(records, data))
+        groups = resource_groups(training_pairs(records, data[0]))
         both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
         seeds = sorted(deep.keys() & wide.keys())
         rows = []
@@ -46,7 +46,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
             judged = verdict(-gain if name == "loss" else gain for gain in gains if gain is not None)
             rows.append([_TITLES[name], group, *cells, str(len(seeds)), judged or f"not run: {SCORER}"])
         names = [next(iter(models.values())).model for models in (deep, wide)]
-        tables.append(markdown([data, "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
+        tables.append(markdown([data[0], "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
     return "\n".join(tables) or not_run(_COMMAND.format("deep_or_wide"))
 
 
@@ -61,17 +61,17 @@ def deep_or_wide_models(records: Sequence[Record]) -> str:
     return markdown(["model", "parameters beside the tables, planned"], rows)
 
 
-def deep_and_wide(records: Sequence[Record]) -> dict[str, tuple[dict[int, Trained], dict[int, Trained]]]:
-    """Return the trainings of the deep and of the wide model, by seed, for each data set that has both."""
-    found: dict[str, dict[int, dict[int, Trained]]] = {}
+def deep_and_wide(records: Sequence[Record]) -> dict[tuple[str, int], tuple[dict[int, Trained], dict[int, Trained]]]:
+    """Return the trainings of the deep and of the wide model, by seed, for each data set and model_size of both."""
+    found: dict[tuple[str, int], dict[int, dict[int, Trained]]] = {}
     for one in trainings(records, DEEP_OR_WIDE):
         config = one.run.config
-        by_depth = found.setdefault(config["data"]["name"], {})
+        by_depth = found.setdefault((config["data"]["name"], config["model"]["model_size"]), {})
         by_depth.setdefault(config["model"]["num_layers"], {})[one.run.seed] = one
     return {
         data: (by_depth[max(by_depth)], by_depth[min(by_depth)])
         for data, by_depth in found.items()
-        if len(by_depth) == 2
+        if len(by_depth) > 1
     }
 
 
@@ -80,47 +80,31 @@ def deep_training(records: Sequence[Record]) -> str:
 
     Means and deviations over the seeds that came to their end; the gradient norm is the largest of any step and seed.
     """
-    rows = []
-    for (scaled, limit), runs in deep_trainings(records).items():
-        ended = [run for run in runs if "failure" not in run.results]
-        evaluations = [next(iter(run.results["evaluation"].values())) for run in ended]
-        courses = [run.results.get("training", []) for run in runs]
-        norms = [row["gradient_norm"] for course in courses for row in course if "gradient_norm" in row]
-        clipped = [row.get("clipped") for course in courses for row in course]
-        rows.append(
-            [
-                "yes" if scaled else "no",
-                "none" if limit is None else f"{limit:g}",
-                str(len(runs)),
-                spread([figures["loss"] for figures in evaluations], ".3f"),
-                spread([run.results.get("least_loss", {}).get("loss") for run in ended], ".3f"),
-                spread([course[0].get("nll") for course in courses if course], ".3f"),
-                spread([course[-1].get("nll") for course in courses if course], ".3f"),
-                spread([largest_rise(course) for course in courses], ".3f"),
-                f"{max(norms):.3g}" if norms else "",
-                "" if limit is None else spread([mean(clipped)], ".2%"),
-                ", ".join(f"{text}: {count}" for text, count in Counter(map(became, runs)).items()),
-            ]
-        )
-    if not rows:
-        return not_run(_COMMAND.format("deep_training"))
-    header = ["feed-forward initialisation scaled", "logits clipped at", "seeds", "validation loss, end", "least"]
-    header += ["training NLL, first steps", "last steps", "largest rise of it"]
-    return markdown([*header, "largest gradient norm", "logits clipped", "seeds that"], rows)
+    tables = []
+    for setting, ways in deep_trainings(records).items():
+        rows = [_deep_row(scaled, limit, runs) for (scaled, limit), runs in ways.items()]
+        header = [f"{setting}; feed-forward initialisation scaled", "logits clipped at", "seeds"]
+        header += ["validation loss, end", "least", "training NLL, first steps", "last steps", "largest rise of it"]
+        tables.append(markdown([*header, "largest gradient norm", "logits clipped", "seeds that"], rows))
+    return "\n".join(tables) or not_run(_COMMAND.format("deep_training"))
 
 
-def deep_trainings(records: Sequence[Record]) -> dict[tuple[bool, float | None], list[Record]]:
-    """Return the trainings of the deep model, diverged ones too, by scaled initialisation and limit of the logits.
+def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, float | None], list[Record]]]:
+    """Return the trainings of deep models, diverged ones too, by setting, and by scaled initialisation and logit limit.
 
-    With both comes first, with neither last. Of several with one seed the last counts.
+    A setting is a model, data and learning rate. With both comes first, with neither last. Of several with the same
+    seed the last counts.
     """
-    found: dict[tuple[bool, float | None], dict[int, Record]] = {}
+    found: dict[str, dict[tuple[bool, float | None], dict[int, Record]]] = {}
     for run in records:
         if run.experiment == DEEP_TRAINING and run.kind == "measured":
-            model = run.config["model"]
-            found.setdefault((model["scale_feedforward"], model["logit_limit"]), {})[run.seed] = run
-    ordered = sorted(found, key=lambda key: (not key[0], key[1] is None, key[1] or 0))
-    return {key: [run for _, run in sorted(found[key].items())] for key in ordered}
+            model, rate = run.config["model"], run.config["optimizer"]["learning_rate"]
+            ways = found.setdefault(f"{Trained(run, None).setting}, learning rate {rate:g}", {})
+            ways.setdefault((model["scale_feedforward"], model["logit_limit"]), {})[run.seed] = run
+    return {
+        setting: {way: [run for _, run in sorted(ways[way].items())] for way in sorted(ways, key=_order)}
+        for setting, ways in found.items()
+    }
 
 
 def became(run: Record) -> str:
@@ -143,6 +127,33 @@ def largest_rise(course: Iterable[Mapping[str, Any]]) -> float | None:
     nll = [row["nll"] for row in course if "nll" in row]
     least = itertools.accumulate(nll, min)
     return max((value - before for value, before in zip(nll, least, strict=True)), default=None)
+
+
+def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list[str]:
+    """Return the row of a way to train a deep model, from its seeds."""
+    ended = [run for run in runs if "failure" not in run.results]
+    evaluations = [next(iter(run.results["evaluation"].values())) for run in ended]
+    courses = [run.results.get("training", []) for run in runs]
+    norms = [row["gradient_norm"] for course in courses for row in course if "gradient_norm" in row]
+    clipped = [row.get("clipped") for course in courses for row in course]
+    return [
+        "yes" if scaled else "no",
+        "none" if limit is None else f"{limit:g}",
+        str(len(runs)),
+        spread([figures["loss"] for figures in evaluations], ".3f"),
+        spread([run.results.get("least_loss", {}).get("loss") for run in ended], ".3f"),
+        spread([course[0].get("nll") for course in courses if course], ".3f"),
+        spread([course[-1].get("nll") for course in courses if course], ".3f"),
+        spread([largest_rise(course) for course in courses], ".3f"),
+        f"{max(norms):.3g}" if norms else "",
+        "" if limit is None else spread([mean(clipped)], ".2%"),
+        ", ".join(f"{text}: {count}" for text, count in Counter(map(became, runs)).items()),
+    ]
+
+
+def _order(way: tuple[bool, float | None]) -> tuple[bool, bool, float]:
+    scaled, limit = way
+    return not scaled, limit is None, limit or 0
 
 
 def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], float | None]:

@@ -21,7 +21,7 @@ _WHEREABOUTS = {
 }  # fmt: skip
 # In JSON text, the folders of a path and its last name: of a whole string, an argument, or an override.
 _ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
-_PACKAGES = ("torch", "timm")
+_PACKAGES = ("torch", "timm", "fairseq", "sacrebleu", "sentencepiece")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,325 @@
+# %% [markdown]
+# # One model for 102 languages
+#
+# The paper's second experiment is translation: one Transformer learns to translate 102 languages into English, and is
+# better than models of a single language each, most of all where there is little text. This notebook shows what our
+# runs say to that, at the scale of a laptop. It trains nothing: every number below comes from the records and from
+# `paper.csv` in [reproductions/figure3_multilingual](../reproductions/figure3_multilingual) and
+# [reproductions/table5_batch_size](../reproductions/table5_batch_size).
+#
+# The words, once: $T(L, H, A)$ has $L$ layers in its encoder and $L$ in its decoder, $H$ channels in a feed-forward
+# layer, $A$ heads. The **loss** is the negative log-likelihood of a token of the validation set, in nats. **BLEU** and
+# **chrF**, from 0 to 100, compare translations of the test set with a human's, word by word and letter by letter.
+# A **multilingual** model learns all languages, a **bilingual** one a single one, into English both.
+#
+# The paper's numbers are open diamonds, what we measured is filled, and what was not run is said in words.
+
+# %%
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+import matplotlib.pyplot as plt
+from IPython import display as page
+
+from gpipe.results.depth import became, deep_and_wide, deep_or_wide, deep_training, deep_trainings
+from gpipe.results.figure3 import (
+    BILINGUAL,
+    MULTILINGUAL,
+    as_number,
+    compared,
+    figure3_low_resource,
+    figure3_models,
+)
+from gpipe.results.records import Record, read_records
+from gpipe.results.reproduction import RUNS_FILE, read_paper
+from gpipe.results.table5 import small_runs, table5, table5_laptop
+from gpipe.results.tables import markdown
+from gpipe.results.translation_runs import Trained, mean, resource_groups, training_pairs, trainings
+
+BLUE, OCHRE, GREEN, RED = "#4878a8", "#96750f", "#7d9d5b", "#a8484e"
+plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+
+FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
+records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
+batch_records, batch_paper = read_records(TABLE5 / RUNS_FILE), read_paper(TABLE5)
+
+
+def show(*paragraphs: str) -> None:
+    """Show Markdown: each argument is a paragraph or a table."""
+    page.display(page.Markdown("\n\n".join(paragraphs)))
+
+
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Write values as mean and sample deviation."""
+    return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
+
+
+found: dict[tuple[str, str], int] = {}
+for record in (*records, *batch_records):
+    found[record.experiment, record.kind] = found.get((record.experiment, record.kind), 0) + 1
+rows = [[name, kind, str(number)] for (name, kind), number in sorted(found.items())]
+show("What there is:", markdown(["experiment", "kind", "records"], rows) if rows else "No record yet.")
+
+# %% [markdown]
+# ## 1. The paper's models
+#
+# BLEU is the average over the 102 languages, read off the paper's figure 1(b). Of the two models of 1.24 billion
+# parameters the deep one is better. Number of parameters: the paper's. Ours, counted exactly, are in the table. The
+# paper's 25 billion examples are not public, so that nobody else can make its points.
+
+# %%
+_, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
+for row in paper:
+    size, bleu = as_number(row["parameters"]), float(row["bleu"])
+    name = f"T({row['num_layers']}, {row['feedforward_size']}, {row['num_heads']})"
+    axis.plot(size, bleu, "D", color="dimgray", markersize=8, fillstyle="none")
+    axis.annotate(f"{name}: {row['bleu']}", (size, bleu), (9, -3), textcoords="offset points", color="dimgray")
+axis.set_xscale("log")
+axis.set_xlim(3e8, 2e10)
+axis.set_xlabel("parameters")
+axis.set_ylabel("average BLEU, the paper's")
+plt.show()
+show(figure3_models(records, paper))
+
+# %% [markdown]
+# ## 2. Multilingual against bilingual
+#
+# Our corpus is the one that comes with the package: sentences of user interfaces and of the Universal Declaration of
+# Human Rights, in 102 languages. One small model learns them all; models of the same size learn one language each, of
+# the half of the languages with the fewest sentences. Every model is judged at its least validation loss.
+#
+# A point is a language, and the mean over the seeds. The number of training pairs runs to the right.
+
+
+# %%
+def by_language(runs: Iterable[Trained], figure: str) -> dict[str, float]:
+    """Return the mean over the runs of each language's loss or score."""
+    values: dict[str, list[float]] = {}
+    for one in runs:
+        for language in one.languages or one.evaluated():
+            value = one.best("loss", language) if figure == "loss" else one.score(figure, language)
+            if value is not None:
+                values.setdefault(language, []).append(value)
+    return {language: fmean(of) for language, of in values.items()}
+
+
+def draw_languages(
+    axis: plt.Axes, many: Mapping[str, float], one: Mapping[str, float], pairs: Mapping[str, int]
+) -> None:
+    """Draw a figure against the number of training pairs: a line joins the two models of a language."""
+    for language in one.keys() & many.keys() & pairs.keys():
+        axis.plot([pairs[language]] * 2, [one[language], many[language]], color="lightgray", linewidth=1, zorder=0)
+    for values, label, color, marker in ((many, "multilingual", BLUE, "o"), (one, "bilingual", OCHRE, "D")):
+        places = sorted((pairs[language], value) for language, value in values.items() if language in pairs)
+        if places:
+            axis.plot(*zip(*places, strict=True), marker, color=color, markersize=4, markeredgewidth=0, label=label)
+    axis.set_xscale("log")
+    axis.set_xlabel("training pairs of the language")
+
+
+def tell_not_run(what: str, command: str) -> str:
+    """Say what was not run, and which command runs it."""
+    return f"{what}: not run. The command is `{command}`."
+
+
+MULTILINGUAL_COMMAND = "python train.py -m +experiment=transformer_multilingual scale=laptop seed=0,1,2"
+BILINGUAL_COMMAND = "python train.py -m +experiment=bilingual scale=laptop"
+SCORES_COMMAND = "python experiments/bleu.py <the run's folder>"
+
+
+def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) -> None:
+    """Draw the loss and chrF of each language, of a model and data."""
+    pairs = training_pairs(records, many[0].run.config["data"]["name"])
+    if not pairs:
+        show(tell_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
+        return
+    _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axis, figure, label in zip(axes, ("loss", "chrf"), ("least loss, nats a token", "chrF, test set"), strict=True):
+        draw_languages(axis, by_language(many, figure), by_language(one, figure), pairs)
+        axis.set_ylabel(label)
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend()
+    axes[0].set_title(setting, loc="left", fontsize=10)
+    plt.show()
+
+
+multilingual, bilingual = trainings(records, MULTILINGUAL), trainings(records, BILINGUAL)
+for setting in dict.fromkeys(one.setting for one in multilingual):
+    draw_setting(
+        setting,
+        [one for one in multilingual if one.setting == setting],
+        [one for one in bilingual if one.setting == setting],
+    )
+if not multilingual:
+    show(tell_not_run("The multilingual model", MULTILINGUAL_COMMAND))
+if not bilingual:
+    show(tell_not_run("The bilingual models", BILINGUAL_COMMAND))
+
+
+# %%
+def tell_gain(setting: str) -> str:
+    """Say how many languages gain by the multilingual model, and whether it is those with few sentences."""
+    values: dict[str, list[float]] = {}
+    for languages in compared(records)[setting].values():
+        for language, (one, many) in languages.items():
+            values.setdefault(language, []).append((one["loss"] or 0) - (many["loss"] or 0))
+    gains = {language: fmean(of) for language, of in values.items()}
+    better = sum(gain > 0 for gain in gains.values())
+    data = setting.rpartition(", ")[2]
+    pairs = {language: number for language, number in training_pairs(records, data).items() if language in gains}
+    text = (
+        f"**{setting}**: the multilingual model has the lower loss on {better} of {len(gains)} languages, means over "
+        f"{len(compared(records)[setting])} seeds. In the mean over the languages its loss is lower by "
+        f"{fmean(gains.values()):.3f} nats"
+    )
+    groups = resource_groups(pairs)
+    if len(pairs) < 4:
+        return f"{text}."
+    poor, rich = (fmean(gains[language] for language in groups[name]) for name in ("low", "high"))
+    return f"{text}: by {poor:.3f} on the half of them with the fewest pairs, by {rich:.3f} on the other half."
+
+
+show(*map(tell_gain, compared(records)), figure3_low_resource(records))
+
+# %% [markdown]
+# "Reproduced" means that every seed agrees with the paper. The languages of this comparison have hundreds of pairs
+# where the paper's have ten thousand or more, and they share many of their English sentences. That helps a
+# multilingual model more than the paper's data would. The README has a row a language.
+#
+# ## 3. Deep or wide
+#
+# Two models of nearly equal size. A point is the mean of a seed, a bar the mean of the seeds and a deviation to each
+# side. "High" are the languages with many training pairs, "low" the other half.
+
+# %%
+SIDES = ((0, "deep", BLUE, "o"), (1, "wide", OCHRE, "D"))
+
+
+def in_group(one: Trained, figure: str, languages: Sequence[str] | None) -> float | None:
+    """Return a training's loss or score over languages, None for all together."""
+    if figure == "loss":
+        return one.best("loss") if languages is None else mean(one.best("loss", name) for name in languages)
+    return mean(one.score(figure, name) for name in (one.pairs() if languages is None else languages))
+
+
+def draw_sides(axis: plt.Axes, sides: Sequence[Mapping[int, Trained]], figure: str, groups: Mapping[str, list]) -> None:
+    """Draw the seeds of both models, a place a group of languages."""
+    for place, (group, languages) in enumerate(groups.items()):
+        for side, _, color, marker in SIDES:
+            values = [in_group(one, figure, None if group == "all" else languages) for one in sides[side].values()]
+            seen = [value for value in values if value is not None]
+            middle = place - 0.15 + 0.3 * side
+            if seen:
+                axis.plot([middle] * len(seen), seen, marker, color=color, markersize=5, markeredgewidth=0, alpha=0.6)
+                deviation = stdev(seen) if len(seen) > 1 else 0
+                axis.errorbar(middle + 0.07, fmean(seen), yerr=deviation, fmt="_", color=color, capsize=3)
+    axis.set_xticks(range(len(groups)), list(groups))
+    axis.margins(x=0.15)
+
+
+for (data, _), sides in deep_and_wide(records).items():
+    pairs = training_pairs(records, data)
+    groups = resource_groups(pairs) if pairs else {"all": []}
+    _, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axis, figure, label in zip(axes, ("loss", "chrf"), ("least loss, nats a token", "chrF, test set"), strict=True):
+        draw_sides(axis, sides, figure, groups)
+        axis.set_ylabel(label)
+    for side, name, color, marker in SIDES:
+        model = next(iter(sides[side].values())).model
+        axes[0].plot([], [], marker, color=color, label=f"{name}: {model}")
+    axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1)
+    plt.show()
+show(deep_or_wide(records))
+
+# %% [markdown]
+# ## 4. Sixty-four layers, twice
+#
+# Very deep models are hard to train. The paper starts with smaller weights in the feed-forward layers, and clips the
+# logits. Here are 64 + 64 narrow layers with both, with one, and with neither. Left: the training loss without label
+# smoothing, means over ten or more steps. Right: the largest gradient norm in these steps, before it was clipped. A
+# line is a seed; a cross is where a training diverged.
+
+# %%
+WAYS = {(True, True): BLUE, (True, False): GREEN, (False, True): OCHRE, (False, False): RED}
+
+
+def name_of(scaled: bool, limit: float | None) -> str:
+    """Say which of the two was done."""
+    first = "scaled initialisation" if scaled else "usual initialisation"
+    return f"{first}, {'no clipping' if limit is None else f'logits clipped at {limit:g}'}"
+
+
+def draw_course(axis: plt.Axes, run: Record, key: str, color: str, label: str | None) -> None:
+    """Draw a figure of a training over its steps."""
+    course = [row for row in run.results.get("training", []) if key in row]
+    steps, values = [row["step"] for row in course], [row[key] for row in course]
+    axis.plot(steps, values, color=color, linewidth=1.2, label=label)
+    if "failure" in run.results and course:
+        axis.plot(steps[-1], values[-1], "x", color=color, markersize=9, markeredgewidth=2)
+
+
+for setting, ways in deep_trainings(records).items():
+    _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for (scaled, limit), runs in ways.items():
+        for place, run in enumerate(runs):
+            color, label = WAYS[scaled, limit is not None], None if place else name_of(scaled, limit)
+            draw_course(axes[0], run, "nll", color, label)
+            draw_course(axes[1], run, "gradient_norm", color, None)
+    axes[0].legend(fontsize=8)
+    axes[0].set_title(setting, loc="left", fontsize=10)
+    axes[0].set_ylabel("training loss, nats a token")
+    axes[1].set_ylabel("largest gradient norm")
+    axes[1].set_yscale("log")
+    for axis in axes:
+        axis.set_xlabel("step")
+    plt.show()
+    show(*(f"**{name_of(*way)}**: {', '.join(map(became, runs))} (seed by seed)." for way, runs in ways.items()))
+show(deep_training(records))
+
+# %% [markdown]
+# ## 5. Larger mini-batches
+#
+# The paper's Table 5: from German to English, the larger the mini-batch, the better. Ours is at another scale, with
+# all languages, so that it has a picture of its own; a point is a seed. Ours make as many steps with every mini-batch,
+# so that a larger one sees more text; the paper does not say whether its did.
+
+
+# %%
+def label_sizes(axis: plt.Axes, sizes: Iterable[int]) -> None:
+    """Mark the mini-batches on an axis of orders of magnitude."""
+    axis.set_xscale("log")
+    axis.set_xticks(list(sizes), [f"{size:,}" for size in sizes])
+    axis.minorticks_off()
+
+
+_, (theirs, ours) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+sizes, losses = zip(*((int(row["batch_tokens"]), float(row["nll"])) for row in batch_paper), strict=True)
+theirs.plot(sizes, losses, "D", color="dimgray", markersize=8, fillstyle="none")
+theirs.set_title("the paper", loc="left", fontsize=10)
+for color, (setting, by_size) in zip((BLUE, OCHRE, GREEN, RED), small_runs(batch_records).items(), strict=False):
+    values = {size: [one.last("loss") or 0.0 for one in seeds.values()] for size, seeds in by_size.items()}
+    for size, of in values.items():
+        ours.plot([size] * len(of), of, "o", color=color, markersize=5, markeredgewidth=0, alpha=0.6)
+        text = f"  {spread(of)}"
+        ours.text(size, fmean(of), text, color=color, va="center")
+    ours.plot(list(values), [fmean(of) for of in values.values()], color=color, linewidth=1)
+    ours.set_title(setting, loc="left", fontsize=10, color=color)
+    ours.margins(x=0.3)
+    label_sizes(ours, values)
+label_sizes(theirs, sizes)
+if not small_runs(batch_records):
+    ours.text(0.5, 0.5, "not run", transform=ours.transAxes, ha="center", color="dimgray", style="italic")
+for axis in (theirs, ours):
+    axis.set_xlabel("tokens a mini-batch")
+    axis.set_ylabel("NLL, nats a token")
+plt.show()
+show(table5(batch_records, batch_paper), table5_laptop(batch_records))
+
+# %% [markdown]
+# ## Where to go on
+#
+# The READMEs of [figure 3](../reproductions/figure3_multilingual/README.md) and
+# [Table 5](../reproductions/table5_batch_size/README.md) have the commands, the verdicts, and where our recipe departs
+# from the paper or fills what it leaves open. The record of a new run goes to `runs.jsonl` there. Execute this notebook
+# again, and the run is in the pictures.
