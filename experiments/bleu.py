@@ -5,6 +5,8 @@
 The languages are ordered by the number of training pairs that the model had: the larger half is high, the smaller one
 low resource. Each language counts alike in an average. sacreBLEU's BLEU and chrF with their default settings, and
 fairseq's two scorers beside: "sacrebleu", which should be the same, and "bleu", its C library, which does not smooth.
+A reference is the text of its tokens: the text itself, if the tokenizer spells in bytes what it has no piece for, as
+those of this package do.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from gpipe.results.translation_runs import SCORING, resource_groups
 from gpipe.trained import TrainedModel, open_trained
 from gpipe.translate import find_device, translate_lines
 
+SEARCH = {"length_penalty": 1.0, "max_length_a": 2.0, "max_length_b": 16, "max_length": 256}  # see BeamSearch
 COLUMNS = {"bleu": "BLEU", "chrf": "chrF", "fairseq_sacrebleu": "fairseq sacrebleu", "fairseq_bleu": "fairseq bleu"}
 
 
@@ -60,16 +63,12 @@ def translate_split(
 
 
 def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs: Mapping[str, int]) -> dict[str, Any]:
-    """Return the scores of each language, and their averages by resource group.
-
-    num_pairs: training pairs of every language that the model was trained on.
-    """
+    """Return the scores of each language, and their averages by the resource groups of all languages in `num_pairs`."""
     scores = {language: score_corpus(*both) for language, both in texts.items()}
     groups = resource_groups(num_pairs)
-    low = set(groups["low"])
     rows = {
         language: {
-            "group": "low" if language in low else "high",
+            "group": "low" if language in groups["low"] else "high",
             "num_train_pairs": num_pairs[language],
             "num_sentences": len(texts[language][1]),
             **scores[language].as_dict(),
@@ -81,7 +80,7 @@ def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs:
 
 
 def print_scores(results: Mapping[str, Any]) -> None:
-    """Print a row a language, the richest in training pairs first, and the averages."""
+    """Print a row a language, the richest in training pairs first, the averages, and how the scores are made."""
     table = Table()
     for name in ("language", "group", "training pairs", "sentences", *COLUMNS.values()):
         table.add_column(name, justify="left" if name in ("language", "group") else "right")
@@ -92,8 +91,7 @@ def print_scores(results: Mapping[str, Any]) -> None:
     for group, row in results["averages"].items():
         table.add_row("average", group, "", "", *_shown(row))
     Console().print(table)
-    for name, signature in results["signatures"].items():
-        print(f"{COLUMNS[name]}: {signature}")
+    print("\n".join(f"{COLUMNS[name]}: {signature}" for name, signature in results["signatures"].items()))
 
 
 def _shown(row: Mapping[str, Any]) -> list[str]:
@@ -106,15 +104,16 @@ def evaluate(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]
     corpus_of = partial(open_corpus, data.name, root=data.root, tokenizer=model.tokenizer, max_tokens=data.max_tokens)
     train = corpus_of("train", languages=data.languages, max_pairs=data.max_pairs)
     num_pairs = dict(zip(train.languages, train.num_pairs().tolist(), strict=True))
-    if unknown := [language for language in asked or [] if language not in num_pairs]:
-        raise ConfigError(f"--languages has {unknown[0]}, which the model was not trained on: leave it out.")
+    if unknown := set(asked or []) - set(num_pairs):
+        raise ConfigError(f"--languages has {min(unknown)}, which the model was not trained on: leave it out.")
     corpus = corpus_of(options.split, languages=asked or data.languages)
     for warning in corpus.warnings():
         print(f"warning: {options.split}: {warning}", file=sys.stderr)
-    start = time.perf_counter()
-    texts = translate_split(model, BeamSearch(model.layers, options.beam), corpus, options.limit)
-    searched = {"split": options.split, "num_beams": options.beam, "limit": options.limit, "step": model.step}
-    return {**searched, "seconds": time.perf_counter() - start, **score_languages(texts, num_pairs)}
+    search, start = BeamSearch(model.layers, options.beam, **SEARCH), time.perf_counter()
+    texts = translate_split(model, search, corpus, options.limit)
+    seconds = time.perf_counter() - start
+    searched = {"split": options.split, "num_beams": options.beam, "limit": options.limit, **SEARCH}
+    return {"step": model.step, "seconds": seconds, **searched, **score_languages(texts, num_pairs)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

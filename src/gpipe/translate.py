@@ -32,6 +32,8 @@ def start(settings: TranslateConfig) -> None:
             model.layers,
             settings.beam,
             length_penalty=settings.length_penalty,
+            max_length_a=settings.max_length_a,
+            max_length_b=settings.max_length_b,
             max_length=settings.max_length,
             batch_size=settings.batch_size,
         )

@@ -21,7 +21,8 @@ class TranslateConfig:
     checkpoint: a run's folder or a checkpoint's. text: a sentence; or file: a text file, a sentence a line, - is the
     standard input. output: the file that gets the translations; null prints them.
     beam: hypotheses a sentence. length_penalty: scores are divided by length ** length_penalty; above 1 favours long
-        translations. max_length: tokens, of a sentence and of its translation.
+        translations. max_length: tokens, of a sentence and of its translation. max_length_a, max_length_b: a
+        translation of n tokens has at most max_length_a * n + max_length_b.
     batch_size: tokens of the sentences that are translated at once, padding included.
     debug: print whole tracebacks.
     """
@@ -33,6 +34,8 @@ class TranslateConfig:
     beam: int = MISSING
     length_penalty: float = MISSING
     max_length: int = MISSING
+    max_length_a: float = MISSING
+    max_length_b: int = MISSING
     batch_size: int = MISSING
     device: Device = MISSING
     debug: bool = MISSING
@@ -52,6 +55,8 @@ class TranslateConfig:
         at_least("beam", self.beam, 1)
         at_least("length_penalty", self.length_penalty, 0)
         at_least("max_length", self.max_length, 2)
+        at_least("max_length_a", self.max_length_a, 0)
+        at_least("max_length_b", self.max_length_b, 1)
         at_least("batch_size", self.batch_size, self.max_length)
 
 
