@@ -1,0 +1,44 @@
+"""A SentencePiece vocabulary of one's own parallel text, of all its languages and English.
+
+    python experiments/train_tokenizer.py <folder> --vocabulary-size 64000
+
+Reads the training files of data=parallel_text in the folder, train.<language>-en.<language> and .en, and writes
+tokenizer.model beside them, where the experiments of translation look for it. Of each file only the first lines count,
+`--max-lines`: a language with a thousand times as much text would leave no pieces to the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from gpipe.data import CORPORA, Tokenizer
+
+
+def lines(folder: Path, max_lines: int) -> Iterator[str]:
+    """Yield both sides of the first training pairs of each language."""
+    source = CORPORA["parallel_text"]
+    assert source.pairs is not None
+    for language in source.languages(folder):
+        for pair in islice(source.pairs(folder, "train", language), max_lines):
+            yield pair.source
+            yield pair.target
+
+
+def main() -> None:
+    """Train, write and describe the vocabulary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--vocabulary-size", type=int, default=64_000, help="tokens in all, four of them special")
+    parser.add_argument("--max-lines", type=int, default=100_000, help="pairs of a language that count")
+    arguments = parser.parse_args()
+    folder = CORPORA["parallel_text"].find_root("parallel_text", arguments.folder)
+    found = lines(folder, arguments.max_lines)
+    tokenizer = Tokenizer.train(found, arguments.vocabulary_size, folder / "tokenizer.model")
+    print(f"{tokenizer.path}: {tokenizer.vocabulary_size:,} tokens, SHA-256 {tokenizer.sha256}")
+
+
+if __name__ == "__main__":
+    main()
