@@ -83,7 +83,7 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
     stages than layers, or a memory limit that is too low.
     """
     settings, workload = run.pipeline, workload_of(run)
-    sizes = microbatch_sizes(run.trainer.batch_size // run.launch.num_replicas, settings.num_microbatches)
+    sizes = microbatch_sizes(workload.num_examples // run.launch.num_replicas, settings.num_microbatches)
     inputs = workload.inputs(max(sizes))
     costs = analyze_layers(layers, inputs)
     partition_by, partitions = settings.partition_by, settings.partitions
@@ -146,7 +146,7 @@ def build_planner(run: RunConfig, device: Device, speed: Speed) -> Planner:
             memory_limit_bytes=limit,
         )
 
-    return Planner(_profiler(run), cut, run.trainer.batch_size, device, speed)
+    return Planner(_profiler(run), cut, workload_of(run).num_examples, device, speed)
 
 
 def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,11 +62,24 @@ class Planner:
             if self._runs(replace(setting, num_stages=num_stages)):
                 found.append(f"K = {num_stages}")
                 break
-        for num_microbatches in _doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
-            if self._runs(replace(setting, num_microbatches=num_microbatches)):
-                found.append(f"M = {num_microbatches}")
-                break
+        if (num_microbatches := self._larger_num_microbatches(setting)) is not None:
+            found.append(f"M = {num_microbatches}")
         return found
+
+    def _larger_num_microbatches(self, setting: Setting) -> int | None:
+        """Return the smallest of 2 M, 4 M and so on that fits, None where none does."""
+        least = math.inf
+        for num_microbatches in _doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
+            try:
+                peak = self.peak_bytes(replace(setting, num_microbatches=num_microbatches))
+            except ValueError:  # such as a batch norm over a single value
+                return None
+            if peak <= self.device.memory_bytes:
+                return num_microbatches
+            if peak > 0.99 * least:  # what is left are boundary inputs, of the mini-batch whatever M is
+                return None
+            least = peak
+        return None
 
     def fastest(self, num_devices: int, like: Setting) -> tuple[Setting, Forecast] | None:
         """Return the fastest setting on some devices that fits, with its forecast; None where none fits.

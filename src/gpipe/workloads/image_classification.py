@@ -43,6 +43,11 @@ class ImageClassification:
         """The drop-path rate at the end of training."""
         return self.model.drop_path
 
+    @property
+    def num_examples(self) -> int:
+        """Those that trainer.batch_size says."""
+        return self.run.trainer.batch_size
+
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
         model, data = self.model, self.data

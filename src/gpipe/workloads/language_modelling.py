@@ -30,6 +30,11 @@ class LanguageModelling:
         """Return the number of tokens of a micro-batch."""
         return targets.numel()
 
+    @property
+    def num_examples(self) -> int:
+        """Those that trainer.batch_size says."""
+        return self.run.trainer.batch_size
+
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
         model = self.model

@@ -36,6 +36,11 @@ class Translation:
         """Return the number of target tokens of a micro-batch, without padding."""
         return count_tokens(targets, PADDING)
 
+    @property
+    def num_examples(self) -> int:
+        """Sentences of the greatest length: trainer.batch_size counts tokens, and these make the largest payloads."""
+        return max(1, self.run.trainer.batch_size // self.data.max_tokens)
+
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
         model = self.model
@@ -56,14 +61,14 @@ class Translation:
             )
 
     def inputs(self, num_examples: int) -> tuple[Tensor, Tensor]:
-        """Describe so many tokens on the meta device, in sentences of the greatest length: they cost the most."""
-        source = self._tokens(num_examples)
+        """Describe so many sentences of the greatest length, and what the decoder reads, on the meta device."""
+        source = torch.empty(num_examples, self.data.max_tokens, dtype=torch.int64, device="meta")
         return source, torch.empty_like(source)
 
     def targets(self, num_examples: int) -> dict[str, Tensor]:
-        """Describe the targets of so many tokens on the meta device."""
-        tokens = self._tokens(num_examples)
-        return {"tokens": tokens, "language": torch.empty(len(tokens), dtype=torch.int64, device="meta")}
+        """Describe the targets of so many sentences on the meta device."""
+        tokens = torch.empty(num_examples, self.data.max_tokens, dtype=torch.int64, device="meta")
+        return {"tokens": tokens, "language": torch.empty(num_examples, dtype=torch.int64, device="meta")}
 
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
@@ -107,10 +112,6 @@ class Translation:
     def warnings(self) -> Sequence[str]:
         """Say which pairs were left out."""
         return [f"{split}: {found}" for split, corpus in self._corpora.items() for found in corpus.warnings()]
-
-    def _tokens(self, num_examples: int) -> Tensor:
-        length = min(self.data.max_tokens, num_examples)
-        return torch.empty(num_examples // length, length, dtype=torch.int64, device="meta")
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:

@@ -27,6 +27,10 @@ class Workload(Protocol):
     def loss_weight(self) -> LossWeight | None:
         """How much a micro-batch counts; None: by its number of examples."""
 
+    @property
+    def num_examples(self) -> int:
+        """How many examples a mini-batch has, of all replicas; the fewest where that depends on the data."""
+
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
 
