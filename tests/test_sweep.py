@@ -1,6 +1,7 @@
 """A job of a sweep is done once, goes on where it was cut short, and says why it could not be done."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,15 @@ def test_jobs_that_lack_the_same_data_share_a_row(tmp_path: Path) -> None:
     lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert rows == [["", data, "not run: data missing (2 runs)"] for data in ("cifar10", "food101")]
+
+
+def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
+    for language in ("sw", "tn"):
+        folder = tmp_path / language
+        folder.mkdir()
+        write_outcome(folder, Outcome("failed", [f"data.languages=[{language}]"], "some", "no memory"))
+    summarize(tmp_path, read_jobs(tmp_path))
+    assert re.findall(r"\[\w+\]", (tmp_path / SUMMARY_FILE).read_text()) == ["[sw]", "[tn]"]
 
 
 def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 def summarize(folder: Path, jobs: Sequence[Job]) -> None:
     """Print the table of a sweep, and write it into the sweep's folder."""
-    console = Console(width=_WIDTH, highlight=False)
+    console = Console(width=_WIDTH, highlight=False, markup=False)  # [sw] is a language, no markup
     with console.capture() as capture:
         console.print(_table(jobs))
     text = "".join(line.rstrip() + "\n" for line in capture.get().splitlines() if line.strip())
