@@ -47,6 +47,18 @@ def test_a_remedy_that_does_not_exist_is_not_named() -> None:
     assert planner(least).remedies(setting) == [f"K = {NUM_LAYERS}"]  # M = 16 would leave single examples
 
 
+def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
+    sizes = []
+
+    def parameters_alone(size: int) -> list[LayerProfile]:
+        sizes.append(size)
+        return [*[layer(parameter_bytes=1_000, kept=0, flops=size)] * NUM_LAYERS, LOSS]
+
+    found = replace(planner(10, batch_size=2**20), profiler=parameters_alone)
+    assert found.remedies(Setting(NUM_LAYERS, 4)) == []
+    assert len(sizes) == 3  # of the setting, of twice M, and of four times M, which is no better
+
+
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^num_partitions is 9, but 8 layers can make from 1 to 8 non-empty"):
         planner(1).forecast(Setting(9, 4))
