@@ -264,6 +264,7 @@ def build_trainer(
         examples=workload.examples,
         count_targets=workload.loss_weight or torch.numel,
         make_metrics=workload.make_metrics,
+        patience=settings.patience,
         num_untimed_steps=settings.num_untimed_steps,
         evaluate_every_epochs=settings.evaluate_every_epochs,
         checkpoint_folder=None if settings.keep_checkpoints is None else folder / "checkpoints",

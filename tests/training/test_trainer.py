@@ -165,6 +165,27 @@ def test_it_evaluates_when_it_is_time_and_at_the_end(
     assert summary.num_steps == trainer.num_steps == settings.get("max_steps", 12)
 
 
+def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
+    class Losses:
+        """Evaluations whose losses are given."""
+
+        given = iter([3.0, 2.0, 2.5, 2.0, 1.0])
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            pass
+
+        def compute(self) -> dict[str, float]:
+            return {"loss": next(self.given)}
+
+    trainer = small_trainer(tmp_path, num_epochs=9, make_metrics=Losses, patience=2)
+    summary = trainer.train()
+    assert (summary.num_steps, summary.least_loss) == (16, {"loss": 2.0, "step": 8})
+    assert next(Losses.given) == 1.0
+    again = small_trainer(tmp_path, num_epochs=9, make_metrics=Losses, patience=2)
+    assert again.resume() and again.train().num_steps == 16  # what has ended stays so
+    assert small_trainer(tmp_path / "patient", num_epochs=2, patience=2).train().num_steps == 8
+
+
 def test_a_training_that_never_evaluates_has_no_accuracy(tmp_path: Path) -> None:
     summary = small_trainer(tmp_path, evaluate_every_epochs=None).train()
     assert (summary.top1, summary.best_top1, summary.evaluation) == (None, None, {})

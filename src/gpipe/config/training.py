@@ -182,6 +182,7 @@ class TrainerConfig:
     max_steps: ends training early; null is no limit.
     num_untimed_steps: of a session's first, whose time is left out of the speed that is reported.
     evaluate_every_epochs: the end of training is evaluated too; null is never, not even then.
+    patience: evaluations in a row without a smaller loss after which training ends; null waits for its length.
     save_every_steps: the end of training is saved in any case; null is only that. keep_checkpoints: null saves none,
     not even then. timeline_every_steps: null is never.
     resume_from: a checkpoint's folder; null starts anew. dry_run: true prints the plan and stops.
@@ -194,6 +195,7 @@ class TrainerConfig:
     label_smoothing: float = MISSING
     num_untimed_steps: int = MISSING
     evaluate_every_epochs: int | None = MISSING
+    patience: int | None = MISSING
     save_every_steps: int | None = MISSING
     keep_checkpoints: int | None = MISSING
     timeline_every_steps: int | None = MISSING
@@ -208,7 +210,8 @@ class TrainerConfig:
         for name in ("num_epochs", "batch_size", "evaluation_batch_size"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
         for name in (
-            "max_steps", "evaluate_every_epochs", "save_every_steps", "keep_checkpoints", "timeline_every_steps",
+            "max_steps", "evaluate_every_epochs", "patience", "save_every_steps", "keep_checkpoints",
+            "timeline_every_steps",
         ):  # fmt: skip
             optional_at_least(f"trainer.{name}", getattr(self, name), 1)
         at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)

@@ -54,28 +54,34 @@ class StepSpeed:
 
 @dataclass
 class Totals:
-    """The figures of a training so far; those in `resumable` go into checkpoints."""
+    """The figures of a training so far; those in `resumable` go into checkpoints.
+
+    num_worse: evaluations since the first set's loss was least.
+    """
 
     seconds: float = 0.0
     wait_seconds: float = 0.0
     best_top1: float | None = None
     evaluation: dict[str, dict[str, float]] = field(default_factory=dict)
     least_loss: dict[str, float] = field(default_factory=dict)
+    num_worse: int = 0
     bubble: float | None = None
     peak_memory_bytes: int | None = None
     speeds: list[StepSpeed] = field(default_factory=list)
 
     def resumable(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, as JSON."""
-        names = ("seconds", "wait_seconds", "best_top1", "evaluation", "least_loss")
+        names = ("seconds", "wait_seconds", "best_top1", "evaluation", "least_loss", "num_worse")
         return {name: getattr(self, name) for name in names}
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
         """Keep the newest figures of each evaluation set, and the best of the first set."""
         self.evaluation = evaluation
         loss = self.first("loss")
+        self.num_worse += 1
         if loss is not None and loss < self.least_loss.get("loss", math.inf):
             self.least_loss = {**next(iter(evaluation.values())), "step": step}
+            self.num_worse = 0
         top1 = self.first("top1")
         if top1 is not None and (self.best_top1 is None or top1 > self.best_top1):
             self.best_top1 = top1

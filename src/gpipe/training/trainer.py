@@ -37,7 +37,8 @@ class Trainer:
     functions of the number of finished steps. `max_steps` ends the training early and counts as its length.
     `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
     `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
-    `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too, with `make_metrics`.
+    `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too, with `make_metrics`. After
+    `patience` evaluations in a row without a smaller loss of the main set training ends; None waits for its length.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
     `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
@@ -64,6 +65,7 @@ class Trainer:
     num_untimed_steps: int = 1
     evaluate_every_epochs: int | None = 1
     make_metrics: Callable[[], Metrics] = EvaluationMetrics
+    patience: int | None = None
     checkpoint_folder: Path | None = None
     save_every_steps: int | None = None
     keep_checkpoints: int = 3
@@ -75,7 +77,7 @@ class Trainer:
         """Refuse counts below 1."""
         for name in (
             "num_epochs", "max_steps", "evaluate_every_epochs", "save_every_steps", "keep_checkpoints",
-            "timeline_every_steps",
+            "timeline_every_steps", "patience",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -89,6 +91,11 @@ class Trainer:
         """The number of steps of the whole training."""
         steps = self.num_epochs * len(self.train_loader)
         return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    @property
+    def _is_done(self) -> bool:
+        is_out_of_patience = self.patience is not None and self._totals.num_worse >= self.patience
+        return is_out_of_patience or self.pipeline.step >= self.num_steps
 
     def resume(self, path: Path | None = None) -> bool:
         """Go on from a checkpoint, the latest in `checkpoint_folder` by default; False where there is none.
@@ -124,7 +131,7 @@ class Trainer:
     def train(self) -> Summary:
         """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated."""
         try:
-            while self.pipeline.step < self.num_steps:
+            while not self._is_done:
                 self._train_epoch()
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one.
@@ -148,7 +155,7 @@ class Trainer:
             self._batch += 1
             self._log(values, report, round(self.count_targets(batch[1])), time.perf_counter() - started)
             self._after_step()
-            if self.pipeline.step >= self.num_steps:
+            if self._is_done:
                 return
             started = time.perf_counter()
 
@@ -215,14 +222,14 @@ class Trainer:
         A checkpoint at the end of an epoch thus has the epoch's evaluation, and a resumed run need not repeat it.
         """
         step = self.pipeline.step
-        ends_training = step >= self.num_steps
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
-        is_due = ends_training or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs))
+        is_due = self._is_done or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs))
         if is_due and self.evaluate_every_epochs is not None:
             self._evaluate()
-        if self.checkpoint_folder is not None and (ends_training or _is_due(step, self.save_every_steps)):
+        # An evaluation may have ended the training.
+        if self.checkpoint_folder is not None and (self._is_done or _is_due(step, self.save_every_steps)):
             self._save(self.checkpoint_folder)
 
     def _evaluate(self) -> None:
