@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from gpipe.checkpoint.save import latest_checkpoint
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch.processes import Place, Processes
 from gpipe.models import set_drop_path
@@ -28,10 +30,8 @@ from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import Speed
-from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
-from gpipe.training.manifest import MANIFEST, Manifest
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker

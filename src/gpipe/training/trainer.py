@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
+from gpipe.checkpoint.manifest import Position
+from gpipe.checkpoint.restore import load_checkpoint, load_weights
+from gpipe.checkpoint.save import latest_checkpoint, save_checkpoint
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
-from gpipe.training.checkpoint import latest_checkpoint, save_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader
-from gpipe.training.manifest import Position
 from gpipe.training.metrics import EvaluationMetrics, Metrics
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
-from gpipe.training.restore import load_checkpoint, load_weights
+from gpipe.training.saved_state import model_tensors, saved_optimizer
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
 
@@ -100,7 +101,9 @@ class Trainer:
             path = latest_checkpoint(self.checkpoint_folder)
         if path is None:
             return False
-        manifest = load_checkpoint(path, self.pipeline, optimizer=self.optimizer, ema=self.ema)
+        manifest = load_checkpoint(
+            path, self.pipeline, model_tensors(self.pipeline, self.ema), saved_optimizer(self.optimizer)
+        )
         position = manifest.position
         if position.seed != self.seed:
             raise ValueError(f"{path} was saved with seed {position.seed}, not {self.seed}: resume with that seed.")
@@ -119,7 +122,8 @@ class Trainer:
 
         Raises CheckpointError where the checkpoint is damaged, or another model's.
         """
-        load_weights(path, self.pipeline, ema=self.ema, replaced=replaced, model=self.config.get("model"))
+        model = model_tensors(self.pipeline, self.ema)
+        load_weights(path, self.pipeline, model, replaced=replaced, settings=self.config.get("model"))
 
     def train(self) -> Summary:
         """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated."""
@@ -246,8 +250,8 @@ class Trainer:
             folder,
             self.pipeline,
             position,
-            optimizer=self.optimizer,
-            ema=self.ema,
+            model_tensors(self.pipeline, self.ema),
+            optimizer=saved_optimizer(self.optimizer),
             config=self.config,
             results=self._totals.resumable(),
             keep=self.keep_checkpoints,

@@ -10,13 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpipe.training.manifest import CheckpointError, FileEntry, Manifest, TensorEntry, describe_file
+from gpipe.checkpoint.manifest import CheckpointError, FileEntry, Manifest, TensorEntry, describe_file
+from gpipe.checkpoint.state import Kinds
 
 _LAYER_NAME = re.compile(r"layers\.(\d+)\..+")
 _NUM_NAMED = 3  # so many names of wrong tensors go into a message
-
-Kinds = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by kind ("weights", "ema", "optimizer") and name."""
 
 
 def layer_of(name: str) -> int:

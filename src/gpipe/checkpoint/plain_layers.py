@@ -5,8 +5,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-from gpipe.training.layer_files import describe_differences, differences, read_layers
-from gpipe.training.manifest import CheckpointError, Manifest
+from gpipe.checkpoint.layer_files import describe_differences, differences, read_layers
+from gpipe.checkpoint.manifest import CheckpointError, Manifest
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
 

@@ -1,33 +1,17 @@
-"""Checkpoints: folders of safetensors files under layer names, which any number of stages can read.
-
-    checkpoints/
-      latest                         the name of the newest folder, one line
-      step-00000120/
-        manifest.json                position, config, and every file and tensor (manifest.py)
-        weights-0.safetensors        layers.0.weight, layers.1.bias, ...    written by stage 0
-        ema-0.safetensors            the same names
-        optimizer-0.safetensors      layers.0.weight/square_avg, ...
-        weights-1.safetensors        ...                                    written by stage 1
-
-A checkpoint is written beside its place, flushed to the disk, and renamed: a folder of that name is complete.
-"""
+"""Save a checkpoint: each stage its own layers, the first one the rest."""
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from torch import Tensor
-
+from gpipe.checkpoint.agreement import together
+from gpipe.checkpoint.layer_files import flush, write_layers
+from gpipe.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, Position
+from gpipe.checkpoint.state import Kinds, OptimizerState
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.ema import Ema
-from gpipe.training.layer_files import flush, write_layers
-from gpipe.training.manifest import MANIFEST, CheckpointError, Manifest, Position
-from gpipe.training.optimizers import optimizer_state
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 _LATEST = "latest"
@@ -37,9 +21,9 @@ def save_checkpoint(
     folder: Path,
     pipeline: Pipeline,
     position: Position,
+    model: Kinds,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
-    ema: Ema | None = None,
+    optimizer: OptimizerState | None = None,
     config: Mapping[str, Any] | None = None,
     results: Mapping[str, Any] | None = None,
     keep: int = 3,
@@ -57,11 +41,11 @@ def save_checkpoint(
     partial = folder / f".{path.name}.partial"
     leads = pipeline.is_first
     together(pipeline, lambda: _make_empty(partial) if leads else None)
-    written = together(pipeline, lambda: _write_own(partial, pipeline, optimizer, ema))
+    written = together(pipeline, lambda: _write_own(partial, pipeline, model, optimizer))
     manifest = Manifest(
         position=position,
         num_layers=pipeline.num_layers,
-        optimizer=type(optimizer).__name__ if optimizer is not None else None,
+        optimizer=optimizer.name if optimizer is not None else None,
         config=dict(config or {}),
         results=dict(results or {}),
     )
@@ -82,36 +66,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return folder / name
 
 
-def together(pipeline: Pipeline, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on every process and return what each gave; where any failed, raise its error on all of them."""
-    try:
-        outcome = {"value": work()}
-    except CheckpointError as error:
-        outcome = {"error": str(error)}
-    except (OSError, SafetensorError) as error:
-        outcome = {"error": f"The checkpoint cannot be written or read ({error}): check the disk and its permissions."}
-    outcomes = pipeline.gather(outcome)
-    for other in outcomes:
-        if "error" in other:
-            raise CheckpointError(other["error"])
-    return [other["value"] for other in outcomes]
-
-
-def own_tensors(pipeline: Pipeline, ema: Ema | None) -> dict[str, dict[str, Tensor]]:
-    """Return this process's weights, and averages if there are any, by kind and name, sharing their memory."""
-    own: dict[str, dict[str, Tensor]] = {"weights": dict(pipeline.layers.state_dict(prefix="layers."))}
-    if ema is not None:
-        own["ema"] = ema.state()
-    return own
-
-
-def _write_own(
-    partial: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, ema: Ema | None
-) -> dict[str, Any]:
+def _write_own(partial: Path, pipeline: Pipeline, model: Kinds, optimizer: OptimizerState | None) -> dict[str, Any]:
     """Write the files of the stages that this process plays; return their entries as JSON."""
-    kinds = own_tensors(pipeline, ema)
+    kinds = dict(model)
     if optimizer is not None:
-        kinds["optimizer"] = optimizer_state(optimizer)
+        kinds["optimizer"] = optimizer.read()
     files, tensors = write_layers(partial, kinds, pipeline.partitions)
     return {
         "files": {name: asdict(entry) for name, entry in files.items()},
