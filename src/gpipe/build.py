@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe.checkpoint.manifest import MANIFEST, Manifest
-from gpipe.checkpoint.save import latest_checkpoint
+from gpipe.checkpoint import folder as checkpoints
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch.processes import Place, Processes
 from gpipe.models import set_drop_path
@@ -313,10 +313,6 @@ def find_checkpoint(setting: str, value: str) -> Path:
 
     setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
     """
-    path = Path(value)
-    for folder in (path / "checkpoints", path):
-        if (newest := latest_checkpoint(folder)) is not None:
-            return newest
-    if not (path / MANIFEST).is_file():
+    if (path := checkpoints.find_checkpoint(Path(value))) is None:
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return path

@@ -6,7 +6,8 @@ import pytest
 import torch
 from small_run import SmallRun, small_run
 
-from gpipe.checkpoint.manifest import CheckpointError, Position
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
 
 HEAD = {"layers.5.weight", "layers.5.bias"}
 

@@ -12,7 +12,8 @@ from small_run import SmallRun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.manifest import CheckpointError, Position
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer

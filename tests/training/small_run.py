@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.checkpoint.manifest import Manifest, Position
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.restore import load_checkpoint, load_weights
-from gpipe.checkpoint.save import save_checkpoint
+from gpipe.checkpoint.saver import Saver
 from gpipe.checkpoint.state import Kinds
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
@@ -96,10 +97,13 @@ class SmallRun:
         """What checkpoints have of the layers."""
         return model_tensors(self.pipeline, self.ema if with_ema else None)
 
-    def save(self, folder: Path, position: Position, *, with_ema: bool = True, **settings: Any) -> Path:
-        """Save everything."""
+    def save(self, folder: Path, position: Position, *, with_ema: bool = True, keep: int = 3, **settings: Any) -> Path:
+        """Save everything, and wait until it is there."""
         model, optimizer = self.model(with_ema=with_ema), saved_optimizer(self.optimizer)
-        return save_checkpoint(folder, self.pipeline, position, model, optimizer=optimizer, **settings)
+        saver = Saver(folder, self.pipeline, keep=keep)
+        path = saver.save(position, model, optimizer=optimizer, **settings)
+        saver.wait()
+        return path
 
     def load(self, path: Path) -> Manifest:
         """Load everything."""

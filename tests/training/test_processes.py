@@ -12,8 +12,8 @@ import torch
 from small_run import SmallRun, small_run, small_trainer
 from torch.distributed.device_mesh import init_device_mesh
 
+from gpipe.checkpoint.folder import latest_checkpoint
 from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.save import latest_checkpoint
 from gpipe.training.tracking import Tracker
 from tests.process_pool import ProcessPool
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_run import RandomImages, SmallRun, small_run, small_trainer
 
-from gpipe.checkpoint.save import latest_checkpoint
+from gpipe.checkpoint.folder import latest_checkpoint
 from gpipe.pipeline.failure import NonFiniteError, PipelineError
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import constant

@@ -2,6 +2,7 @@
 
     checkpoints/
       latest                         the name of the newest folder, one line
+      best                           the name of the one whose evaluation had the least loss
       step-00000120/
         manifest.json                position, config, and every file and tensor (manifest.py)
         weights-0.safetensors        layers.0.weight, layers.1.bias, ...    written by stage 0

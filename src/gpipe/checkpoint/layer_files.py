@@ -1,60 +1,16 @@
-"""The tensors of layers in safetensors files: one file a kind and stage, found again by layer, not by stage."""
+"""The tensors of layers, found in a checkpoint's files by layer, not by stage, and compared with those of a model."""
 
-import os
-import re
 from collections.abc import Container, Mapping, Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from gpipe.checkpoint.manifest import CheckpointError, FileEntry, Manifest, TensorEntry, describe_file
-from gpipe.checkpoint.state import Kinds
-
-_LAYER_NAME = re.compile(r"layers\.(\d+)\..+")
-_NUM_NAMED = 3  # so many names of wrong tensors go into a message
-
-
-def layer_of(name: str) -> int:
-    """Return the index of the layer that a tensor called `layers.<i>.<name>` belongs to."""
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None:
-        raise CheckpointError(f"The tensor name {name!r} is not of the form layers.<i>.<name>: rename it.")
-    return int(match[1])
-
-
-def write_layers(
-    folder: Path, kinds: Kinds, partitions: Sequence[int]
-) -> tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]:
-    """Write tensors as `<kind>-<stage>.safetensors` and flush them to the disk; return the manifest's entries.
-
-    `partitions` are the numbers of layers of all stages; a stage without tensors here gets no file.
-    """
-    files: dict[str, FileEntry] = {}
-    entries: dict[str, dict[str, TensorEntry]] = {}
-    for kind, tensors in kinds.items():
-        for stage, (start, stop) in enumerate(pairwise(accumulate(partitions, initial=0))):
-            part = {name: value for name, value in tensors.items() if start <= layer_of(name) < stop}
-            if not part:
-                continue
-            path = folder / f"{kind}-{stage}.safetensors"
-            save_file(_separate(part), path)
-            flush(path)
-            files[path.name] = describe_file(path)
-            for name, value in part.items():
-                entries.setdefault(kind, {})[name] = TensorEntry(path.name, _dtype_name(value), tuple(value.shape))
-    return files, entries
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from gpipe.checkpoint.entries import TensorEntry
+from gpipe.checkpoint.errors import DamagedCheckpoint
+from gpipe.checkpoint.header import form_of
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.names import NUM_NAMED, layer_of
 
 
 def read_layers(folder: Path, manifest: Manifest, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
@@ -64,14 +20,15 @@ def read_layers(folder: Path, manifest: Manifest, names: Mapping[str, Sequence[s
         for name in kind_names:
             entry = manifest.tensors[kind][name]
             wanted.setdefault(entry.file, []).append((kind, name, entry))
+    for file in wanted:
+        manifest.check_file(folder, file)
     tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in names}
     for file, items in wanted.items():
-        manifest.check_file(folder, file)
         with safe_open(folder / file, framework="pt", device="cpu") as reader:
             for kind, name, entry in items:
                 tensor = reader.get_tensor(name)
-                if tuple(tensor.shape) != entry.shape or _dtype_name(tensor) != entry.dtype:
-                    raise CheckpointError(f"{folder / file} disagrees with its manifest on {name}: choose another.")
+                if (found := form_of(name, tensor)) != entry.form:
+                    raise DamagedCheckpoint(f"{folder / file} has {name} as {found}, not {entry}: choose another.")
                 tensors[kind][name] = tensor
     return tensors
 
@@ -84,14 +41,14 @@ def differences(manifest: Manifest, kind: str, own: Mapping[str, Tensor], layers
     saved = manifest.tensors.get(kind, {})
     found: dict[str, str] = {}
     for name, tensor in own.items():
-        here = _form(_dtype_name(tensor), tensor.shape)
+        here = form_of(name, tensor)
         if name not in saved:
             found[name] = f"not there, {here} here"
-        elif (there := _form(saved[name].dtype, saved[name].shape)) != here:
-            found[name] = f"{there} there, {here} here"
+        elif saved[name].form != here:
+            found[name] = f"{saved[name]} there, {here} here"
     for name, entry in saved.items():
         if name not in own and layer_of(name) in layers:
-            found[name] = f"{_form(entry.dtype, entry.shape)} there, not here"
+            found[name] = f"{entry} there, not here"
     return found
 
 
@@ -99,33 +56,7 @@ def describe_differences(found: Mapping[str, str]) -> str:
     """Say in a few words which layers differ, and how the first of their tensors do."""
     layers = sorted({layer_of(name) for name in found})
     ordered = sorted(found.items(), key=lambda item: layer_of(item[0]))  # a process's layers may lie apart
-    examples = "; ".join(f"{name} is {how}" for name, how in ordered[:_NUM_NAMED])
-    more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
+    examples = "; ".join(f"{name} is {how}" for name, how in ordered[:NUM_NAMED])
+    more = f"; and {len(found) - NUM_NAMED} more tensors" if len(found) > NUM_NAMED else ""
     subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
     return f"{subject} ({examples}{more})"
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring tensors to the CPU; copy those that share memory (tied weights), which safetensors refuses."""
-    separate: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in tensors.items():
-        value = value.detach().cpu().contiguous()
-        storage = value.untyped_storage().data_ptr()
-        separate[name] = value.clone() if storage in seen else value
-        seen.add(storage)
-    return separate
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _form(dtype: str, shape: Sequence[int]) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
-
-
-def describe_names(names: Sequence[str]) -> str:
-    """List the first few names and count the rest, for a message."""
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from gpipe.checkpoint.agreement import together
-from gpipe.checkpoint.layer_files import describe_differences, describe_names, differences, layer_of, read_layers
-from gpipe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
+from gpipe.checkpoint.entries import TensorEntry
+from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.layer_files import describe_differences, differences, read_layers
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.names import describe_names, layer_of, parameter_of
 from gpipe.checkpoint.state import Kinds, OptimizerState
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.ties import checksum
@@ -142,7 +145,7 @@ def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Mapping[str, Mapping[
         return
     tied = {name for names in pipeline.ties for name in names}
     own = {
-        kind: {name: checksum(value) for name, value in tensors.items() if name.rsplit("/", 1)[0] in tied}
+        kind: {name: checksum(value) for name, value in tensors.items() if parameter_of(name) in tied}
         for kind, tensors in loaded.items()
     }
     found: dict[str, dict[str, int]] = {}
@@ -161,7 +164,7 @@ def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Mapping[str, Mapping[
 
 def _of(name: str, values: Mapping[str, int]) -> dict[str, int]:
     """Return what belongs to a parameter: its value, or the slots of its optimiser state."""
-    return {key.removeprefix(name): value for key, value in values.items() if key.rsplit("/", 1)[0] == name}
+    return {key.removeprefix(name): value for key, value in values.items() if parameter_of(key) == name}
 
 
 @torch.no_grad()
@@ -189,16 +192,22 @@ def _check_optimizer(
         )
     parameters = optimizer.parameters
     # A parameter may lack a state: before the first step, or where it never had a gradient.
-    unexpected = [key for key in entries if key.rsplit("/", 1)[0] not in parameters]
+    unexpected = [key for key in entries if parameter_of(key) not in parameters]
     if unexpected:
         raise CheckpointError(
             f"{path} has optimiser state {describe_names(unexpected)}, which this run does not train: "
             "train the same parameters, or load the weights alone."
         )
     for key, entry in entries.items():
-        shape = tuple(parameters[key.rsplit("/", 1)[0]].shape)
-        if entry.shape not in ((), shape):
+        shape = tuple(parameters[parameter_of(key)].shape)
+        if not _may_belong(entry.shape, shape):
             raise CheckpointError(
                 f"{path} has {key} of shape {list(entry.shape)}, but the parameter's is {list(shape)}: "
                 "build the model that it was saved with."
             )
+
+
+def _may_belong(slot: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Say whether an optimiser may keep a tensor of this shape for a parameter: a number, or one for each row, too."""
+    is_alike = len(slot) == len(parameter)
+    return slot == () or (is_alike and all(own in (1, size) for own, size in zip(slot, parameter, strict=True)))

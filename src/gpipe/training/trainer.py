@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
-from gpipe.checkpoint.manifest import Position
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from gpipe.checkpoint.folder import newest_first
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.restore import load_checkpoint, load_weights
-from gpipe.checkpoint.save import latest_checkpoint, save_checkpoint
+from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
@@ -41,7 +44,8 @@ class Trainer:
     `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too, with `make_metrics`.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
-    `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
+    `checkpoint_folder` None saves nothing; else the end of training is saved. With `save_every_steps` also each so many
+    are, and an evaluation whose loss is the least so far. The newest `keep_checkpoints` stay, and the best.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
     """
 
@@ -84,6 +88,7 @@ class Trainer:
         self._epoch = 0
         self._batch = 0
         self._totals = Totals()
+        self._saver: Saver | None = None
 
     @property
     def num_steps(self) -> int:
@@ -92,18 +97,17 @@ class Trainer:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def resume(self, path: Path | None = None) -> bool:
-        """Go on from a checkpoint, the latest in `checkpoint_folder` by default; False where there is none.
+        """Go on from a checkpoint, or from the newest good one in `checkpoint_folder`; False where there is none.
 
         The run then does, bit for bit, what it would have done had it never stopped. Raises CheckpointError for a
-        damaged checkpoint, ValueError where it was saved with another seed or number of mini-batches.
+        damaged checkpoint that was named, ValueError where it was saved with another seed or number of mini-batches.
         """
-        if path is None and self.checkpoint_folder is not None:
-            path = latest_checkpoint(self.checkpoint_folder)
-        if path is None:
+        if path is not None:
+            manifest = self._load(path)
+        elif (found := self._load_newest()) is not None:
+            path, manifest = found
+        else:
             return False
-        manifest = load_checkpoint(
-            path, self.pipeline, model_tensors(self.pipeline, self.ema), saved_optimizer(self.optimizer)
-        )
         position = manifest.position
         if position.seed != self.seed:
             raise ValueError(f"{path} was saved with seed {position.seed}, not {self.seed}: resume with that seed.")
@@ -113,9 +117,30 @@ class Trainer:
                 f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
-        self._totals = Totals(**manifest.results)
+        self._totals = Totals.resumed(manifest.results)
         self.tracker.rewind(position.step)
         return True
+
+    def _load_newest(self) -> tuple[Path, Manifest] | None:
+        """Load the newest checkpoint that is not damaged, and say which are; None where nothing was saved yet.
+
+        Raises CheckpointError where all are damaged: to start anew would be to lose them without a word.
+        """
+        paths = newest_first(self.checkpoint_folder) if self.checkpoint_folder is not None else []
+        for path in paths:
+            try:
+                return path, self._load(path)
+            except DamagedCheckpoint as damage:
+                self.progress.message(f"warning: {damage}")
+        if paths:
+            raise CheckpointError(
+                f"{self.checkpoint_folder} has {len(paths)} checkpoints, all of them damaged: remove it to start anew."
+            )
+        return None
+
+    def _load(self, path: Path) -> Manifest:
+        model, optimizer = model_tensors(self.pipeline, self.ema), saved_optimizer(self.optimizer)
+        return load_checkpoint(path, self.pipeline, model, optimizer)
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
@@ -130,9 +155,13 @@ class Trainer:
         try:
             while self.pipeline.step < self.num_steps:
                 self._train_epoch()
+            if self._saver is not None:
+                self._saver.wait()
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one.
             self.pipeline.abort(error)
+            if self._saver is not None:
+                self._saver.abandon()
             raise
         peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
         return self._totals.summary(
@@ -226,8 +255,11 @@ class Trainer:
         is_due = ends_training or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs))
         if is_due and self.evaluate_every_epochs is not None:
             self._evaluate()
-        if self.checkpoint_folder is not None and (ends_training or _is_due(step, self.save_every_steps)):
-            self._save(self.checkpoint_folder)
+        if self._saver is not None:
+            self._saver.check()
+        is_best = self._totals.least_loss.get("step") == step
+        if ends_training or _is_due(step, self.save_every_steps) or (is_best and self.save_every_steps is not None):
+            self._save(is_best=is_best)
 
     def _evaluate(self) -> None:
         """Evaluate on every evaluation set, with the averaged weights where there are any, and log it."""
@@ -244,17 +276,20 @@ class Trainer:
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, *, is_best: bool) -> None:
+        """Begin to save, if anything is to be saved; the following steps go on meanwhile."""
+        if self.checkpoint_folder is None:
+            return
+        if self._saver is None:
+            self._saver = Saver(self.checkpoint_folder, self.pipeline, keep=self.keep_checkpoints)
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
-        save_checkpoint(
-            folder,
-            self.pipeline,
+        self._saver.save(
             position,
             model_tensors(self.pipeline, self.ema),
             optimizer=saved_optimizer(self.optimizer),
             config=self.config,
             results=self._totals.resumable(),
-            keep=self.keep_checkpoints,
+            is_best=is_best,
         )
 
 
