@@ -16,7 +16,7 @@ from small_run import NUM_LAYERS, SmallRun, small_run
 from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import latest_checkpoint
-from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from gpipe.checkpoint.manifest import MANIFEST, Manifest, sealed
 
 POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 PARTITIONS = [(6,), (2, 4), (1, 2, 3), (1, 1, 1, 1, 1, 1)]
@@ -162,13 +162,13 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> N
     """Edit the manifest's JSON."""
     content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     change(content)
-    (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(sealed(content)), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda m: m.update(format_version=9), "format version 9, but this program reads 1"),
+        (lambda m: m.update(format_version=9), "format version 9, but this program reads 2"),
         (lambda m: m.update(num_layers=7), "a model with 7 layers, but this one has 6"),
         (lambda m: m.update(optimizer="SGD"), "the state of SGD, but this run uses RMSpropTF"),
         (lambda m: m.update(num_layers=-1), "num_layers is -1"),

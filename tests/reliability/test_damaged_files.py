@@ -108,4 +108,16 @@ def test_what_is_no_file_of_the_folder_is_not_opened(
 def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(good: Path, tmp_path: Path, place: float, bit: int) -> None:
     checkpoint = copied(good, tmp_path / "step-00000002")
     flip(checkpoint / MANIFEST, place, bit)
+    # A space that became another blank says nothing else.
     assert damages(checkpoint) != [] or Manifest.read(checkpoint) == Manifest.read(good)
+
+
+def test_every_digit_of_the_manifest_counts(good: Path, tmp_path: Path) -> None:
+    text = (good / MANIFEST).read_bytes()
+    checkpoint = copied(good, tmp_path / "step-00000002")
+    for place in [place for place, byte in enumerate(text) if chr(byte).isdigit()][::7]:
+        changed = bytearray(text)
+        changed[place] ^= 1
+        (checkpoint / MANIFEST).write_bytes(changed)
+        with pytest.raises(CheckpointError, match="not a good manifest"):
+            Manifest.read(checkpoint)

@@ -1,10 +1,12 @@
 """The manifest of a checkpoint: what the run was, which files there are, and which tensor lies in which file."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from gpipe.checkpoint.entries import Position, TensorEntry
@@ -13,7 +15,7 @@ from gpipe.checkpoint.files import FileEntry, open_regular
 from gpipe.checkpoint.header import Form, check_header
 from gpipe.checkpoint.parsing import parse_fields, parse_files, parse_tensors, read_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**26  # about 400,000 tensors
 
@@ -37,7 +39,7 @@ class Manifest:
     def to_json(self) -> str:
         """Write as JSON text, sorted, so that equal checkpoints have equal manifests."""
         try:
-            content = {"format_version": FORMAT_VERSION, **asdict(self)}
+            content = sealed({"format_version": FORMAT_VERSION, **asdict(self)})
             return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
         except ValueError as error:
             raise CheckpointError(
@@ -65,25 +67,23 @@ class Manifest:
                 f"{folder} has no {MANIFEST}, so it is no complete checkpoint: choose another."
             ) from None
         with file:
-            text = file.read(MAX_MANIFEST_BYTES + 1)
-        if len(text) > MAX_MANIFEST_BYTES:
-            raise DamagedCheckpoint(
-                f"{path} has more than {MAX_MANIFEST_BYTES} bytes, too many to be a manifest: choose another."
-            )
+            if (size := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
+                raise DamagedCheckpoint(f"{path} has {size} bytes, too many to be a manifest: choose another.")
+            text = file.read(size)
         try:
             content = read_json(text)
-        except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{path} is not valid JSON ({error}): it is damaged, choose another.") from None
-        version = content.get("format_version") if isinstance(content, dict) else None
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} has format version {version!r:.20}, but this program reads {FORMAT_VERSION}: "
-                "use the program that wrote it."
-            )
-        try:
+            if not isinstance(content, dict):
+                raise ValueError("it is no object")
+            if "sha256" in content and content != sealed(content):
+                raise ValueError("its content does not have its SHA-256")
+            if (version := content.get("format_version")) != FORMAT_VERSION:
+                raise CheckpointError(
+                    f"{path} has format version {short(version)}, but this program reads {FORMAT_VERSION}: "
+                    "use the program that wrote it."
+                )
             return cls(**parse_fields(content))
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{path} is not a manifest ({error}): choose another.") from None
+            raise DamagedCheckpoint(f"{path} is not a good manifest ({error}): choose another.") from None
 
     def check_file(self, folder: Path, name: str) -> None:
         """Compare a file with its size, its SHA-256 and its tensors; raises DamagedCheckpoint naming what differs."""
@@ -98,3 +98,10 @@ class Manifest:
             for name, entry in entries.items()
             if entry.file == file
         }
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest's JSON with the SHA-256 of the rest of it: what guards the files must be guarded itself."""
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    text = json.dumps(rest, sort_keys=True, allow_nan=False)
+    return {**rest, "sha256": hashlib.sha256(text.encode()).hexdigest()}

@@ -13,7 +13,7 @@ from gpipe.checkpoint.header import DTYPES
 from gpipe.checkpoint.names import layer_of
 
 KINDS = ("weights", "ema", "optimizer")
-_KEYS = {"format_version", "position", "num_layers", "optimizer", "config", "results", "files", "tensors"}
+_KEYS = {"format_version", "position", "num_layers", "optimizer", "config", "results", "files", "tensors", "sha256"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_NATURAL = 2**63 - 1
