@@ -105,6 +105,11 @@ class Saver:
         self._writer.start()
         return path
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way, as far as `check` and `wait` have seen: the same on all processes that write."""
+        return self._writer is not None
+
     def check(self) -> None:
         """Raise CheckpointError on all processes, if one of them failed in the save that is under way.
 
