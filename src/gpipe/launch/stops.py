@@ -65,7 +65,7 @@ class _Listener:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def hand_on(self) -> None:
-        """Give what was received to whoever handled it before, such as submitit, which puts the job in the queue again."""
+        """Give what was received to whoever handled it before, such as submitit, which queues the job again."""
         for number in self._received:
             handler = self._handlers[signal.Signals(number)]
             if callable(handler) and handler is not signal.default_int_handler:
@@ -109,7 +109,9 @@ class _Listener:
 
     def _receive(self, number: int, sender: int | None) -> None:
         if self._obey is not None and number == signal.SIGTERM and sender == os.getppid():
-            self._end(128 + number)  # torch's agent ends all processes when one has failed; its requests come by the note
+            self._end(
+                128 + number
+            )  # torch's agent ends all processes when one has failed; its requests come by the note
         if number == signal.SIGINT:
             self._look()  # it is also what the system sends when the process that started this one is gone
             now = time.monotonic()
@@ -168,9 +170,8 @@ def reason(max_hours: float | None = None) -> str | None:
     """Return why this process was asked to stop, None where it was not; `max_hours` after its start it is, too."""
     if _listener is None:
         return None
-    if _listener.reason is None and max_hours is not None:
-        if time.monotonic() - _listener.started > max_hours * 3600:
-            _listener.ask(f"trainer.max_hours={max_hours:g}")
+    if max_hours is not None and time.monotonic() - _listener.started > max_hours * 3600:
+        _listener.ask(f"trainer.max_hours={max_hours:g}")
     return _listener.reason
 
 

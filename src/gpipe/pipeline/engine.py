@@ -25,6 +25,7 @@ from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLos
 from gpipe.pipeline.modes import evaluation_mode
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.placement import Devices, local_devices, process_device
+from gpipe.pipeline.probe import NonFinite, Probe
 from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
@@ -236,6 +237,24 @@ class Pipeline:
             peak_memory_bytes=peak_memory_bytes({stage.device for stage in self._stages.values()}),
         )
 
+    def first_non_finite(self, batch: tuple[Any, Any]) -> NonFinite | None:
+        """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
+
+        Every process calls it, after a NonFiniteError and with the same mini-batch. Nothing is updated.
+
+        Returns:
+            The first layer of the model with such an output, over all micro-batches and replicas, or the loss of one;
+            None where all are finite.
+        """
+        inputs, targets = _pair(batch)
+        with self._guard.step():
+            mini_batch = self._start(inputs, training=False)
+            loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
+            probe = Probe(self.replica_index)
+            self._executor.probe(mini_batch.num_microbatches, self.step, loss, probe)
+            rows = [row for part in self.gather_from_job(probe.found) for row in part]
+        return NonFinite(*min(rows)) if rows else None
+
     def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None) -> Any:
         """Return the model's outputs for a mini-batch in evaluation mode, without gradients.
 
@@ -296,6 +315,14 @@ class Pipeline:
         with self._guard.exchange():
             return self._processes.messenger.gather(value)
 
+    def gather_from_job(self, value: Any) -> list[Any]:
+        """Return the values of all replicas' processes, one replica after the other; values are JSON's."""
+        values = self.gather(value)
+        if self._replicas is None:
+            return values
+        with self._guard.exchange():
+            return [one for part in self._replicas.gather(values) for one in part]
+
     def broadcast(self, value: Any, from_stage: int) -> Any:
         """Return the value that the process of one stage passed, to each; the value is JSON's."""
         if self._processes is None:
@@ -325,7 +352,9 @@ class Pipeline:
         device = self._stages[self.num_stages - 1].device
         return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self._replicas)
 
-    def _conclude(self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None) -> tuple[dict[str, float], list[Any]]:
+    def _conclude(
+        self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None
+    ) -> tuple[dict[str, float], list[Any]]:
         """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes."""
         norms = gradient_norm.gradient_norms(self._tied.once(self.named_parameters()))
         own = {

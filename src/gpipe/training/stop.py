@@ -13,5 +13,6 @@ class Stopped(Exception):
         self.step = step
         self.is_saved = is_saved
         where = f"after step {step}" if step else "before the first step"
-        saved = "saved: " if is_saved else "nothing is saved (trainer.keep_checkpoints=null): " if step else ""
-        super().__init__(f"stopped by {reason} {where}, {saved}the same command again goes on.")
+        unsaved = step and not is_saved
+        end = "nothing is saved (trainer.keep_checkpoints=null)" if unsaved else "the same command again goes on"
+        super().__init__(f"stopped by {reason} {where}: {end}.")
