@@ -68,6 +68,10 @@ class Session:
         else:
             self._process.send_signal(number)
 
+    def pids_of(self, word: str) -> list[int]:
+        """Return the processes of the session that have a word in their command lines."""
+        return [pid for pid in self._left() if word in Path(f"/proc/{pid}/cmdline").read_text()]
+
     def status(self) -> int:
         """Wait for the end, and until nothing is left of the session; return the exit status."""
         status = self._process.wait(LONG_SECONDS)

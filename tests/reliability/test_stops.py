@@ -1,5 +1,6 @@
 """A signal at any moment stops a run in good order, in each launch, and the same command goes on."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,9 @@ def check_stopped(session: Session, launch: str, number: signal.Signals) -> None
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize(("moment", "number"), zip(MOMENTS, [*SIGNALS, signal.SIGTERM], strict=True), ids=str)
+@pytest.mark.parametrize(
+    ("moment", "number"), [*zip(MOMENTS, [*SIGNALS, signal.SIGTERM], strict=True)], ids=list(MOMENTS)
+)
 def test_a_signal_at_any_moment_stops_it_and_the_same_command_goes_on(
     whole: Path, begin: Callable[..., Session], launch: str, moment: str, number: signal.Signals
 ) -> None:
@@ -128,3 +131,18 @@ def test_a_new_start_can_be_asked_for(whole: Path, begin: Callable[..., Session]
     assert again.status() == 0 and "going on" not in again.said()
     (new,) = (path.parent for path in again.folder.glob("runs/*/*/record.json"))
     assert log_of(new) == log_of(whole)
+
+
+def test_a_job_that_submitit_warns_of_its_time_limit_is_saved_queued_again_and_goes_on(
+    whole: Path, begin: Callable[..., Session]
+) -> None:
+    """As at SLURM, by submitit's local executor: its warning, SIGUSR2, comes before the job is killed."""
+    session = begin("one process", "-m", "hydra/launcher=submitit_local", "launch=process_per_stage")
+    session.wait_for(MOMENTS["step"])
+    (job,) = session.pids_of("submitit.core._submit")
+    os.kill(job, signal.SIGUSR2)
+    assert session.status() == 0, session.said()
+    assert_same(run_folder(session.folder), whole)
+    (log,) = session.folder.glob("runs/*/.submitit/*/*_log.out")
+    words = log.read_text(encoding="utf-8")
+    assert words.count("stopped by SIGUSR2 after step ") == words.count("going on after step ") == 1
