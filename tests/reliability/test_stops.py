@@ -112,7 +112,7 @@ def test_a_second_interrupt_ends_it_at_once(begin: Callable[..., Session], launc
     begun = time.monotonic()
     assert session.status() == 130, session.said()
     assert time.monotonic() - begun < 8
-    assert session.said().endswith("error: interrupted, nothing was saved\n")
+    assert "error: interrupted, nothing was saved\n" in session.said()
 
 
 @pytest.mark.parametrize("launch", ["one process", "launched"])
