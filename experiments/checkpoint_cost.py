@@ -56,12 +56,13 @@ class Training:
         self.saver = Saver(folder / "ours", self.pipeline, keep=1)
         self.step()
 
-    def step(self) -> None:
-        """Make an update."""
+    def step(self) -> list[Any]:
+        """Make an update; return how the save that is under way goes on each process."""
         self.optimizer.zero_grad()
-        self.pipeline.train_step(self.batch)
+        statuses = self.pipeline.train_step(self.batch, note=self.saver.status).notes
         self.optimizer.step()
         self.ema.update(self.pipeline.step)
+        return statuses
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that is saved, under one name each."""
@@ -75,11 +76,7 @@ class Training:
         self.saver.save(position, model_tensors(self.pipeline, self.ema), optimizer=saved_optimizer(self.optimizer))
         still = time.perf_counter() - start
         while self.saver.is_busy:
-            self.step()
-            dist.barrier()  # stages end their steps at different times, whether they save or not
-            before = time.perf_counter()
-            self.saver.check()
-            still += time.perf_counter() - before
+            self.saver.check(self.step())
         return still, time.perf_counter() - start
 
     def synchronous(self) -> tuple[float, float]:

@@ -67,8 +67,8 @@ def test_what_is_written_is_what_was_when_training_went_on(tmp_path: Path, gate:
     path = begin(saver, run)
     assert gate.reached.wait(10)
     run.train(3)
-    saver.check()
-    assert not path.exists() and latest_checkpoint(tmp_path) is None
+    saver.check([saver.status()])
+    assert saver.is_busy and not path.exists() and latest_checkpoint(tmp_path) is None
     gate.open.set()
     saver.wait()
     reader = small_run((2, 4), seed=1, optimizer=optimizer)
@@ -144,7 +144,7 @@ def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
     with pytest.raises(CheckpointError, match=r"No space left on device\): check the disk"):
         saver.wait()
     assert {path.name for path in tmp_path.iterdir()} == {"latest", good.name}
-    saver.check()  # said once
+    saver.check([saver.status()])  # said once
     monkeypatch.undo()
     begin(saver, run, 4)
     saver.wait()
@@ -201,7 +201,7 @@ def save_with_a_fault(rank: int, folder: Path, faulty: int) -> str:
         begin(saver, run, 2)
         try:
             for _ in range(10_000):
-                saver.check()
+                saver.check(run.pipeline.gather(saver.status()))
         except CheckpointError as error:
             found = str(error)
     begin(saver, run, 3)

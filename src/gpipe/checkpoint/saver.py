@@ -11,12 +11,13 @@ nothing.
 
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpipe.checkpoint.agreement import raise_first, together
 from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import clean, name_of
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.snapshot import Snapshot
@@ -110,20 +111,22 @@ class Saver:
         """Whether a save is under way, as far as `check` and `wait` have seen: the same on all processes that write."""
         return self._writer is not None
 
-    def check(self) -> None:
+    def status(self) -> dict[str, Any] | None:
+        """Return how this process's part of the save that is under way goes, for `check`; None where none is."""
+        return None if self._writer is None else self._writer.status()
+
+    def check(self, statuses: Sequence[dict[str, Any] | None]) -> None:
         """Raise CheckpointError on all processes, if one of them failed in the save that is under way.
 
-        At step boundaries; costs a small message between the processes, only while a save is under way.
+        At step boundaries. statuses: of all processes, the same on each; they travel with the step's other messages.
         """
-        if self._writer is None:
-            return
-        statuses = self._pipeline.gather(self._writer.status())
+        known = [status for status in statuses if status is not None]
         try:
-            raise_first(statuses)
-        except BaseException:
+            raise_first(known)
+        except CheckpointError:
             self._give_up()
             raise
-        if all(status["done"] for status in statuses):
+        if known and all(status["done"] for status in known):
             self._writer = None
 
     def wait(self) -> None:
@@ -131,7 +134,7 @@ class Saver:
         while self._writer is not None:
             # In short rounds: a slow disk must not look like a process that hangs.
             self._writer.wait(_ROUND_SECONDS)
-            self.check()
+            self.check(self._pipeline.gather(self._writer.status()))
 
     def abandon(self) -> None:
         """After an error of the training: give the save that is under way a moment to finish, or to stop."""
@@ -147,7 +150,8 @@ class Saver:
 
     def _give_up(self) -> None:
         """Stop writing; when all processes have, free what was written: the disk may be full."""
-        assert self._writer is not None and self._partial is not None
+        if self._writer is None or self._partial is None:
+            return
         self._writer.give_up()
         self._writer = None
         self._pipeline.gather(None)
