@@ -358,7 +358,7 @@ def test_a_job_on_slurm_has_a_gpu_a_stage_and_is_queued_again_at_its_time_limit(
     hydra = compose("train", overrides=overrides, return_hydra_config=True).hydra
     assert hydra.launcher._target_.endswith("SlurmLauncher")
     assert (hydra.launcher.gpus_per_node, hydra.launcher.tasks_per_node, hydra.launcher.partition) == (4, 1, "gpus")
-    assert hydra.launcher.max_num_timeout > 0
+    assert hydra.launcher.max_num_timeout > 0 and hydra.launcher.signal_delay_s >= 120
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe.launch import devices
+from gpipe.launch import devices, stops
 from gpipe.launch.errors import one_message
 from gpipe.launch.processes import Place, Processes, run
 
@@ -163,23 +163,93 @@ def test_one_failing_process_ends_all_with_one_message(
         assert "Traceback" in (tmp_path / "error.txt").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_stopping_the_parent_leaves_no_orphan(tmp_path: Path, number: signal.Signals) -> None:
+def stop(place: Place, folder: Path) -> None:
+    """Do what training does: go on until asked to stop, and leave with the status of that."""
+    hang_until_asked(folder)
+    raise SystemExit(stops.STOPPED)
+
+
+def hang_until_asked(folder: Path) -> None:
+    (folder / f"process-{os.getpid()}").touch()
+    while (reason := stops.reason()) is None:
+        time.sleep(0.05)
+    (folder / f"asked-{os.getpid()}").write_text(reason)
+
+
+def parent_of(function: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a process that starts two, and wait until these are at work."""
     program = (
-        "from pathlib import Path\nfrom gpipe.launch.processes import run\nfrom tests.test_launch import hang, two\n"
-        f"if __name__ == '__main__': run(hang, two(Path({str(tmp_path)!r})))\n"
+        "from pathlib import Path\nfrom gpipe.launch.processes import run\n"
+        f"from tests.test_launch import {function}, two\n"
+        f"if __name__ == '__main__': run({function}, two(Path({str(folder)!r})))\n"
     )
-    script = tmp_path / "script.py"
+    script = folder / "script.py"
     script.write_text(program)
     environment = os.environ | PYTHONPATH
-    with subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True) as parent:
-        wait_until(lambda: len(pids(tmp_path)) == 2)
-        parent.send_signal(number)
+    parent = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(pids(folder)) == 2)
+    return parent
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]], ids=["SIGKILL", "SIGINT twice"])
+def test_ending_the_parent_at_once_leaves_no_orphan(tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    with parent_of("hang", tmp_path) as parent:
+        for number in numbers:
+            parent.send_signal(number)
+            time.sleep(0.5)
         said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
-    if number != signal.SIGKILL:
-        assert parent.returncode == 128 + number
-        assert said == f"error: stopped by {number.name}\n"
+    if signal.SIGINT in numbers:
+        assert parent.returncode == 130
+        assert said.startswith("error: interrupted, nothing was saved\n")  # Python tells of semaphores after it
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_the_parent_waits_for_processes_that_it_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    with parent_of("stop", tmp_path) as parent:
+        parent.send_signal(number)
+        said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
+    assert (parent.returncode, said) == (stops.STOPPED, "")
+    assert [path.read_text() for path in tmp_path.glob("asked-*")] == [number.name] * 2
+    assert not any(map(is_running, pids(tmp_path)))
+
+
+def leave_when_asked(status: int) -> None:
+    with stops.listening():
+        assert stops.reason() is None
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_until(lambda: stops.reason() == "SIGUSR2")
+        raise SystemExit(status)
+
+
+def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    try:
+        for status, expected in ((0, []), (stops.STOPPED, [signal.SIGUSR2])):
+            with pytest.raises(SystemExit):
+                leave_when_asked(status)
+            assert received == expected and stops.reason() is None
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert received == [signal.SIGUSR2] * 2, "the handler before is back"
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_nothing_is_started_after_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with stops.listening() as listener:
+        listener.ask("SIGTERM")
+        with pytest.raises(SystemExit) as left:
+            run(note_place, two(tmp_path), "never")
+    assert left.value.code == stops.STOPPED
+    assert capsys.readouterr().out == "stopped by SIGTERM before the first step: the same command again goes on.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_is_a_request_of_its_own() -> None:
+    with stops.listening():
+        assert stops.reason(max_hours=1.0) is None
+        assert stops.reason(max_hours=1e-9) == stops.reason() == "trainer.max_hours=1e-09"
 
 
 def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path: Path) -> None:

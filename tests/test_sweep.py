@@ -87,9 +87,17 @@ def test_a_job_that_was_cut_short_goes_on_from_its_checkpoint(folder: Path) -> N
         run_job(folder, OVERRIDES, "digits", run_of, Training("cut short"))
     assert stopped.value.code == 130, "Ctrl-C ends the whole sweep"
     assert read_jobs(folder.parent) == []
-    training = Training()
-    assert run_job(folder, OVERRIDES, "digits", run_of, training) == 0.75
-    assert training.resumed_from == [str(folder)]
+    (folder / "metrics.jsonl").touch()
+    assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
+    assert (folder / "metrics.jsonl").exists() and not (folder.parent / "set_aside").exists()
+
+
+def test_a_job_may_be_made_to_start_anew(folder: Path) -> None:
+    with pytest.raises(SystemExit):
+        run_job(folder, OVERRIDES, "digits", run_of, Training("cut short"))
+    run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.resume=never"), Training())
+    (aside,) = (folder.parent / "set_aside").iterdir()
+    assert (aside / "checkpoints" / "latest").exists() and not (folder / "checkpoints").exists()
 
 
 def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(folder: Path) -> None:

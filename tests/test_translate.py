@@ -11,9 +11,11 @@ from pathlib import Path
 import bleu
 import pytest
 import torch
+from gpipe.training.layer_files import read_layers
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Device, register_schemas, to_run
 from gpipe.config.translate import register_schema, take_literally, to_settings
 from gpipe.data import Tokenizer, open_corpus
@@ -21,8 +23,6 @@ from gpipe.decoding.beam_search import BeamSearch
 from gpipe.results.records import read_records
 from gpipe.run import start as train
 from gpipe.trained import TrainedModel, open_trained
-from gpipe.training.layer_files import read_layers
-from gpipe.training.manifest import Manifest
 from gpipe.translate import start
 from tests.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
 

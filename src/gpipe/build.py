@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe.checkpoint import folder as checkpoints
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
+from gpipe.launch import stops
 from gpipe.launch.processes import Place, Processes
 from gpipe.models import set_drop_path
 from gpipe.pipeline.cost import analyze_layers
@@ -28,10 +31,8 @@ from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import Speed
-from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
-from gpipe.training.manifest import MANIFEST, Manifest
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
@@ -224,8 +225,9 @@ def build_trainer(
     tracker: Tracker,
     on_timeline: Callable[[Timeline], None],
 ) -> Trainer:
-    """Build the data, the optimiser and the loop around a pipeline, and go back to a checkpoint where one is named.
+    """Build the data, the optimiser and the loop around a pipeline, and go back to a checkpoint.
 
+    That is the newest one in the run's own folder, else the one that the settings name, if they do.
     folder: the run's. on_timeline: takes each recorded timeline, on every process.
     """
     settings, workload = run.trainer, workload_of(run)
@@ -272,8 +274,15 @@ def build_trainer(
         keep_checkpoints=settings.keep_checkpoints or 1,
         timeline_every_steps=settings.timeline_every_steps,
         on_timeline=on_timeline,
+        non_finite=settings.non_finite.value,
+        max_skipped_steps=settings.max_skipped_steps,
+        asked_to_stop=partial(stops.reason, settings.max_hours),
         config={**to_plain(run), **kept},
     )
+    if trainer.resume():
+        progress.message(f"going on after step {pipeline.step}")
+        return trainer
+    tracker.rewind(0)  # what an earlier session did before it saved anything is done again
     if settings.resume_from is not None:
         trainer.resume(_find_kindred("trainer.resume_from", settings.resume_from, kept))
     elif run.init_from is not None:
@@ -314,10 +323,6 @@ def find_checkpoint(setting: str, value: str) -> Path:
 
     setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
     """
-    path = Path(value)
-    for folder in (path / "checkpoints", path):
-        if (newest := latest_checkpoint(folder)) is not None:
-            return newest
-    if not (path / MANIFEST).is_file():
+    if (path := checkpoints.find_checkpoint(Path(value))) is None:
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return path

@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from gpipe.launch import stops
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
 
@@ -102,15 +103,19 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
 
     `function` and `args` must be picklable where processes are started here. `folder` is the first process's. Where one
     fails, all are ended, one message is printed, the traceback is in error.txt in `folder`, and the exit status is 1.
+    Where all raise SystemExit(75), because they were asked to stop, that is the exit status.
     """
-    if is_adopted():
-        _work(function, processes, args)
-    elif processes.num_processes == 1 and not processes.pin_cores:
-        with one_message(processes.folder, processes.debug):
-            _set_threads(processes)
-            function(_place_alone(processes), processes.folder, *args)
-    else:
-        _start(function, processes, args)
+    with stops.listening():
+        if is_adopted():
+            _work(function, processes, args)
+            return
+        stops.leave_if_asked()
+        if processes.num_processes == 1 and not processes.pin_cores:
+            with one_message(processes.folder, processes.debug):
+                _set_threads(processes)
+                function(_place_alone(processes), processes.folder, *args)
+        else:
+            _start(function, processes, args)
 
 
 def _start(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
@@ -118,6 +123,8 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
     error_file = processes.folder / ERROR_FILE
     error_file.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet(), _signals_restored():
+        note = Path(logs) / "stop"
+        stops.listen().pass_on(note)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -133,7 +140,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
             **_shutdown_setting(),
         )
         try:
-            elastic_launch(config, _work)(function, processes, args)
+            statuses = elastic_launch(config, _work)(function, processes, args, note)
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             if failure.exitcode != 1 and not error_file.exists():  # otherwise it has said why
@@ -144,12 +151,23 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         except SignalException as stop:
             print(f"error: stopped by {stop.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + stop.sigval) from None
+        finally:
+            stops.listen().pass_on(None)
+    if stops.STOPPED in statuses.values():
+        raise SystemExit(stops.STOPPED)
 
 
-def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
-    """Be one of several processes: join the group, call the function, leave the group."""
-    # Ctrl-C, or the end of the parent process, ends this one even while it waits inside of torch.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _work(
+    function: Callable[..., None], processes: Processes, args: tuple[Any, ...], note: Path | None = None
+) -> int | None:
+    """Be one of several processes: join the group, call the function, leave the group.
+
+    note: where the process that started this one says that it was asked to stop. Having stopped is no failure, so the
+        status of that is returned to it.
+    """
+    listener = stops.listen()
+    if note is not None:
+        listener.obey(note)
     try:
         with one_message(debug=processes.debug):
             num_cores = len(own_cores())
@@ -162,7 +180,10 @@ def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, 
         if place.mesh is not None:
             dist.destroy_process_group()
     except SystemExit as end:
+        if note is not None and end.code == stops.STOPPED:
+            return stops.STOPPED
         _leave(end)
+    return None
 
 
 def _join(processes: Processes) -> Place:
@@ -218,7 +239,7 @@ def _device_type(device: str) -> str:
 def _leave(end: SystemExit) -> NoReturn:
     """End this process now: threads that wait for other processes would hold up an ordinary exit."""
     for child in multiprocessing.active_children():
-        child.terminate()
+        child.kill()  # SIGTERM is blocked there: one to the whole job must not end what loads the data of a last step
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else 1)

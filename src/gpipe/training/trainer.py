@@ -1,7 +1,7 @@
 """The training loop: what happens in a step, at the end of an epoch, and when a run goes on where it stopped."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,19 +9,26 @@ from typing import Any
 
 import torch
 
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from gpipe.checkpoint.folder import newest_first
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.restore import load_checkpoint, load_weights
+from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.failure import NonFiniteError
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
-from gpipe.training.checkpoint import latest_checkpoint, save_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader
-from gpipe.training.manifest import Position
 from gpipe.training.metrics import EvaluationMetrics, Metrics
+from gpipe.training.non_finite import explain
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
-from gpipe.training.restore import load_checkpoint, load_weights
+from gpipe.training.saved_state import model_tensors, saved_optimizer
+from gpipe.training.stop import Stopped
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
 
@@ -41,8 +48,12 @@ class Trainer:
     `patience` evaluations in a row without a smaller loss of the main set training ends; None waits for its length.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
-    `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
+    `checkpoint_folder` None saves nothing; else the end of training is saved. With `save_every_steps` also each so many
+    are, and an evaluation whose loss is the least so far. The newest `keep_checkpoints` stay, and the best.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
+    `asked_to_stop` says on any process why all are to stop, None while they are not; they do at the next step boundary.
+    A loss or gradient that is not finite ends the training (`non_finite` "stop", see `explain`), or its mini-batch is
+    left out ("skip"), up to `max_skipped_steps` times: a step that updates nothing.
     """
 
     pipeline: Pipeline
@@ -71,6 +82,9 @@ class Trainer:
     keep_checkpoints: int = 3
     timeline_every_steps: int | None = None
     on_timeline: Callable[[Timeline], None] | None = None
+    asked_to_stop: Callable[[], str | None] = lambda: None
+    non_finite: str = "stop"
+    max_skipped_steps: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,9 +96,13 @@ class Trainer:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but it must be at least 1.")
+        if self.non_finite not in ("stop", "skip"):
+            raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip.")
         self._epoch = 0
         self._batch = 0
+        self._saved_step: int | None = None
         self._totals = Totals()
+        self._saver: Saver | None = None
 
     @property
     def num_steps(self) -> int:
@@ -98,16 +116,17 @@ class Trainer:
         return is_out_of_patience or self.pipeline.step >= self.num_steps
 
     def resume(self, path: Path | None = None) -> bool:
-        """Go on from a checkpoint, the latest in `checkpoint_folder` by default; False where there is none.
+        """Go on from a checkpoint, or from the newest good one in `checkpoint_folder`; False where there is none.
 
         The run then does, bit for bit, what it would have done had it never stopped. Raises CheckpointError for a
-        damaged checkpoint, ValueError where it was saved with another seed or number of mini-batches.
+        damaged checkpoint that was named, ValueError where it was saved with another seed or number of mini-batches.
         """
-        if path is None and self.checkpoint_folder is not None:
-            path = latest_checkpoint(self.checkpoint_folder)
-        if path is None:
+        if path is not None:
+            manifest = self._load(path)
+        elif (found := self._load_newest()) is not None:
+            path, manifest = found
+        else:
             return False
-        manifest = load_checkpoint(path, self.pipeline, optimizer=self.optimizer, ema=self.ema)
         position = manifest.position
         if position.seed != self.seed:
             raise ValueError(f"{path} was saved with seed {position.seed}, not {self.seed}: resume with that seed.")
@@ -117,25 +136,58 @@ class Trainer:
                 f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
-        self._totals = Totals(**manifest.results)
+        self._totals = Totals.resumed(manifest.results)
+        if path.parent == self.checkpoint_folder:
+            self._saved_step = position.step
         self.tracker.rewind(position.step)
         return True
+
+    def _load_newest(self) -> tuple[Path, Manifest] | None:
+        """Load the newest checkpoint that is not damaged, and say which are; None where nothing was saved yet.
+
+        Raises CheckpointError where all are damaged: to start anew would be to lose them without a word.
+        """
+        paths = newest_first(self.checkpoint_folder) if self.checkpoint_folder is not None else []
+        for path in paths:
+            try:
+                return path, self._load(path)
+            except DamagedCheckpoint as damage:
+                self.progress.message(f"warning: {damage}")
+        if paths:
+            raise CheckpointError(
+                f"{self.checkpoint_folder} has {len(paths)} checkpoints, all of them damaged: remove it to start anew."
+            )
+        return None
+
+    def _load(self, path: Path) -> Manifest:
+        model, optimizer = model_tensors(self.pipeline, self.ema), saved_optimizer(self.optimizer)
+        return load_checkpoint(path, self.pipeline, model, optimizer)
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
 
         Raises CheckpointError where the checkpoint is damaged, or another model's.
         """
-        load_weights(path, self.pipeline, ema=self.ema, replaced=replaced, model=self.config.get("model"))
+        model = model_tensors(self.pipeline, self.ema)
+        load_weights(path, self.pipeline, model, replaced=replaced, settings=self.config.get("model"))
 
     def train(self) -> Summary:
-        """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated."""
+        """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated.
+
+        Raises Stopped on all processes, after the state was saved, where one of them was asked to stop.
+        """
         try:
+            self._stop_if_asked(self.pipeline.gather_from_job(self.asked_to_stop()))
             while not self._is_done:
                 self._train_epoch()
+            self._finish_saving()
+        except Stopped:
+            raise
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one.
             self.pipeline.abort(error)
+            if self._saver is not None:
+                self._saver.abandon()
             raise
         peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
         return self._totals.summary(
@@ -153,14 +205,20 @@ class Trainer:
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
             self._batch += 1
-            self._log(values, report, round(self.count_targets(batch[1])), time.perf_counter() - started)
-            self._after_step()
+            seconds = time.perf_counter() - started
+            if report is None:
+                self._log_skipped(values, seconds)
+            else:
+                self._log(values, report, round(self.count_targets(batch[1])), seconds)
+            notes = report.notes if report is not None else []
+            self._after_step([note["save"] for note in notes])
             if self._is_done:
                 return
+            self._stop_if_asked([note["stop"] for note in notes])
             started = time.perf_counter()
 
-    def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport]:
-        """Make one update; return its settings and norms to log, and the pipeline's report."""
+    def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport | None]:
+        """Make one update; return its settings and norms to log, and the pipeline's report, None where skipped."""
         step = self.pipeline.step
         values: dict[str, Any] = {"learning_rate": self.learning_rate(step)}
         set_learning_rate(self.optimizer, values["learning_rate"])
@@ -169,14 +227,54 @@ class Trainer:
             self.set_drop_path(values["drop_path"])
         records = _is_due(step, self.timeline_every_steps)
         self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast():
-            report = self.pipeline.train_step(batch, record_timeline=records)
+        try:
+            with self.autocast():
+                report = self.pipeline.train_step(batch, record_timeline=records, note=self._note)
+        except NonFiniteError as error:
+            self._skip_or_stop(batch, error)
+            return values, None
         if self.max_gradient_norm is not None:
             values["gradient_norm"] = self.pipeline.clip_gradients(self.max_gradient_norm)
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update(self.pipeline.step)
         return values, report
+
+    def _note(self) -> dict[str, Any]:
+        """Return what every process of the job learns of this one at the end of a step."""
+        return {"stop": self.asked_to_stop(), "save": self._saver.status() if self._saver is not None else None}
+
+    def _skip_or_stop(self, batch: tuple[Any, Any], error: NonFiniteError) -> None:
+        """Count a step without an update, or end the training with a report, and a checkpoint of the state before."""
+        self.optimizer.zero_grad(set_to_none=True)
+        skipped = self._totals.num_skipped_steps
+        if self.non_finite == "skip" and skipped < self.max_skipped_steps:
+            self._totals.num_skipped_steps += 1
+            count = f"{skipped + 1} of at most {self.max_skipped_steps}"
+            self.progress.message(f"a mini-batch is left out, {count}: {error.what}")
+            self.pipeline.step += 1
+            return
+        with self.autocast():
+            place = self.pipeline.first_non_finite(batch)
+        self._save()
+        self._finish_saving()
+        raise explain(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
+
+    def _log_skipped(self, values: dict[str, Any], seconds: float) -> None:
+        self._totals.seconds += seconds
+        self._totals.wait_seconds += values["wait_seconds"]
+        skipped = self._totals.num_skipped_steps
+        self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values, "num_skipped_steps": skipped})
+
+    def _stop_if_asked(self, reasons: Sequence[str | None]) -> None:
+        """Save and raise Stopped where a process of the job was asked to stop; all processes have the same reasons."""
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            return
+        if self.pipeline.step > 0:
+            self._save()
+        self._finish_saving()
+        raise Stopped(reason, self.pipeline.step, is_saved=self._saved_step == self.pipeline.step)
 
     def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
@@ -216,11 +314,14 @@ class Trainer:
         )
         self.progress.update(status, ends_epoch=self._batch == len(self.train_loader))
 
-    def _after_step(self) -> None:
+    def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> None:
         """Turn to the next epoch where this one ends, evaluate and save where it is time, in this order.
 
         A checkpoint at the end of an epoch thus has the epoch's evaluation, and a resumed run need not repeat it.
+        saves: how the save that is under way goes, on each process of the job.
         """
+        if self._saver is not None:
+            self._saver.check(saves)
         step = self.pipeline.step
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
@@ -229,8 +330,9 @@ class Trainer:
         if is_due and self.evaluate_every_epochs is not None:
             self._evaluate()
         # An evaluation may have ended the training.
-        if self.checkpoint_folder is not None and (self._is_done or _is_due(step, self.save_every_steps)):
-            self._save(self.checkpoint_folder)
+        is_best = self._totals.least_loss.get("step") == step
+        if self._is_done or _is_due(step, self.save_every_steps) or (is_best and self.save_every_steps is not None):
+            self._save(is_best=is_best)
 
     def _evaluate(self) -> None:
         """Evaluate on every evaluation set, with the averaged weights where there are any, and log it."""
@@ -247,18 +349,30 @@ class Trainer:
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, *, is_best: bool = False) -> None:
+        """Begin to save the state between two steps, unless it is saved already or nothing is to be saved.
+
+        The following steps go on meanwhile.
+        """
+        if self.checkpoint_folder is None or self._saved_step == self.pipeline.step:
+            return
+        self._saved_step = self.pipeline.step
+        if self._saver is None:
+            self._saver = Saver(self.checkpoint_folder, self.pipeline, keep=self.keep_checkpoints)
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
-        save_checkpoint(
-            folder,
-            self.pipeline,
+        self._saver.save(
             position,
-            optimizer=self.optimizer,
-            ema=self.ema,
+            model_tensors(self.pipeline, self.ema),
+            optimizer=saved_optimizer(self.optimizer),
             config=self.config,
             results=self._totals.resumable(),
-            keep=self.keep_checkpoints,
+            is_best=is_best,
         )
+
+    def _finish_saving(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        if self._saver is not None:
+            self._saver.wait()
 
 
 def _is_due(count: int, every: int | None) -> bool:
