@@ -9,12 +9,12 @@ import torch
 from hydra import compose
 
 from gpipe import build
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import RunConfig, to_run
 from gpipe.data import Tokenizer, open_corpus, open_tokenizer
 from gpipe.results.records import read_records
 from gpipe.results.translation_runs import resource_groups
 from gpipe.run import start as train
-from gpipe.training.manifest import Manifest
 from tests.test_train import metrics, run_folder, start, weights
 from tests.test_translate import TINY
 

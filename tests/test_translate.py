@@ -11,6 +11,8 @@ from pathlib import Path
 import bleu
 import pytest
 import torch
+from gpipe.training.layer_files import read_layers
+from gpipe.training.manifest import Manifest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -21,8 +23,6 @@ from gpipe.decoding.beam_search import BeamSearch
 from gpipe.results.records import read_records
 from gpipe.run import start as train
 from gpipe.trained import TrainedModel, open_trained
-from gpipe.training.layer_files import read_layers
-from gpipe.training.manifest import Manifest
 from gpipe.translate import start
 from tests.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe.checkpoint import folder as checkpoints
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch import stops
 from gpipe.launch.processes import Place, Processes
@@ -29,10 +31,8 @@ from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import Speed
-from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
-from gpipe.training.manifest import MANIFEST, Manifest
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
@@ -322,10 +322,6 @@ def find_checkpoint(setting: str, value: str) -> Path:
 
     setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
     """
-    path = Path(value)
-    for folder in (path / "checkpoints", path):
-        if (newest := latest_checkpoint(folder)) is not None:
-            return newest
-    if not (path / MANIFEST).is_file():
+    if (path := checkpoints.find_checkpoint(Path(value))) is None:
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return path

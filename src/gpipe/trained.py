@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from gpipe.build import build_layers, find_checkpoint
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.plain_layers import load_layers
 from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
 from gpipe.config.saved import from_plain
 from gpipe.data import Tokenizer, open_tokenizer
-from gpipe.training.manifest import Manifest
-from gpipe.training.plain_layers import load_layers
 from gpipe.workloads.translation import TOKENIZER_FILE
 
 

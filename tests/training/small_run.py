@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.restore import load_checkpoint, load_weights
+from gpipe.checkpoint.saver import Saver
+from gpipe.checkpoint.state import Kinds
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.ema import Ema
@@ -17,6 +22,7 @@ from gpipe.training.learning_rate import exponential
 from gpipe.training.losses import ClassificationLoss
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
+from gpipe.training.saved_state import model_tensors, saved_optimizer
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 
@@ -86,6 +92,30 @@ class SmallRun:
             self.pipeline.train_step(batch)
             self.optimizer.step()
             self.ema.update(self.pipeline.step)
+
+    def model(self, *, with_ema: bool = True) -> Kinds:
+        """What checkpoints have of the layers."""
+        return model_tensors(self.pipeline, self.ema if with_ema else None)
+
+    def save(self, folder: Path, position: Position, *, with_ema: bool = True, keep: int = 3, **settings: Any) -> Path:
+        """Save everything, and wait until it is there."""
+        model, optimizer = self.model(with_ema=with_ema), saved_optimizer(self.optimizer)
+        saver = Saver(folder, self.pipeline, keep=keep)
+        path = saver.save(position, model, optimizer=optimizer, **settings)
+        saver.wait()
+        return path
+
+    def load(self, path: Path) -> Manifest:
+        """Load everything."""
+        return load_checkpoint(path, self.pipeline, self.model(), saved_optimizer(self.optimizer))
+
+    def load_weights_alone(self, path: Path) -> Manifest:
+        """Load neither averages nor the optimiser's state."""
+        return load_checkpoint(path, self.pipeline, self.model(with_ema=False))
+
+    def begin(self, path: Path, **settings: Any) -> Manifest:
+        """Begin with the weights and averages of another run."""
+        return load_weights(path, self.pipeline, self.model(), **settings)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy every number of the training state, by kind and name."""

@@ -11,10 +11,10 @@ from test_trainer import assert_same_state, poison, state_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from gpipe.checkpoint.folder import latest_checkpoint
 from gpipe.pipeline.failure import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
 from gpipe.pipeline.stage import MASKS
-from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.tracking import METRICS_FILE, Tracker
 from gpipe.training.trainer import Trainer

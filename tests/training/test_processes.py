@@ -12,9 +12,8 @@ import torch
 from small_run import SmallRun, small_run, small_trainer
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.training.checkpoint import latest_checkpoint
-from gpipe.training.manifest import Manifest
-from gpipe.training.restore import load_checkpoint
+from gpipe.checkpoint.folder import latest_checkpoint
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.training.tracking import Tracker
 from tests.process_pool import ProcessPool
 
@@ -66,7 +65,7 @@ def test_three_processes_go_on_where_one_stopped_and_one_reads_what_they_wrote(t
     assert Manifest.read(latest(tmp_path / "run")).tensors["weights"]["layers.5.bias"].file == "weights-2.safetensors"
 
     reader = small_run((1, 5), seed=1)
-    load_checkpoint(latest(tmp_path / "run"), reader.pipeline, optimizer=reader.optimizer, ema=reader.ema)
+    reader.load(latest(tmp_path / "run"))
     assert whole.ema is not None
     expected = SmallRun(whole.pipeline, whole.optimizer, whole.ema).tensors()
     found = reader.tensors()
@@ -91,7 +90,7 @@ def test_processes_of_two_stages_train_and_save_what_one_stage_does(tmp_path: Pa
     for summary in processes.run(2, train_interleaved, tmp_path / "two"):
         assert summary["evaluation"] == evaluation
     reader = small_run((1, 5), seed=1)
-    load_checkpoint(latest(tmp_path / "two"), reader.pipeline, optimizer=reader.optimizer, ema=reader.ema)
+    reader.load(latest(tmp_path / "two"))
     assert one.ema is not None
     expected, found = SmallRun(one.pipeline, one.optimizer, one.ema).tensors(), reader.tensors()
     assert found.keys() == expected.keys()

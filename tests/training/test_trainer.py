@@ -10,8 +10,8 @@ import pytest
 import torch
 from small_run import RandomImages, SmallRun, small_run, small_trainer
 
+from gpipe.checkpoint.folder import latest_checkpoint
 from gpipe.pipeline.failure import NonFiniteError, PipelineError
-from gpipe.training.checkpoint import latest_checkpoint
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import constant
 from gpipe.training.metrics import EvaluationMetrics

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe.results import (
+    checkpoint_cost,
     depth,
     figure3,
     peers,
@@ -45,7 +46,7 @@ PAPER_FILE = "paper.csv"
 METRICS_FILE = "metrics.jsonl"
 _CLAIMS = (table1, table2, table3, table4, table5, figure3)
 BESIDE_PAPER = {name: table for claim in _CLAIMS for name, table in claim.BESIDE_PAPER.items()}
-_PARTS = (tables, schedules, planned_memory, peers, depth, utilization, *_CLAIMS)
+_PARTS = (tables, schedules, planned_memory, peers, depth, utilization, checkpoint_cost, *_CLAIMS)
 EVERY_TABLE = {name: table for part in _PARTS for name, table in part.TABLES.items()}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -72,6 +72,16 @@ class Totals:
         """Return what a resumed run goes on from, as JSON."""
         names = ("seconds", "wait_seconds", "best_top1", "evaluation", "least_loss", "num_skipped_steps")
         return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def resumed(cls, results: Mapping[str, Any]) -> "Totals":
+        """Return what `resumable` said; raises ValueError for anything else."""
+        if set(results) != set(cls().resumable()):
+            raise ValueError(
+                f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
+                f"{', '.join(cls().resumable())}: choose a checkpoint that this program saved."
+            )
+        return cls(**results)
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
         """Keep the newest figures of each evaluation set, and the best of the first set."""

@@ -9,21 +9,25 @@ from typing import Any
 
 import torch
 
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from gpipe.checkpoint.folder import newest_first
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.restore import load_checkpoint, load_weights
+from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.failure import NonFiniteError
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
-from gpipe.training.checkpoint import latest_checkpoint, save_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader
-from gpipe.training.manifest import Position
 from gpipe.training.metrics import EvaluationMetrics, Metrics
 from gpipe.training.non_finite import explain
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
-from gpipe.training.restore import load_checkpoint, load_weights
+from gpipe.training.saved_state import model_tensors, saved_optimizer
 from gpipe.training.stop import Stopped
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
@@ -43,7 +47,8 @@ class Trainer:
     `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too, with `make_metrics`.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
-    `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
+    `checkpoint_folder` None saves nothing; else the end of training is saved. With `save_every_steps` also each so many
+    are, and an evaluation whose loss is the least so far. The newest `keep_checkpoints` stay, and the best.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
     `asked_to_stop` says on any process why all are to stop, None while they are not; they do at the next step boundary.
     A loss or gradient that is not finite ends the training (`non_finite` "stop", see `explain`), or its mini-batch is
@@ -95,6 +100,7 @@ class Trainer:
         self._batch = 0
         self._saved_step: int | None = None
         self._totals = Totals()
+        self._saver: Saver | None = None
 
     @property
     def num_steps(self) -> int:
@@ -103,16 +109,17 @@ class Trainer:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def resume(self, path: Path | None = None) -> bool:
-        """Go on from a checkpoint, the latest in `checkpoint_folder` by default; False where there is none.
+        """Go on from a checkpoint, or from the newest good one in `checkpoint_folder`; False where there is none.
 
         The run then does, bit for bit, what it would have done had it never stopped. Raises CheckpointError for a
-        damaged checkpoint, ValueError where it was saved with another seed or number of mini-batches.
+        damaged checkpoint that was named, ValueError where it was saved with another seed or number of mini-batches.
         """
-        if path is None and self.checkpoint_folder is not None:
-            path = latest_checkpoint(self.checkpoint_folder)
-        if path is None:
+        if path is not None:
+            manifest = self._load(path)
+        elif (found := self._load_newest()) is not None:
+            path, manifest = found
+        else:
             return False
-        manifest = load_checkpoint(path, self.pipeline, optimizer=self.optimizer, ema=self.ema)
         position = manifest.position
         if position.seed != self.seed:
             raise ValueError(f"{path} was saved with seed {position.seed}, not {self.seed}: resume with that seed.")
@@ -122,18 +129,40 @@ class Trainer:
                 f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
-        self._totals = Totals(**manifest.results)
+        self._totals = Totals.resumed(manifest.results)
         if path.parent == self.checkpoint_folder:
             self._saved_step = position.step
         self.tracker.rewind(position.step)
         return True
+
+    def _load_newest(self) -> tuple[Path, Manifest] | None:
+        """Load the newest checkpoint that is not damaged, and say which are; None where nothing was saved yet.
+
+        Raises CheckpointError where all are damaged: to start anew would be to lose them without a word.
+        """
+        paths = newest_first(self.checkpoint_folder) if self.checkpoint_folder is not None else []
+        for path in paths:
+            try:
+                return path, self._load(path)
+            except DamagedCheckpoint as damage:
+                self.progress.message(f"warning: {damage}")
+        if paths:
+            raise CheckpointError(
+                f"{self.checkpoint_folder} has {len(paths)} checkpoints, all of them damaged: remove it to start anew."
+            )
+        return None
+
+    def _load(self, path: Path) -> Manifest:
+        model, optimizer = model_tensors(self.pipeline, self.ema), saved_optimizer(self.optimizer)
+        return load_checkpoint(path, self.pipeline, model, optimizer)
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
 
         Raises CheckpointError where the checkpoint is damaged, or another model's.
         """
-        load_weights(path, self.pipeline, ema=self.ema, replaced=replaced, model=self.config.get("model"))
+        model = model_tensors(self.pipeline, self.ema)
+        load_weights(path, self.pipeline, model, replaced=replaced, settings=self.config.get("model"))
 
     def train(self) -> Summary:
         """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated.
@@ -144,11 +173,14 @@ class Trainer:
             self._stop_if_asked(self.pipeline.gather_from_job(self.asked_to_stop()))
             while self.pipeline.step < self.num_steps:
                 self._train_epoch()
+            self._finish_saves()
         except Stopped:
             raise
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one.
             self.pipeline.abort(error)
+            if self._saver is not None:
+                self._saver.abandon()
             raise
         peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
         return self._totals.summary(
@@ -212,8 +244,8 @@ class Trainer:
             return
         with self.autocast():
             place = self.pipeline.first_non_finite(batch)
-        if self.checkpoint_folder is not None:
-            self._save(self.checkpoint_folder)
+        self._save()
+        self._finish_saves()
         raise explain(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
 
     def _log_skipped(self, values: dict[str, Any], seconds: float) -> None:
@@ -227,8 +259,9 @@ class Trainer:
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
             return
-        if self.checkpoint_folder is not None and self.pipeline.step > 0:
-            self._save(self.checkpoint_folder)
+        if self.pipeline.step > 0:
+            self._save()
+        self._finish_saves()
         raise Stopped(reason, self.pipeline.step, is_saved=self._saved_step == self.pipeline.step)
 
     def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
@@ -282,8 +315,11 @@ class Trainer:
         is_due = ends_training or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs))
         if is_due and self.evaluate_every_epochs is not None:
             self._evaluate()
-        if self.checkpoint_folder is not None and (ends_training or _is_due(step, self.save_every_steps)):
-            self._save(self.checkpoint_folder)
+        if self._saver is not None:
+            self._saver.check()
+        is_best = self._totals.least_loss.get("step") == step
+        if ends_training or _is_due(step, self.save_every_steps) or (is_best and self.save_every_steps is not None):
+            self._save(is_best=is_best)
 
     def _evaluate(self) -> None:
         """Evaluate on every evaluation set, with the averaged weights where there are any, and log it."""
@@ -300,21 +336,26 @@ class Trainer:
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
-    def _save(self, folder: Path) -> None:
-        """Save the state between two steps, unless it is saved already."""
-        if self._saved_step == self.pipeline.step:
+    def _finish_saves(self) -> None:
+        """Wait until what was begun is saved."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _save(self, *, is_best: bool = False) -> None:
+        """Begin to save, if anything is to be saved and is not yet; the following steps go on meanwhile."""
+        if self.checkpoint_folder is None or self._saved_step == self.pipeline.step:
             return
         self._saved_step = self.pipeline.step
+        if self._saver is None:
+            self._saver = Saver(self.checkpoint_folder, self.pipeline, keep=self.keep_checkpoints)
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
-        save_checkpoint(
-            folder,
-            self.pipeline,
+        self._saver.save(
             position,
-            optimizer=self.optimizer,
-            ema=self.ema,
+            model_tensors(self.pipeline, self.ema),
+            optimizer=saved_optimizer(self.optimizer),
             config=self.config,
             results=self._totals.resumable(),
-            keep=self.keep_checkpoints,
+            is_best=is_best,
         )
 
 

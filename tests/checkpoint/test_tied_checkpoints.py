@@ -12,12 +12,11 @@ from small_run import SmallRun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.checkpoint import save_checkpoint
 from gpipe.training.ema import Ema
-from gpipe.training.manifest import CheckpointError, Position
 from gpipe.training.optimizers import build_optimizer
-from gpipe.training.restore import load_checkpoint, load_weights
 from tests.process_pool import ProcessPool
 from tests.tied_model import TABLE, loss, mini_batch, tied_layers
 
@@ -45,11 +44,11 @@ def train(run: SmallRun, steps: Sequence[int]) -> None:
 
 
 def save(folder: Path, run: SmallRun) -> Path:
-    return save_checkpoint(folder, run.pipeline, POSITION, optimizer=run.optimizer, ema=run.ema)
+    return run.save(folder, POSITION)
 
 
 def resume(path: Path, run: SmallRun) -> None:
-    load_checkpoint(path, run.pipeline, optimizer=run.optimizer, ema=run.ema)
+    run.load(path)
     run.pipeline.step = POSITION.step
 
 
@@ -108,7 +107,7 @@ def test_a_checkpoint_of_an_untied_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         resume(path, run)
     with pytest.raises(CheckpointError, match=message):
-        load_weights(path, run.pipeline, ema=run.ema)
+        run.begin(path)
     assert_same(run.tensors(), before)
 
 
@@ -118,9 +117,9 @@ def test_a_tied_parameter_is_replaced_altogether_or_not_at_all(tmp_path: Path) -
     path = save(tmp_path, first)
     message = r"^layers\.0\.weight and layers\.5\.weight are one parameter of this model, of which only the second"
     with pytest.raises(CheckpointError, match=message):
-        load_weights(path, second.pipeline, replaced={"layers.5.weight", "layers.5.bias"})
+        second.begin(path, replaced={"layers.5.weight", "layers.5.bias"})
     drawn = second.tensors()["weights: layers.0.weight"]
-    load_weights(path, second.pipeline, replaced=TABLE)
+    second.begin(path, replaced=TABLE)
     found, expected = second.tensors(), first.tensors()
     assert all(torch.equal(found[f"weights: {name}"], drawn) for name in TABLE)
     assert torch.equal(found["weights: layers.5.bias"], expected["weights: layers.5.bias"])

@@ -5,8 +5,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-from gpipe.training.layer_files import describe_differences, differences, read_layers
-from gpipe.training.manifest import CheckpointError, Manifest
+from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.layer_files import describe_differences, differences, read_layers
+from gpipe.checkpoint.manifest import Manifest
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from small_run import SmallRun, small_run
 
-from gpipe.training.checkpoint import save_checkpoint
-from gpipe.training.manifest import CheckpointError, Position
-from gpipe.training.restore import load_weights
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
 
 HEAD = {"layers.5.weight", "layers.5.bias"}
 
@@ -22,9 +21,8 @@ def pretrained() -> SmallRun:
 
 
 def save(folder: Path, run: SmallRun, *, with_ema: bool = True) -> Path:
-    ema = run.ema if with_ema else None
     config = {"model": {"family": "small", "width": 8}}
-    return save_checkpoint(folder, run.pipeline, Position(3, 0, 3, 0), ema=ema, config=config)
+    return run.save(folder, Position(3, 0, 3, 0), with_ema=with_ema, config=config)
 
 
 @pytest.mark.parametrize("partitions", [(6,), (1, 2, 3)])
@@ -33,7 +31,7 @@ def test_everything_but_the_classifier_is_taken(
 ) -> None:
     run = small_run(partitions, seed=1, num_classes=3)
     before, given = run.tensors(), pretrained.tensors()
-    load_weights(save(tmp_path, pretrained), run.pipeline, ema=run.ema, replaced=HEAD)
+    run.begin(save(tmp_path, pretrained), replaced=HEAD)
     found = run.tensors()
     assert found.keys() == before.keys()
     for name, tensor in found.items():
@@ -46,7 +44,7 @@ def test_everything_but_the_classifier_is_taken(
 
 def test_averages_begin_with_the_weights_where_the_checkpoint_has_none(tmp_path: Path, pretrained: SmallRun) -> None:
     run = small_run(seed=1)
-    load_weights(save(tmp_path, pretrained, with_ema=False), run.pipeline, ema=run.ema)
+    run.begin(save(tmp_path, pretrained, with_ema=False))
     found = run.tensors()
     for name in run.pipeline.layers.state_dict(prefix="layers."):
         assert torch.equal(found[f"ema: {name}"], found[f"weights: {name}"]), name
@@ -57,7 +55,7 @@ def test_the_layers_of_all_stages_that_differ_are_named_with_the_settings(tmp_pa
     run = small_run((3, 1, 2), seed=1, width=16)
     before = run.tensors()
     with pytest.raises(CheckpointError) as raised:
-        load_weights(path, run.pipeline, ema=run.ema, replaced=HEAD, model={"family": "small", "width": 16})
+        run.begin(path, replaced=HEAD, settings={"family": "small", "width": 16})
     message = str(raised.value)
     assert "layers 3, 4 differ (layers.3.weight is float32[8, 64] there, float32[16, 64] here;" in message
     assert "more tensors); model.width is 8 there, 16 here: build the model" in message
@@ -69,4 +67,4 @@ def test_another_number_of_classes_is_a_difference_where_the_classifier_is_kept(
 ) -> None:
     run = small_run(num_classes=3)
     with pytest.raises(CheckpointError, match=r"layer 5 differs \(layers\.5\.weight is float32\[6, 8\] there"):
-        load_weights(save(tmp_path, pretrained), run.pipeline, ema=run.ema)
+        run.begin(save(tmp_path, pretrained))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from small_run import SmallRun, small_layers, small_run
 
-from gpipe.training.checkpoint import save_checkpoint
-from gpipe.training.manifest import CheckpointError, Position
-from gpipe.training.plain_layers import load_layers
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.plain_layers import load_layers
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def trained() -> SmallRun:
 
 
 def save(folder: Path, run: SmallRun, *, with_ema: bool) -> Path:
-    return save_checkpoint(folder, run.pipeline, Position(3, 0, 3, 0), ema=run.ema if with_ema else None)
+    return run.save(folder, Position(3, 0, 3, 0), with_ema=with_ema)
 
 
 @pytest.mark.parametrize(

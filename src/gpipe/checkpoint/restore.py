@@ -12,69 +12,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpipe.checkpoint.agreement import together
+from gpipe.checkpoint.entries import TensorEntry
+from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.layer_files import describe_differences, differences, read_layers
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.names import describe_names, layer_of, parameter_of
+from gpipe.checkpoint.state import Kinds, OptimizerState
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.ties import checksum
-from gpipe.training.checkpoint import own_tensors, together
-from gpipe.training.ema import Ema
-from gpipe.training.layer_files import describe_differences, describe_names, differences, layer_of, read_layers
-from gpipe.training.manifest import CheckpointError, Manifest, TensorEntry
-from gpipe.training.optimizers import load_optimizer_state, named_parameters_of
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
 
 
-def load_checkpoint(
-    path: Path, pipeline: Pipeline, *, optimizer: torch.optim.Optimizer | None = None, ema: Ema | None = None
-) -> Manifest:
-    """Load a checkpoint into the pipeline's own layers, and into the optimiser and the average if they are given.
+def load_checkpoint(path: Path, pipeline: Pipeline, model: Kinds, optimizer: OptimizerState | None = None) -> Manifest:
+    """Load a checkpoint into this process's tensors, `model`, and into the optimiser if it is given.
 
     The caller sets `pipeline.step` and the data's position from the manifest that is returned.
     """
     manifest = _read_manifest(path, pipeline)
-    own = own_tensors(pipeline, ema)
-    if ema is not None and "ema" not in manifest.tensors:
+    if "ema" in model and "ema" not in manifest.tensors:
         raise CheckpointError(f"{path} has no moving averages, but this run keeps them: set ema.decay=null.")
-    _refuse_differences(path, pipeline, manifest, own)
-    names = {kind: list(tensors) for kind, tensors in own.items()}
+    _refuse_differences(path, pipeline, manifest, model)
+    names = {kind: list(tensors) for kind, tensors in model.items()}
     if optimizer is not None:
         together(pipeline, lambda: _check_optimizer(path, manifest, optimizer, _own_entries(manifest, pipeline)))
         names["optimizer"] = list(_own_entries(manifest, pipeline))
     loaded = _read(path, pipeline, manifest, names)
     _refuse_untied(path, pipeline, loaded)
-    _copy(loaded, own)
+    _copy(loaded, model)
     if optimizer is not None:
-        load_optimizer_state(optimizer, loaded["optimizer"])
+        optimizer.load(loaded["optimizer"])
     return manifest
 
 
 def load_weights(
     path: Path,
     pipeline: Pipeline,
+    model: Kinds,
     *,
-    ema: Ema | None = None,
     replaced: Collection[str] = (),
-    model: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Begin with the weights, the statistics and the averages of a checkpoint; `replaced` tensors stay as they are.
 
-    The averages begin with the weights where the checkpoint has none. `model` are this model's settings, as JSON: where
-    the layers differ, the message names the settings that do.
+    The averages begin with the weights where the checkpoint has none. `settings` are this model's, as JSON: where the
+    layers differ, the message names the settings that do.
     """
-    manifest = _read_manifest(path, pipeline, model)
+    manifest = _read_manifest(path, pipeline, settings)
     _refuse_partly_replaced(pipeline, replaced)
     sources = {"weights": "weights", "ema": "ema" if "ema" in manifest.tensors else "weights"}
     own = {
         kind: {name: tensor for name, tensor in tensors.items() if name not in replaced}
-        for kind, tensors in own_tensors(pipeline, ema).items()
+        for kind, tensors in model.items()
     }
-    _refuse_differences(path, pipeline, manifest, {"weights": own["weights"]}, replaced, model)
+    _refuse_differences(path, pipeline, manifest, {"weights": own["weights"]}, replaced, settings)
     loaded = _read(path, pipeline, manifest, {sources[kind]: list(tensors) for kind, tensors in own.items()})
     _refuse_untied(path, pipeline, loaded)
     _copy({kind: loaded[sources[kind]] for kind in own}, own)
     return manifest
 
 
-def _read_manifest(path: Path, pipeline: Pipeline, model: Mapping[str, Any] | None = None) -> Manifest:
+def _read_manifest(path: Path, pipeline: Pipeline, settings: Mapping[str, Any] | None = None) -> Manifest:
     """Read the manifest, and refuse another number of layers."""
     found: list[Manifest] = []
     together(pipeline, lambda: found.append(Manifest.read(path)))
@@ -82,7 +81,7 @@ def _read_manifest(path: Path, pipeline: Pipeline, model: Mapping[str, Any] | No
     if manifest.num_layers != pipeline.num_layers:
         raise CheckpointError(
             f"{path} is of a model with {manifest.num_layers} layers, but this one has {pipeline.num_layers}"
-            f"{_differing_settings(manifest, model)}: {_BUILD_THAT}"
+            f"{_differing_settings(manifest, settings)}: {_BUILD_THAT}"
         )
     return manifest
 
@@ -93,7 +92,7 @@ def _refuse_differences(
     manifest: Manifest,
     own: Mapping[str, Mapping[str, Tensor]],
     ignored: Collection[str] = (),
-    model: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise CheckpointError, naming the layers of all stages that differ, unless all tensors fit."""
     layers = {int(key) for key in pipeline.layers}
@@ -105,16 +104,16 @@ def _refuse_differences(
         if found:
             raise CheckpointError(
                 f"{path} does not fit this model in its {kind}: {describe_differences(found)}"
-                f"{_differing_settings(manifest, model)}: {_BUILD_THAT}"
+                f"{_differing_settings(manifest, settings)}: {_BUILD_THAT}"
             )
 
 
-def _differing_settings(manifest: Manifest, model: Mapping[str, Any] | None) -> str:
+def _differing_settings(manifest: Manifest, settings: Mapping[str, Any] | None) -> str:
     """Return which of the model's settings differ from those that the checkpoint was saved with."""
     saved = manifest.config.get("model", {})
     found = [
         f"model.{key} is {saved[key]} there, {value} here"
-        for key, value in (model or {}).items()
+        for key, value in (settings or {}).items()
         if key in saved and saved[key] != value
     ]
     return f"; {', '.join(found)}" if found else ""
@@ -146,7 +145,7 @@ def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Mapping[str, Mapping[
         return
     tied = {name for names in pipeline.ties for name in names}
     own = {
-        kind: {name: checksum(value) for name, value in tensors.items() if name.rsplit("/", 1)[0] in tied}
+        kind: {name: checksum(value) for name, value in tensors.items() if parameter_of(name) in tied}
         for kind, tensors in loaded.items()
     }
     found: dict[str, dict[str, int]] = {}
@@ -165,7 +164,7 @@ def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Mapping[str, Mapping[
 
 def _of(name: str, values: Mapping[str, int]) -> dict[str, int]:
     """Return what belongs to a parameter: its value, or the slots of its optimiser state."""
-    return {key.removeprefix(name): value for key, value in values.items() if key.rsplit("/", 1)[0] == name}
+    return {key.removeprefix(name): value for key, value in values.items() if parameter_of(key) == name}
 
 
 @torch.no_grad()
@@ -182,27 +181,33 @@ def _own_entries(manifest: Manifest, pipeline: Pipeline) -> dict[str, TensorEntr
 
 
 def _check_optimizer(
-    path: Path, manifest: Manifest, optimizer: torch.optim.Optimizer, entries: Mapping[str, TensorEntry]
+    path: Path, manifest: Manifest, optimizer: OptimizerState, entries: Mapping[str, TensorEntry]
 ) -> None:
     """Refuse the state of another optimiser, or of parameters that this one does not train."""
-    saved, kind = manifest.optimizer, type(optimizer).__name__
-    if saved != kind:
+    saved = manifest.optimizer
+    if saved != optimizer.name:
         raise CheckpointError(
-            f"{path} has the state of {saved or 'no optimiser'}, but this run uses {kind}: "
+            f"{path} has the state of {saved or 'no optimiser'}, but this run uses {optimizer.name}: "
             "use that optimiser, or load the weights alone."
         )
-    parameters = named_parameters_of(optimizer)
+    parameters = optimizer.parameters
     # A parameter may lack a state: before the first step, or where it never had a gradient.
-    unexpected = [key for key in entries if key.rsplit("/", 1)[0] not in parameters]
+    unexpected = [key for key in entries if parameter_of(key) not in parameters]
     if unexpected:
         raise CheckpointError(
             f"{path} has optimiser state {describe_names(unexpected)}, which this run does not train: "
             "train the same parameters, or load the weights alone."
         )
     for key, entry in entries.items():
-        shape = tuple(parameters[key.rsplit("/", 1)[0]].shape)
-        if entry.shape not in ((), shape):
+        shape = tuple(parameters[parameter_of(key)].shape)
+        if not _may_belong(entry.shape, shape):
             raise CheckpointError(
                 f"{path} has {key} of shape {list(entry.shape)}, but the parameter's is {list(shape)}: "
                 "build the model that it was saved with."
             )
+
+
+def _may_belong(slot: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Say whether an optimiser may keep a tensor of this shape for a parameter: a number, or one for each row, too."""
+    is_alike = len(slot) == len(parameter)
+    return slot == () or (is_alike and all(own in (1, size) for own, size in zip(slot, parameter, strict=True)))

@@ -1,0 +1,150 @@
+"""What a checkpoint costs a training: how long it stands still, beside torch.distributed.checkpoint.
+
+    python experiments/checkpoint_cost.py
+
+Two processes train a stage of linear layers each, with AdamW and moving averages: 16 bytes a parameter. The three ways
+to save take turns; meanwhile training goes on. All flush their files to the disk; ours hashes them too. A process
+stands still while a call that saves has not returned; the slower process counts, and the median of the rounds. Appends
+a record to reproductions/bubble/runs.jsonl and renders its README. About five minutes, and 3 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from gpipe import Pipeline
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.saver import Saver
+from gpipe.results.checkpoint_cost import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
+from gpipe.training.ema import Ema
+from gpipe.training.optimizers import build_optimizer
+from gpipe.training.saved_state import model_tensors, saved_optimizer
+
+ROOT = Path(__file__).parent.parent
+NUM_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
+
+
+class Training:
+    """A stage in training, and the three ways to save it."""
+
+    def __init__(self, width: int, folder: Path) -> None:
+        layers = nn.Sequential(*(nn.Linear(width, width, device="meta") for _ in range(NUM_LAYERS)))
+        mesh = init_device_mesh("cpu", (1, NUM_PROCESSES), mesh_dim_names=("replica", "stage"))
+        partitions = [NUM_LAYERS // NUM_PROCESSES] * NUM_PROCESSES
+        self.pipeline = Pipeline(layers, nn.functional.mse_loss, partitions, 2, rematerialize="never", mesh=mesh)
+        self.optimizer = build_optimizer("adamw", self.pipeline.named_parameters(), 1e-4)
+        self.ema = Ema(self.pipeline.layers)
+        self.batch = torch.randn(BATCH_SIZE, width), torch.randn(BATCH_SIZE, width)
+        self.folder = folder
+        self.saver = Saver(folder / "ours", self.pipeline, keep=1)
+        self.step()
+
+    def step(self) -> None:
+        """Make an update."""
+        self.optimizer.zero_grad()
+        self.pipeline.train_step(self.batch)
+        self.optimizer.step()
+        self.ema.update(self.pipeline.step)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that is saved, under one name each."""
+        kinds = {**model_tensors(self.pipeline, self.ema), "optimizer": saved_optimizer(self.optimizer).read()}
+        return {f"{kind}: {name}": tensor for kind, part in kinds.items() for name, tensor in part.items()}
+
+    def ours(self) -> tuple[float, float]:
+        """Save while training goes on; return the seconds of standing still, and until all is on the disk."""
+        start = time.perf_counter()
+        position = Position(self.pipeline.step, 0, self.pipeline.step, 0)
+        self.saver.save(position, model_tensors(self.pipeline, self.ema), optimizer=saved_optimizer(self.optimizer))
+        still = time.perf_counter() - start
+        while self.saver.is_busy:
+            self.step()
+            dist.barrier()  # stages end their steps at different times, whether they save or not
+            before = time.perf_counter()
+            self.saver.check()
+            still += time.perf_counter() - before
+        return still, time.perf_counter() - start
+
+    def synchronous(self) -> tuple[float, float]:
+        """Save as DCP does while training waits."""
+        start = time.perf_counter()
+        dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(self.folder / "synchronous", overwrite=True))
+        return (time.perf_counter() - start,) * 2
+
+    def asynchronous(self) -> tuple[float, float]:
+        """Save as DCP does while training goes on."""
+        start = time.perf_counter()
+        writer = dcp.FileSystemWriter(self.folder / "asynchronous", overwrite=True)
+        future: Any = dcp.async_save(self.state(), storage_writer=writer)
+        still = time.perf_counter() - start
+        while not all(self.pipeline.gather(future.done())):
+            self.step()
+        future.result()
+        return still, time.perf_counter() - start
+
+
+def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results: Any) -> None:
+    """Let the three ways take turns in one of the processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_PROCESSES)
+    training = Training(width, folder)
+    ways: dict[str, Callable[[], tuple[float, float]]] = {
+        OURS: training.ours, DCP_SYNCHRONOUS: training.synchronous, DCP_ASYNCHRONOUS: training.asynchronous
+    }  # fmt: skip
+    seconds: dict[str, list[list[float]]] = {name: [] for name in ways}
+    num_bytes = sum(training.pipeline.gather(sum(tensor.nbytes for tensor in training.state().values())))
+    for turn in range(rounds + 1):
+        for name, save in ways.items():
+            dist.barrier()
+            slowest = [max(column) for column in zip(*training.pipeline.gather(save()), strict=True)]
+            if turn > 0:  # the first one takes memory for the copies
+                seconds[name].append(slowest)
+    rows = []
+    for name, found in seconds.items():
+        still, total = (statistics.median(column) for column in zip(*found, strict=True))
+        rate = num_bytes / total
+        rows.append({"saver": name, "still_seconds": still, "total_seconds": total, "bytes_per_second": rate})
+    if rank == 0:
+        results.put((num_bytes, rows))
+    dist.barrier()
+    training.pipeline.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=11, help="saves of each way that count")
+    parser.add_argument("--width", type=int, default=2048, help="of the layers; 2048 makes 537 MB")
+    parser.add_argument("--print", action="store_true", help="print the figures and record nothing")
+    options = parser.parse_args()
+    context, temporary = torch.multiprocessing.get_context("spawn"), Path(tempfile.mkdtemp(dir=ROOT))
+    queue = context.SimpleQueue()
+    try:
+        arguments = (29660, options.width, options.rounds, temporary, queue)
+        torch.multiprocessing.start_processes(measure, arguments, NUM_PROCESSES, start_method="spawn")
+    finally:
+        shutil.rmtree(temporary)
+    size, measured = queue.get()
+    print(size, *measured, sep="\n", flush=True)
+    config = {"num_bytes": size, "num_processes": NUM_PROCESSES, "rounds": options.rounds, "width": options.width}
+    record = make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment=EXPERIMENT,
+                         config=config, seed=0, results={"rows": measured})  # fmt: skip
+    if not options.print:
+        add_record(ROOT, "bubble", record)

@@ -1,0 +1,160 @@
+"""Save checkpoints while training goes on: each stage its own layers, the first one the rest.
+
+    save      training stands still while each process copies its tensors in memory; the leader makes a partial folder
+    thread    each process writes its files and flushes them, then part-<process>.json
+              the leader waits for all parts, writes manifest.json, renames the folder, moves `latest`, deletes old ones
+    check     at the boundaries of the following steps: all processes raise an error that one had
+
+The processes need a file system that all of them see. Replicas other than the first have the same tensors and write
+nothing.
+"""
+
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpipe.checkpoint.agreement import raise_first, together
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.folder import clean, name_of
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.snapshot import Snapshot
+from gpipe.checkpoint.state import Kinds, OptimizerState
+from gpipe.checkpoint.writer import LeadingWriter, Writer
+from gpipe.pipeline.engine import Pipeline
+
+_GRACE_SECONDS = 3.0  # after training has failed; a process must end within the pipeline's time-out and 5 seconds
+_ROUND_SECONDS = 0.02
+
+
+class Saver:
+    """Saves checkpoints of a pipeline as `folder/step-<step>`; every process makes one and calls the same methods.
+
+    Args:
+        folder: which all processes see; it is made, and rests of saves that were cut off are removed from it.
+        pipeline: whose processes save together.
+        keep: how many of the newest checkpoints stay, beside the best.
+
+    Raises:
+        ValueError: keep is not positive.
+        CheckpointError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, pipeline: Pipeline, *, keep: int = 3) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept.")
+        self._folder, self._pipeline, self._keep = folder, pipeline, keep
+        self._snapshot = Snapshot(pipeline.partitions)
+        self._writer: Writer | None = None
+        self._partial: Path | None = None
+        self._num_saves = 0
+        self._writes = pipeline.replica_index == 0
+        if self._writes:
+            leads = pipeline.is_first
+            # Nobody, not even a process of this run that was believed dead, writes to a folder of this name.
+            self._token: str = together(pipeline, lambda: _begin(folder) if leads else None)[0]
+            self._process = min(pipeline.stages)
+            self._processes: list[int] = pipeline.gather(self._process)
+
+    def save(
+        self,
+        position: Position,
+        model: Kinds,
+        *,
+        optimizer: OptimizerState | None = None,
+        config: Mapping[str, Any] | None = None,
+        results: Mapping[str, Any] | None = None,
+        is_best: bool = False,
+    ) -> Path:
+        """Begin to save, and return the checkpoint's folder to be; the tensors may change as soon as this returns.
+
+        Waits for the save before. `config` and `results` are JSON. is_best: point `best` to this checkpoint.
+        Raises CheckpointError on every process that writes, where one of them failed in this save or the one before.
+        """
+        path = self._folder / name_of(position.step)
+        if not self._writes:
+            return path
+        self.wait()
+        self._num_saves += 1
+        partial = self._folder / f".{path.name}.partial-{self._token}-{self._num_saves}"
+        kinds = dict(model)
+        if optimizer is not None:
+            kinds["optimizer"] = optimizer.read()
+        together(self._pipeline, lambda: self._prepare(partial, kinds))
+        if self._pipeline.is_first:
+            manifest = Manifest(
+                position=position,
+                num_layers=self._pipeline.num_layers,
+                optimizer=optimizer.name if optimizer is not None else None,
+                config=dict(config or {}),
+                results=dict(results or {}),
+            )
+            self._writer = LeadingWriter(
+                self._snapshot,
+                partial,
+                self._process,
+                manifest=manifest,
+                path=path,
+                processes=self._processes,
+                publishing={"keep": self._keep, "is_best": is_best},
+            )
+        else:
+            self._writer = Writer(self._snapshot, partial, self._process)
+        self._partial = partial
+        self._writer.start()
+        return path
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way, as far as `check` and `wait` have seen: the same on all processes that write."""
+        return self._writer is not None
+
+    def check(self) -> None:
+        """Raise CheckpointError on all processes, if one of them failed in the save that is under way.
+
+        At step boundaries; costs a small message between the processes, only while a save is under way.
+        """
+        if self._writer is None:
+            return
+        statuses = self._pipeline.gather(self._writer.status())
+        try:
+            raise_first(statuses)
+        except BaseException:
+            self._give_up()
+            raise
+        if all(status["done"] for status in statuses):
+            self._writer = None
+
+    def wait(self) -> None:
+        """Wait until the save under way is finished on all processes; raises CheckpointError as `check` does."""
+        while self._writer is not None:
+            # In short rounds: a slow disk must not look like a process that hangs.
+            self._writer.wait(_ROUND_SECONDS)
+            self.check()
+
+    def abandon(self) -> None:
+        """After an error of the training: give the save that is under way a moment to finish, or to stop."""
+        if self._writer is not None:
+            self._writer.wait(_GRACE_SECONDS)
+            self._writer.give_up(seconds=1.0)
+            self._writer = None
+
+    def _prepare(self, partial: Path, kinds: Kinds) -> None:
+        if self._pipeline.is_first:
+            partial.mkdir()
+        self._snapshot.take(kinds)
+
+    def _give_up(self) -> None:
+        """Stop writing; when all processes have, free what was written: the disk may be full."""
+        assert self._writer is not None and self._partial is not None
+        self._writer.give_up()
+        self._writer = None
+        self._pipeline.gather(None)
+        if self._pipeline.is_first:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _begin(folder: Path) -> str:
+    clean(folder)
+    return secrets.token_hex(4)

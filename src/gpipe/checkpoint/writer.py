@@ -1,0 +1,107 @@
+"""A save under way in one process: the thread that writes while training goes on."""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe.checkpoint.agreement import as_json
+from gpipe.checkpoint.files import write_flushed
+from gpipe.checkpoint.folder import publish
+from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from gpipe.checkpoint.snapshot import Snapshot
+
+_POLL_SECONDS = 0.01
+
+
+class Writer:
+    """Writes the files of one process, and `part-<process>.json` when they are on the disk.
+
+    Args:
+        snapshot: what to write; it must not be changed until `finished`.
+        partial: the folder to write into, which is there.
+        process: the number of this one.
+    """
+
+    def __init__(self, snapshot: Snapshot, partial: Path, process: int) -> None:
+        self._snapshot, self._partial, self._process = snapshot, partial, process
+        self._given_up = threading.Event()
+        self._outcome: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+
+    def start(self) -> None:
+        """Begin, in a thread of its own."""
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """Return {"done": whether this process has done its part}, and "error" where it could not."""
+        return {"done": not self._thread.is_alive(), **self._outcome}
+
+    def wait(self, seconds: float) -> None:
+        """Wait until this process has done its part, or so long."""
+        self._thread.join(seconds)
+
+    def give_up(self, seconds: float | None = None) -> None:
+        """Stop at the next moment at which that is possible, and wait for it, at most so long."""
+        self._given_up.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
+            self._outcome = as_json(error)
+
+    def _write(self) -> None:
+        part = self._snapshot.write(self._partial, self._goes_on)
+        write_flushed(part_of(self._partial, self._process), json.dumps(part))
+
+    def _goes_on(self) -> bool:
+        return not self._given_up.is_set()
+
+    def _pause(self) -> None:
+        """Wait a moment; raises InterruptedError where nobody wants the checkpoint any more."""
+        if self._given_up.wait(_POLL_SECONDS):
+            raise InterruptedError(f"{self._partial} is not needed any more")
+
+
+class LeadingWriter(Writer):
+    """Writes what every process does, then waits for the parts of the others and publishes the checkpoint.
+
+    Args:
+        manifest: to which the parts are added.
+        path: the checkpoint's folder to be.
+        processes: the numbers of all of them.
+        publishing: settings for `publish`.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        partial: Path,
+        process: int,
+        *,
+        manifest: Manifest,
+        path: Path,
+        processes: Sequence[int],
+        publishing: Mapping[str, Any],
+    ) -> None:
+        super().__init__(snapshot, partial, process)
+        self._manifest, self._path, self._processes, self._publishing = manifest, path, processes, publishing
+
+    def _write(self) -> None:
+        super()._write()
+        for process in self._processes:
+            part = part_of(self._partial, process)
+            while not part.exists():
+                self._pause()
+            self._manifest.add(json.loads(part.read_bytes()))
+            part.unlink()
+        write_flushed(self._partial / MANIFEST, self._manifest.to_json())
+        publish(self._partial, self._path, **self._publishing)
+
+
+def part_of(partial: Path, process: int) -> Path:
+    """Return the file in which a process says what it has written."""
+    return partial / f"part-{process}.json"

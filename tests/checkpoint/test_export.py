@@ -1,0 +1,147 @@
+"""python -m gpipe.checkpoint: what it says of a checkpoint, and the file that plain models load."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import SmallRun, small_run
+from torch import nn
+
+import gpipe.models  # before timm, which imports torchvision
+
+# isort: split
+import timm
+
+from gpipe.checkpoint.__main__ import main
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.saver import Saver
+from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.pipeline.engine import Pipeline
+from gpipe.training.ema import Ema
+from gpipe.training.saved_state import model_tensors
+from tests.tied_model import TABLE, loss, mini_batch, tied_layers
+
+POSITION = Position(step=3, epoch=1, batch=2, seed=4)
+CONFIG = {"name": "small", "data": {"name": "digits"}, "model": {"family": "small", "width": 8}, "seed": 4}
+
+
+@pytest.fixture(scope="module")
+def trained() -> SmallRun:
+    run = small_run((1, 2, 3))
+    run.train(3)
+    return run
+
+
+@pytest.fixture
+def checkpoint(trained: SmallRun, tmp_path: Path) -> Path:
+    return trained.save(tmp_path / "run" / "checkpoints", POSITION, config=CONFIG, is_best=True)
+
+
+def plain_layers() -> nn.Sequential:
+    """The small network as anyone would write it, without anything of this package."""
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)),
+        nn.Sequential(nn.ReLU(), nn.Dropout(0.2)),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.Sequential(nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2)),
+        nn.Linear(8, 6),
+    )
+
+
+@pytest.mark.parametrize(("options", "kind"), [([], "ema"), (["--weights"], "weights")])
+def test_the_plain_model_computes_what_the_pipeline_does(
+    checkpoint: Path, trained: SmallRun, options: list[str], kind: str
+) -> None:
+    output = checkpoint.parent / "model.safetensors"
+    assert main(["export", str(checkpoint.parents[1]), "--output", str(output), *options]) == 0
+    plain = plain_layers()
+    plain.load_state_dict(load_file(output))
+    images = torch.randn(1, 1, 6, 6)  # one micro-batch, as in the plain model
+    layers = trained.ema.module if kind == "ema" else None
+    assert torch.equal(plain.eval()(images), trained.pipeline.evaluate(images, layers=layers))
+    assert not output.with_name(f".{output.name}.partial").exists()
+
+
+def test_timm_loads_it_by_its_own_means(tmp_path: Path) -> None:
+    size = {"num_layers": 3, "num_filters": 16, "num_classes": 10}
+    model = gpipe.models.amoebanet_d(**size)
+    layers = convert_batch_norm(gpipe.models.amoebanet_d(**size))
+    pipeline = Pipeline(layers, nn.functional.cross_entropy, [4, len(layers) - 4], 2)
+    pipeline.train_step((torch.randn(4, 3, 32, 32), torch.randint(10, (4,))))
+    saver = Saver(tmp_path, pipeline)
+    saver.save(POSITION, model_tensors(pipeline, Ema(pipeline.layers)))
+    saver.wait()
+    output = tmp_path / "amoebanet.safetensors"
+    assert main(["export", str(tmp_path), "--output", str(output)]) == 0
+    loaded = timm.create_model("amoebanet_d", checkpoint_path=str(output), **size)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    images = torch.randn(1, 3, 32, 32)  # one micro-batch, as in the plain model
+    assert torch.equal(loaded.eval()(images), pipeline.evaluate(images))
+
+
+def test_a_tied_parameter_has_every_name_that_the_plain_model_gives_it(tmp_path: Path) -> None:
+    pipeline = Pipeline(tied_layers("meta"), loss, (2, 2, 2), 3, seed=3)
+    pipeline.train_step(mini_batch(0))
+    saver = Saver(tmp_path, pipeline)
+    saver.save(POSITION, model_tensors(pipeline))
+    saver.wait()
+    output = tmp_path / "tied.safetensors"
+    assert main(["export", str(tmp_path), "--output", str(output)]) == 0
+    plain, tensors = tied_layers("cpu"), load_file(output)
+    plain.load_state_dict(tensors)
+    assert len({plain.get_parameter(name.removeprefix("layers.")).data_ptr() for name in TABLE}) == 1
+    for name, tensor in pipeline.layers.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], tensor), name
+
+
+def test_a_file_that_is_there_is_not_written_over(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = checkpoint.parent / "model.safetensors"
+    output.write_text("something dear", encoding="utf-8")
+    assert main(["export", str(checkpoint), "--output", str(output)]) == 1
+    assert (
+        capsys.readouterr().err == f"error: {output} is there already: remove it, or name another file with --output.\n"
+    )
+    assert output.read_text(encoding="utf-8") == "something dear"
+
+
+@pytest.mark.parametrize("name", ["", "latest", "best", "step-00000003"])
+def test_a_good_checkpoint_is_ok_by_each_of_its_names(
+    checkpoint: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(checkpoint.parent / name)]) == 0
+    assert capsys.readouterr().out == f"{checkpoint}: ok\n"
+
+
+def test_each_damaged_file_is_named(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkpoint / "ema-0.safetensors").unlink()
+    with (checkpoint / "weights-2.safetensors").open("ab") as file:
+        file.write(b"\0")
+    assert main(["verify", str(checkpoint)]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert "ema-0.safetensors is missing" in first and "weights-2.safetensors has" in second
+
+
+def test_the_description_has_step_settings_layers_and_sizes(
+    checkpoint: Path, trained: SmallRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", str(checkpoint)]) == 0
+    text = capsys.readouterr().out
+    assert "step       3: mini-batch 2 of epoch 1, seed 4" in text
+    assert 'model      family "small", width 8' in text and "optimizer  RMSpropTF" in text
+    weights = trained.pipeline.layers.state_dict()
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert f"weights    {len(weights)} tensors, {num_bytes / 1024:.1f} KiB, in 2 files" in text
+    assert [line.split()[0] for line in text.splitlines()[-4:]] == ["0", "3", "4", "5"]
+
+
+def test_the_command_ends_with_its_status(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "gpipe.checkpoint", "verify", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path} has no checkpoint: name a run's folder or a checkpoint's.\n"

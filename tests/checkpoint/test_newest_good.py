@@ -1,0 +1,102 @@
+"""Going on from the newest good checkpoint: a damaged one is named and the one before it is taken."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import small_trainer
+
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from gpipe.checkpoint.folder import latest_checkpoint, newest_first
+from gpipe.training.trainer import Trainer
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    path = checkpoint / "optimizer-1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def lose_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def lose_all(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+
+
+def lose_the_pointer(checkpoint: Path) -> None:
+    flip_a_bit(checkpoint)
+    (checkpoint.parent / "latest").unlink()
+
+
+DAMAGES = [flip_a_bit, lose_the_manifest, lose_all, lose_the_pointer]
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What trainers say."""
+    said: list[str] = []
+    monkeypatch.setattr("gpipe.training.progress.Progress.message", lambda progress, text: said.append(text))
+    return said
+
+
+def interrupted(folder: Path) -> Trainer:
+    """Train to step 7 of 12, with checkpoints after steps 2, 4 and 6."""
+    trainer = small_trainer(folder, (2, 4), save_every_steps=2, evaluate_every_epochs=None)
+    rate = trainer.learning_rate
+    trainer.learning_rate = lambda step: 1 / 0 if step == 7 else rate(step)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_one_before_is_taken_and_training_ends_as_if_nothing_had_been(
+    tmp_path: Path, messages: list[str], damage: Callable[[Path], None]
+) -> None:
+    whole = small_trainer(tmp_path / "whole", (6,), evaluate_every_epochs=None)
+    whole.train()
+    interrupted(tmp_path / "run")
+    newest = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert newest is not None and newest.name == "step-00000006"
+    damage(newest)
+    again = small_trainer(tmp_path / "run", (1, 5), evaluate_every_epochs=None, save_every_steps=2)
+    assert again.resume() and again.pipeline.step == 4
+    assert len(messages) == 1 and str(newest) in messages[0] and "\n" not in messages[0]
+    again.train()
+    for name, tensor in again.pipeline.layers.state_dict().items():
+        assert torch.equal(tensor, whole.pipeline.layers.state_dict()[name]), name
+    assert [path.name for path in newest_first(tmp_path / "run" / "checkpoints")] == [
+        f"step-{step:08d}" for step in (12, 10, 8)
+    ]
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
+    trainer = interrupted(tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000006"
+    flip_a_bit(newest)
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000006/optimizer-1\.safetensors does not have the SHA-256"):
+        trainer.resume(newest)
+
+
+def test_where_all_are_damaged_nothing_starts_anew_without_a_word(tmp_path: Path, messages: list[str]) -> None:
+    trainer = interrupted(tmp_path)
+    for path in newest_first(tmp_path / "checkpoints"):
+        flip_a_bit(path)
+    with pytest.raises(CheckpointError, match="has 3 checkpoints, all of them damaged: remove it to start anew"):
+        trainer.resume()
+    assert len(messages) == 3
+
+
+def test_another_model_s_checkpoint_is_no_damage(tmp_path: Path, messages: list[str]) -> None:
+    interrupted(tmp_path)
+    other: Any = small_trainer(tmp_path, (2, 4), ema=None)
+    other.optimizer = torch.optim.SGD(list(other.pipeline.named_parameters()), 0.1)
+    with pytest.raises(CheckpointError, match="but this run uses SGD"):
+        other.resume()
+    assert messages == []

@@ -1,0 +1,217 @@
+"""Saving while training goes on: what is written is what was, and nothing half-written is taken for a checkpoint."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import SmallRun, small_run
+from torch.distributed.device_mesh import init_device_mesh
+
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.file_image import FileImage
+from gpipe.checkpoint.folder import best_checkpoint, latest_checkpoint
+from gpipe.checkpoint.saver import Saver
+from gpipe.training.saved_state import saved_optimizer
+from tests.process_pool import ProcessPool
+
+POSITION = Position(step=3, epoch=0, batch=3, seed=0)
+
+
+def begin(saver: Saver, run: SmallRun, step: int = 3, **settings: Any) -> Path:
+    """Begin to save everything that a run has."""
+    position = replace(POSITION, step=step)
+    return saver.save(position, run.model(), optimizer=saved_optimizer(run.optimizer), **settings)
+
+
+def assert_equal(run: SmallRun, expected: dict[str, torch.Tensor]) -> None:
+    found = run.tensors()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+class Gate:
+    """Lets files be written when it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        write = FileImage.write
+
+        def waiting_write(image: FileImage, path: Path, go_on: Callable[[], bool] = lambda: True) -> Any:
+            self.reached.set()
+            while not self.open.wait(0.01):
+                if not go_on():
+                    raise InterruptedError
+            return write(image, path, go_on)
+
+        patch.setattr(FileImage, "write", waiting_write)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A disk that writes nothing until it is told to."""
+    return Gate(monkeypatch)
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
+def test_what_is_written_is_what_was_when_training_went_on(tmp_path: Path, gate: Gate, optimizer: str) -> None:
+    run, undisturbed = small_run((1, 2, 3), optimizer=optimizer), small_run(optimizer=optimizer)
+    run.train(2)
+    then = run.tensors()
+    saver = Saver(tmp_path, run.pipeline)
+    path = begin(saver, run)
+    assert gate.reached.wait(10)
+    run.train(3)
+    saver.check()
+    assert not path.exists() and latest_checkpoint(tmp_path) is None
+    gate.open.set()
+    saver.wait()
+    reader = small_run((2, 4), seed=1, optimizer=optimizer)
+    reader.load(path)
+    assert_equal(reader, then)
+    undisturbed.train(2)
+    undisturbed.train(3)
+    assert_equal(run, undisturbed.tensors())
+
+
+def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path: Path, gate: Gate) -> None:
+    run = small_run()
+    run.train(1)
+    first, saver = run.tensors(), Saver(tmp_path, run.pipeline)
+    path = begin(saver, run, 1)
+    run.train(1)
+    threading.Timer(0.2, gate.open.set).start()
+    begin(saver, run, 2)
+    assert path.exists()
+    saver.wait()
+    for step, expected in ((1, first), (2, run.tensors())):
+        reader = small_run(seed=1)
+        reader.load(tmp_path / f"step-0000000{step}")
+        assert_equal(reader, expected)
+
+
+def test_a_state_that_grew_is_saved_whole(tmp_path: Path) -> None:
+    run = small_run()
+    saver = Saver(tmp_path, run.pipeline)
+    begin(saver, run, 0)  # the optimiser has no state yet
+    run.train(1)
+    path = begin(saver, run, 1)
+    saver.wait()
+    reader = small_run(seed=1)
+    reader.load(path)
+    assert_equal(reader, run.tensors())
+
+
+def test_the_best_is_never_deleted(tmp_path: Path) -> None:
+    run = small_run()
+    saver = Saver(tmp_path, run.pipeline, keep=2)
+    for step in range(1, 7):
+        begin(saver, run, step, is_best=step in (1, 2))
+    saver.wait()
+    assert best_checkpoint(tmp_path) == tmp_path / "step-00000002"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"latest", "best", "step-00000002", "step-00000005", "step-00000006"}
+    begin(saver, run, 7, is_best=True)
+    saver.wait()
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def test_checkpoints_of_steps_to_which_the_run_has_not_come_again_go_first(tmp_path: Path) -> None:
+    run = small_run()
+    for step in (10, 20, 30, 5, 6):
+        run.save(tmp_path, replace(POSITION, step=step), keep=3)
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000005", "step-00000006", "step-00000030"}
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000006"
+
+
+def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run((1, 2, 3))
+    good = run.save(tmp_path, POSITION)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileImage, "write", full)
+    saver = Saver(tmp_path, run.pipeline)
+    begin(saver, run, 4)
+    with pytest.raises(CheckpointError, match=r"No space left on device\): check the disk"):
+        saver.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", good.name}
+    saver.check()  # said once
+    monkeypatch.undo()
+    begin(saver, run, 4)
+    saver.wait()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000004"
+
+
+def test_a_save_that_is_given_up_leaves_what_was(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe.checkpoint.saver._GRACE_SECONDS", 0.1)
+    run = small_run()
+    saver = Saver(tmp_path, run.pipeline)
+    path = begin(saver, run)
+    saver.abandon()
+    assert not path.exists() and latest_checkpoint(tmp_path) is None
+    gate.open.set()
+    Saver(tmp_path, run.pipeline)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rests_of_a_killed_process_are_removed_and_a_replaced_checkpoint_comes_back(tmp_path: Path) -> None:
+    run = small_run()
+    path = run.save(tmp_path, POSITION)
+    path.rename(tmp_path / f".{path.name}.old")  # killed between two renames
+    for rest in (".step-00000009.partial-0a1b2c3d-2", ".step-00000001.deleted"):
+        (tmp_path / rest).mkdir()
+    Saver(tmp_path, run.pipeline)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", path.name}
+    run.load(path)
+
+
+def test_tensors_that_share_memory_are_saved_under_each_name(tmp_path: Path) -> None:
+    run = small_run()
+    run.pipeline.layers["5"].tied = run.pipeline.layers["5"].weight
+    path = run.save(tmp_path, POSITION, with_ema=False)
+    reader = small_run(seed=1)
+    reader.pipeline.layers["5"].tied = torch.nn.Parameter(torch.zeros(6, 8))
+    reader.load_weights_alone(path)
+    assert torch.equal(reader.pipeline.layers["5"].tied, run.pipeline.layers["5"].weight)
+
+
+def save_with_a_fault(rank: int, folder: Path, faulty: int) -> str:
+    """Save with three processes, one of which cannot write; return the error that each sees."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
+    run = small_run((1, 2, 3), order={"mesh": mesh})
+    run.train(1)
+    saver = Saver(folder, run.pipeline)
+    begin(saver, run, 1)
+    saver.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == faulty:
+            patch.setattr(
+                "gpipe.checkpoint.writer.write_flushed",
+                lambda path, text: (_ for _ in ()).throw(OSError(28, path.name)),
+            )
+        begin(saver, run, 2)
+        try:
+            for _ in range(10_000):
+                saver.check()
+        except CheckpointError as error:
+            found = str(error)
+    begin(saver, run, 3)
+    saver.wait()
+    run.pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("faulty", [0, 2])
+def test_an_error_of_one_process_is_raised_on_all(tmp_path: Path, processes: ProcessPool, faulty: int) -> None:
+    errors = processes.run(3, save_with_a_fault, tmp_path, faulty)
+    assert len(set(errors)) == 1 and f"part-{faulty}.json" in errors[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000001", "step-00000003"}

@@ -1,0 +1,29 @@
+"""The table of what a checkpoint costs."""
+
+from gpipe.results.checkpoint_cost import DCP_SYNCHRONOUS, OURS, checkpoint_cost, checkpoint_cost_run
+from gpipe.results.records import Record, make_record
+
+
+def measured(still_seconds: float) -> Record:
+    rows = [
+        {"saver": name, "still_seconds": still, "total_seconds": 2.0, "bytes_per_second": 4e8}
+        for name, still in ((OURS, still_seconds), (DCP_SYNCHRONOUS, 2.0))
+    ]
+    config = {"num_bytes": 800_000_000, "num_processes": 2}
+    return make_record(
+        kind="measured", command="", experiment="checkpoint_cost", config=config, seed=0, results={"rows": rows}
+    )
+
+
+def test_what_was_not_measured_is_not_claimed() -> None:
+    assert checkpoint_cost([]) == checkpoint_cost_run([]) == "Not run: python experiments/checkpoint_cost.py.\n"
+
+
+def test_ours_alone_is_judged_by_its_share_of_the_synchronous_save() -> None:
+    lines = checkpoint_cost([measured(0.2)]).splitlines()
+    assert lines[0].startswith("| 800 MB, 2 processes | training stands still, ms |")
+    assert lines[2:] == [
+        "| ours | 200 | 10.0% | 2.00 | 400 | reached |",
+        "| torch.distributed.checkpoint, save | 2000 | 100.0% | 2.00 | 400 |  |",
+    ]
+    assert "| not reached |" in checkpoint_cost([measured(0.25)])
