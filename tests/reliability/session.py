@@ -46,7 +46,9 @@ class Session:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         python, own = LAUNCHES[launch]
-        command = [sys.executable, *python, str(ROOT / "train.py"), *TINY, *own, *arguments]
+        flags = [word for word in arguments if word.startswith("-")]  # train.py wants them first
+        settings = [word for word in arguments if word not in flags]  # the last of several values counts
+        command = [sys.executable, *python, str(ROOT / "train.py"), *flags, *TINY, *own, *settings]
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         self._output = (folder / "output.txt").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(

@@ -180,7 +180,7 @@ class Trainer:
             self._stop_if_asked(self.pipeline.gather_from_job(self.asked_to_stop()))
             while not self._is_done:
                 self._train_epoch()
-            self._finish_saving()
+            self._finish_saves()
         except Stopped:
             raise
         except BaseException as error:
@@ -257,7 +257,7 @@ class Trainer:
         with self.autocast():
             place = self.pipeline.first_non_finite(batch)
         self._save()
-        self._finish_saving()
+        self._finish_saves()
         raise explain(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
 
     def _log_skipped(self, values: dict[str, Any], seconds: float) -> None:
@@ -273,7 +273,7 @@ class Trainer:
             return
         if self.pipeline.step > 0:
             self._save()
-        self._finish_saving()
+        self._finish_saves()
         raise Stopped(reason, self.pipeline.step, is_saved=self._saved_step == self.pipeline.step)
 
     def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
@@ -349,11 +349,13 @@ class Trainer:
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
-    def _save(self, *, is_best: bool = False) -> None:
-        """Begin to save the state between two steps, unless it is saved already or nothing is to be saved.
+    def _finish_saves(self) -> None:
+        """Wait until what was begun is saved."""
+        if self._saver is not None:
+            self._saver.wait()
 
-        The following steps go on meanwhile.
-        """
+    def _save(self, *, is_best: bool = False) -> None:
+        """Begin to save, if anything is to be saved and is not yet; the following steps go on meanwhile."""
         if self.checkpoint_folder is None or self._saved_step == self.pipeline.step:
             return
         self._saved_step = self.pipeline.step
@@ -368,11 +370,6 @@ class Trainer:
             results=self._totals.resumable(),
             is_best=is_best,
         )
-
-    def _finish_saving(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
-        if self._saver is not None:
-            self._saver.wait()
 
 
 def _is_due(count: int, every: int | None) -> bool:
