@@ -52,6 +52,7 @@ def build_processes(run: RunConfig, folder: Path) -> Processes:
         debug=run.launch.debug,
         stages_per_device=run.pipeline.stages_per_device,
         pin_cores=run.launch.pin_cores,
+        max_restarts=run.launch.max_restarts,
     )
 
 
@@ -273,7 +274,9 @@ def build_trainer(
         on_timeline=on_timeline,
         config={**to_plain(run), **kept},
     )
-    if settings.resume_from is not None:
+    if place.num_restarts and trainer.restart():
+        progress.message(f"restarted: goes on after step {pipeline.step}")
+    elif settings.resume_from is not None:
         trainer.resume(_find_kindred("trainer.resume_from", settings.resume_from, kept))
     elif run.init_from is not None:
         trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from gpipe.pipeline.activity import Activity
 from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
@@ -37,9 +38,10 @@ class _Wait(NamedTuple):
 class Watch:
     """A notice board of all processes of a job, in the key-value store that torch.distributed started with.
 
-    On it stands where each process runs, for whom it waits, how far it came, and the first cause of failure. A thread
-    keeps this process's notes up to date and looks for that cause: so it reaches a process that computes for long, one
-    whose neighbours are busy, and the other replicas. A process that goes on waiting then has its connections cut.
+    On it stands where each process runs, for whom it waits, how far it came, what it is doing, and the first cause of
+    failure. A thread keeps this process's notes up to date and looks for that cause: so it reaches a process that
+    computes for long, one whose neighbours are busy, and the other replicas. A process that goes on waiting then has
+    its connections cut.
 
     The thread also decides that somebody hangs: who waits for nobody, made no progress in the time that this process
     has been waiting for it, and that is longer than allowed. A stage that is only slow makes progress, task by task.
@@ -50,10 +52,14 @@ class Watch:
         stage: this process's stage; None where it has several.
         name: what messages call this process.
         timeout_seconds: for how long a process may make no progress while this one waits for it.
+
+    Attributes:
+        activity: what this process is doing; others read it here after this one is gone, up to half a second old.
     """
 
     def __init__(self, store: Store, rank: int, stage: int | None, name: str, timeout_seconds: float) -> None:
         self._store, self._rank, self._timeout_seconds = store, rank, timeout_seconds
+        self.activity = Activity()
         self._progress = 0
         self._wait: _Wait | None = None
         self._looks = 0
@@ -112,7 +118,8 @@ class Watch:
                 return PeerFailure(**failure)
             time.sleep(0.05)
         stage, name = self._described(lost.ranks[0])
-        text = f"{name} is gone without a word: it was killed, ran out of memory, or its host is down"
+        seen = self._last_seen(lost.ranks[0])
+        text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
         return PeerFailure(text, stage=stage)
 
     def retire(self) -> None:
@@ -134,7 +141,8 @@ class Watch:
             self.close()
             return False
         self._looks += 1
-        self._write(f"state/{self._rank}", [self._looks, self._progress, list(wait.ranks) if wait is not None else []])
+        others = list(wait.ranks) if wait is not None else []
+        self._write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity)])
         if self._failure is None and (failure := self._read(_FAILURE)) is not None:
             self._failure, self._failure_seen = PeerFailure(**failure), now
         if self._failure is None and wait is not None and now >= self._next_search:
@@ -154,7 +162,7 @@ class Watch:
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:
-                looks, progress, others = self._read(f"state/{rank}") or [-1, -1, []]
+                looks, progress, others, _ = self._read(f"state/{rank}") or [-1, -1, [], ""]
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
                 # A process that does not even look any more was stopped: whom it waited for then says nothing.
@@ -180,7 +188,7 @@ class Watch:
             names = " and ".join(name for _, name in described if name != own_name)
             text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"
             return PeerFailure(text, stage=stage)
-        names = " and ".join(name for _, name in described)
+        names = " and ".join(f"{name}{self._last_seen(rank)}" for rank, (_, name) in zip(ranks, described, strict=True))
         verb = "does" if len(ranks) == 1 else "do"
         text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
         return PeerFailure(text, stage=described[0][0])
@@ -203,6 +211,11 @@ class Watch:
     def _described(self, rank: int) -> tuple[int | None, str]:
         stage, name = self._read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
         return stage, name
+
+    def _last_seen(self, rank: int) -> str:
+        """Return what a process was doing when it wrote its notes, as a part of a sentence."""
+        state = self._read(f"state/{rank}")
+        return f" (last seen in {state[3]})" if state else ""
 
     def _write(self, key: str, value: Any) -> None:
         with suppress(RuntimeError):  # the store may be gone together with another process

@@ -16,7 +16,7 @@ from gpipe.training.checkpoint import latest_checkpoint, save_checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
-from gpipe.training.loader import Loader
+from gpipe.training.loader import Loader, loaded
 from gpipe.training.manifest import Position
 from gpipe.training.metrics import EvaluationMetrics, Metrics
 from gpipe.training.optimizers import set_learning_rate
@@ -114,6 +114,13 @@ class Trainer:
         self.tracker.rewind(position.step)
         return True
 
+    def restart(self) -> bool:
+        """Go on from the latest checkpoint of this run itself; False, with an empty log, where it has saved none."""
+        if self.resume():
+            return True
+        self.tracker.rewind(0)
+        return False
+
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
 
@@ -141,7 +148,7 @@ class Trainer:
         self.train_loader.start_batch = self._batch
         waited_seconds = 0.0
         started = time.perf_counter()
-        for batch in self.train_loader:
+        for batch in loaded(self.train_loader, self.pipeline):
             values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
@@ -230,7 +237,7 @@ class Trainer:
         started = time.perf_counter()
         layers = self.ema.module if self.ema is not None else None
         loaders = self.evaluation_loaders.items()
-        with self.autocast():
+        with self.autocast(), self.pipeline.doing(f"evaluation after step {self.pipeline.step}"):
             evaluation = {name: evaluate(self.pipeline, loader, layers, self.make_metrics) for name, loader in loaders}
         self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started
@@ -242,16 +249,17 @@ class Trainer:
 
     def _save(self, folder: Path) -> None:
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
-        save_checkpoint(
-            folder,
-            self.pipeline,
-            position,
-            optimizer=self.optimizer,
-            ema=self.ema,
-            config=self.config,
-            results=self._totals.resumable(),
-            keep=self.keep_checkpoints,
-        )
+        with self.pipeline.doing(f"saving after step {self.pipeline.step}"):
+            save_checkpoint(
+                folder,
+                self.pipeline,
+                position,
+                optimizer=self.optimizer,
+                ema=self.ema,
+                config=self.config,
+                results=self._totals.resumable(),
+                keep=self.keep_checkpoints,
+            )
 
 
 def _is_due(count: int, every: int | None) -> bool:
