@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from gpipe.launch.agent import Agent, End
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
+from gpipe.launch.network import choose_interface
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def _join(processes: Processes) -> Place:
                 "launch.num_processes=1, which plays several stages on one GPU."
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=processes.timeout_seconds))
     return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
