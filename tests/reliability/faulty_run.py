@@ -118,7 +118,8 @@ def in_save(action: Callable[[], None]) -> None:
     flush, flushed = os.fsync, set[str]()
 
     def fsync(descriptor: Any) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor if isinstance(descriptor, int) else descriptor.fileno()}"))
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        path = Path(f"/proc/self/fd/{number}").readlink()
         if "checkpoints" in str(path) and path.suffix == ".safetensors":
             flushed.add(path.parent.name)
             if len(flushed) == 2:

@@ -1,9 +1,9 @@
 """Whatever fails, wherever: all processes end in time, none is left behind, and the last lines say what and where.
 
 Each fault happens once in each place, and the stage goes round: first, middle, last, first, ... Left out are: the other
-two stages of each pair of fault and place; exit(0) in backward and evaluation, for others see it as they see SIGKILL; an
-allocation that fails outside of a layer and a MemoryError inside, which are errors like any other; a full disk where
-nothing is written.
+two stages of each pair of fault and place; exit(0) in backward and evaluation, for others see it as they see SIGKILL;
+an allocation that fails outside of a layer and a MemoryError inside, which are errors like any other; a full disk
+where nothing is written.
 
 With GPIPE_FAULT_RECORDS=<file>, each test adds a line to that file, for the README's table (gpipe.results.faults).
 """
@@ -50,7 +50,7 @@ DOING = {
     "worker": r"loading mini-batch \d",
 }
 CAUSE = {
-    "raise": "Broken: on purpose",
+    "raise": "on purpose",
     "memory": "MemoryError: on purpose",
     "allocate": "can't allocate memory: you tried to allocate 4294967296 bytes",
     "kill": "gone without a word",
@@ -68,7 +68,9 @@ WHERE = {
     "allocate": ("forward", "backward"),
     "memory": ("loading", "evaluation", "save"),
 }
-CELLS = [(action, place, (row + PLACES.index(place)) % 3) for row, action in enumerate(WHERE) for place in WHERE[action]]
+CELLS = [
+    (action, place, (row + PLACES.index(place)) % 3) for row, action in enumerate(WHERE) for place in WHERE[action]
+]
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -189,7 +191,7 @@ def test_a_full_disk_is_named(small_disk: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("action", ["raise", "kill", "hang", "stop"])
 def test_a_fault_in_a_worker_of_the_loader_ends_the_run(action: str, tmp_path: Path) -> None:
     ended = run_with(tmp_path, 0, "worker", action, *IMAGES)
-    cause = {"kill": "DataLoader worker", "raise": "Broken: on purpose"}.get(action, "does not answer")
+    cause = {"kill": "DataLoader worker", "raise": "on purpose"}.get(action, "does not answer")
     assert_ended(ended, ["rank 0\\b", "stage 0\\b", DOING["worker"], cause])
     record(ended, "worker", action, "first")
 

@@ -160,7 +160,8 @@ def _end_with_parent(worker: int) -> None:  # noqa: ARG001 - torch passes it
 
     By itself a worker looks for its parent every five seconds, and not while it decodes, hangs or is stopped.
     """
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # has no effect where the system is not Linux
+    # Has no effect where the system is not Linux.
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]  # the stub lacks it
 
 
 def _unchanged(batch: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gpipe.pipeline.activity import Activity
+from gpipe.pipeline.board import Board
 from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
@@ -58,8 +58,9 @@ class Watch:
     """
 
     def __init__(self, store: Store, rank: int, stage: int | None, name: str, timeout_seconds: float) -> None:
-        self._store, self._rank, self._timeout_seconds = store, rank, timeout_seconds
+        self._board, self._rank, self._timeout_seconds = Board(store), rank, timeout_seconds
         self.activity = Activity()
+        self._num_processes, self._num_known = dist.get_world_size(), 0
         self._progress = 0
         self._wait: _Wait | None = None
         self._looks = 0
@@ -71,10 +72,12 @@ class Watch:
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
         self._retired: float | None = None
         self._closed = threading.Event()
-        self._write(
+        self._board.write(
             f"process/{rank}", (stage, f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})")
         )
-        threading.Thread(target=_look_regularly, args=(weakref.ref(self), self._closed), daemon=True).start()
+        for regularly in (Watch.look, Watch.look_after_board):
+            arguments = weakref.ref(self), regularly, self._closed
+            threading.Thread(target=_look_regularly, args=arguments, daemon=True).start()
 
     def guard(self, group: dist.ProcessGroup) -> None:
         """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain."""
@@ -104,8 +107,7 @@ class Watch:
     def report(self, error: PipelineError) -> dict[str, Any]:
         """Write down why this process stops, unless another cause stands there; return what to send to the others."""
         failure = {"message": str(error), "stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
-        with suppress(RuntimeError):  # the store may be gone together with another process
-            self._store.compare_set(_FAILURE, "", json.dumps(failure))
+        self._board.write_first(_FAILURE, failure)
         return failure
 
     def explain(self, lost: LostPeer) -> PipelineError:
@@ -114,7 +116,7 @@ class Watch:
         while time.monotonic() < deadline:
             if self._failure is not None:
                 return self._failure
-            if (failure := self._read(_FAILURE)) is not None:
+            if (failure := self._board.read(_FAILURE)) is not None:
                 return PeerFailure(**failure)
             time.sleep(0.05)
         stage, name = self._described(lost.ranks[0])
@@ -141,15 +143,34 @@ class Watch:
             self.close()
             return False
         self._looks += 1
+        if self._num_known < self._num_processes:  # one name a look, for the day when the board is gone
+            self._num_known += self._board.read(f"process/{self._num_known}") is not None
         others = list(wait.ranks) if wait is not None else []
-        self._write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity)])
-        if self._failure is None and (failure := self._read(_FAILURE)) is not None:
+        self._board.write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity)])
+        if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
             self._failure, self._failure_seen = PeerFailure(**failure), now
         if self._failure is None and wait is not None and now >= self._next_search:
             self._next_search = now + self._timeout_seconds / _LOOKS_PER_TIMEOUT
             if (error := self._hanging(wait, now)) is not None:
                 self.report(error)
                 self._failure, self._failure_seen = error, now
+        return self._end_wait(wait, now)
+
+    def look_after_board(self) -> bool:
+        """See whether the board, in a process of one host, still answers; return whether to look again.
+
+        Its own thread does it: the other one may be waiting for the board.
+        """
+        if self._failure is None and self._board.silent_seconds > self._timeout_seconds:
+            self._board.give_up()
+            waited = f"for {self._timeout_seconds:g} s"
+            text = f"the first host, where the processes leave word for each other, has not answered {waited}: "
+            self._failure = PeerFailure(text + "it is down, or the network to it is")
+            self._failure_seen = time.monotonic()
+        return self._end_wait(self._wait, time.monotonic()) if self._failure is not None else True
+
+    def _end_wait(self, wait: _Wait | None, now: float) -> bool:
+        """Cut off a wait that is in vain, after a while; return whether there is more to look after."""
         if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
             return True
         if wait is self._wait:
@@ -162,7 +183,7 @@ class Watch:
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:
-                looks, progress, others, _ = self._read(f"state/{rank}") or [-1, -1, [], ""]
+                looks, progress, others, _ = self._board.read(f"state/{rank}") or [-1, -1, [], ""]
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
                 # A process that does not even look any more was stopped: whom it waited for then says nothing.
@@ -209,23 +230,13 @@ class Watch:
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def _described(self, rank: int) -> tuple[int | None, str]:
-        stage, name = self._read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
+        stage, name = self._board.read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
         return stage, name
 
     def _last_seen(self, rank: int) -> str:
         """Return what a process was doing when it wrote its notes, as a part of a sentence."""
-        state = self._read(f"state/{rank}")
+        state = self._board.read(f"state/{rank}")
         return f" (last seen in {state[3]})" if state else ""
-
-    def _write(self, key: str, value: Any) -> None:
-        with suppress(RuntimeError):  # the store may be gone together with another process
-            self._store.set(key, json.dumps(value))
-
-    def _read(self, key: str) -> Any:
-        with suppress(RuntimeError):
-            if self._store.check([key]):
-                return json.loads(self._store.get(key))
-        return None
 
 
 def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
@@ -234,8 +245,8 @@ def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float)
         seen[rank] = value, now
 
 
-def _look_regularly(reference: weakref.ref[Watch], closed: threading.Event) -> None:
-    while (watch := reference()) is not None and watch.look():
+def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool], closed: threading.Event) -> None:
+    while (watch := reference()) is not None and look(watch):
         del watch  # a pipeline that nobody uses any more must not be kept alive
         if closed.wait(_LOOK_SECONDS):
             return
