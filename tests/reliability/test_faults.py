@@ -117,6 +117,14 @@ def processes_with(mark: str) -> dict[int, str]:
     return found
 
 
+def wait_for_file(path: Path, seconds: float) -> None:
+    """Wait until a file is there; fail after some seconds."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.1)
+
+
 def assert_ended(ended: Ended, words: list[str]) -> None:
     """Check that a run ended in time, with the status of an error, and said some words in its last lines."""
     assert ended.status == 1, ended.said
