@@ -1,4 +1,9 @@
 """Train a model through a pipeline: compose the settings, start the processes, build, train. See `--help`."""
+# ruff: noqa: E402
+
+from gpipe.launch import stops
+
+stops.listen()  # before anything that takes its time to load: a stop at any moment is one in good order
 
 import os
 from contextlib import suppress
@@ -13,6 +18,7 @@ from omegaconf import DictConfig
 
 from gpipe.config import RunConfig, newest_run, refuse_overruled_data, register_schemas, to_run
 from gpipe.launch.errors import one_message
+from gpipe.resume import continued
 from gpipe.sweep import run_job
 
 register_schemas()
@@ -28,7 +34,8 @@ def main(composed: DictConfig) -> float | None:
     try:
         with one_message(debug=composed.launch.debug):
             run = check(composed, overrides)
-        train(run, folder, overrides)
+        with continued(run, folder) as at:
+            train(run, at, overrides)
     finally:
         with suppress(OSError):
             os.removedirs(folder)  # those that are empty, because nothing was trained

@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "plan": {"build", "config", "launch", "planning"},
     "trained": {"build", "config", "data", "training", "workloads"},
     "translate": {"config", "data", "decoding", "launch", "trained"},
-    "run": {"build", "config", "launch", "outcome", "pipeline", "planning"},
-    "sweep": {"config", "data", "launch", "results"},
+    "run": {"build", "config", "launch", "outcome", "pipeline", "planning", "training"},
+    "resume": {"config", "launch", "results"},
+    "sweep": {"config", "data", "launch", "results", "resume"},
     "outcome": {"launch", "pipeline", "planning", "results", "training"},
     "__init__": {"pipeline"},
 }

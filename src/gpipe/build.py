@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
+from gpipe.launch import stops
 from gpipe.launch.processes import Place, Processes
 from gpipe.models import set_drop_path
 from gpipe.pipeline.cost import analyze_layers
@@ -225,8 +226,9 @@ def build_trainer(
     tracker: Tracker,
     on_timeline: Callable[[Timeline], None],
 ) -> Trainer:
-    """Build the data, the optimiser and the loop around a pipeline, and go back to a checkpoint where one is named.
+    """Build the data, the optimiser and the loop around a pipeline, and go back to a checkpoint.
 
+    That is the newest one in the run's own folder, else the one that the settings name, if they do.
     folder: the run's. on_timeline: takes each recorded timeline, on every process.
     """
     settings, workload = run.trainer, workload_of(run)
@@ -272,11 +274,16 @@ def build_trainer(
         keep_checkpoints=settings.keep_checkpoints or 1,
         timeline_every_steps=settings.timeline_every_steps,
         on_timeline=on_timeline,
+        non_finite=settings.non_finite.value,
+        max_skipped_steps=settings.max_skipped_steps,
+        asked_to_stop=partial(stops.reason, settings.max_hours),
         config={**to_plain(run), **kept},
     )
-    if place.num_restarts and trainer.restart():
-        progress.message(f"restarted: goes on after step {pipeline.step}")
-    elif settings.resume_from is not None:
+    if trainer.resume():
+        progress.message(f"going on after step {pipeline.step}")
+        return trainer
+    tracker.rewind(0)  # what an earlier session did before it saved anything is done again
+    if settings.resume_from is not None:
         trainer.resume(_find_kindred("trainer.resume_from", settings.resume_from, kept))
     elif run.init_from is not None:
         trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))

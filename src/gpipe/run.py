@@ -7,12 +7,13 @@ from pathlib import Path
 
 from gpipe import build, outcome
 from gpipe.config import RunConfig, to_plain, to_yaml
-from gpipe.launch import processes
+from gpipe.launch import processes, stops
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import one_message
 from gpipe.launch.processes import Place
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.plan import print_plan
+from gpipe.training.stop import Stopped
 
 
 def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
@@ -32,7 +33,10 @@ def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = T
 
 
 def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hints: bool) -> None:
-    """Build and train what `run` says, in each of its processes; the first one writes and speaks."""
+    """Build and train what `run` says, in each of its processes; the first one writes and speaks.
+
+    Goes on where an earlier session in this folder stopped. Raises SystemExit(75) where this one was asked to stop.
+    """
     layers = build.build_layers(run)
     plan = build.build_plan(run, layers, place)
     if place.is_main:
@@ -40,12 +44,18 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
         print_plan(plan, run.name, build.name_processes(run))
     pipeline = build.build_pipeline(run, layers, plan, place)
     timelines: list[Timeline] = []
-    with build.build_tracker(run, folder, overrides, enabled=place.is_main) as tracker:
-        tracker.begin(plan.rows())
-        trainer = build.build_trainer(run, pipeline, place, folder, tracker, timelines.append)
-        with trainer.progress:
-            summary = trainer.train()
+    try:
+        with build.build_tracker(run, folder, overrides, enabled=place.is_main) as tracker:
+            trainer = build.build_trainer(run, pipeline, place, folder, tracker, timelines.append)
+            tracker.begin(plan.rows())
+            with trainer.progress:
+                summary = trainer.train()
+            if place.is_main:
+                timeline = timelines[-1] if timelines else None
+                outcome.finish(folder, to_plain(run), plan, summary, timeline, place, overrides, tracker, hints=hints)
+    except Stopped as stopped:
         if place.is_main:
-            timeline = timelines[-1] if timelines else None
-            outcome.finish(folder, to_plain(run), plan, summary, timeline, place, overrides, tracker, hints=hints)
+            print(stopped, flush=True)
+        pipeline.close()
+        raise SystemExit(stops.STOPPED) from None
     pipeline.close()

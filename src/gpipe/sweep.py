@@ -12,15 +12,13 @@ A job that has a record of the same settings is not run again; one that was cut 
 
 import shlex
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gpipe.config import RunConfig, to_plain
 from gpipe.data import DataMissing
@@ -29,8 +27,7 @@ from gpipe.launch.errors import ERROR_FILE
 from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
 from gpipe.results.records import RECORD_FILE, Record, read_records, same_settings
 from gpipe.results.reproduction import add_jobs
-
-CONFIG_FILE = "config.yaml"
+from gpipe.resume import clear
 
 
 class Train(Protocol):
@@ -69,7 +66,8 @@ def run_job(
     print(f"\n{'job' if record is None else 'done before'}: {label}", flush=True)
     if record is None:
         try:
-            train(_going_on(folder, run), folder, overrides, hints=False)
+            clear(folder, run)
+            train(run, folder, overrides, hints=False)
         except SystemExit as end:
             if end.code != 1:
                 raise
@@ -113,27 +111,6 @@ def _record(folder: Path, run: RunConfig) -> Record | None:
         return None
     (record,) = read_records(path)
     return record if same_settings(record.config, to_plain(run)) else None
-
-
-def _going_on(folder: Path, run: RunConfig) -> RunConfig:
-    """Return a job's settings, resumed where its folder has a checkpoint of the same ones.
-
-    A folder with files of other settings is set aside: nothing is lost.
-    """
-    (folder / ERROR_FILE).unlink(missing_ok=True)
-    config = folder / CONFIG_FILE
-    if not config.exists():
-        return run
-    earlier = OmegaConf.to_container(OmegaConf.load(config))
-    if isinstance(earlier, dict) and same_settings({str(key): value for key, value in earlier.items()}, to_plain(run)):
-        if not (folder / "checkpoints" / "latest").exists():
-            return run
-        return replace(run, trainer=replace(run.trainer, resume_from=str(folder)))
-    aside = folder.parent / "set_aside" / f"{folder.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    aside.parent.mkdir(exist_ok=True)
-    folder.rename(aside)
-    folder.mkdir()
-    return run
 
 
 def _reason(folder: Path) -> str:

@@ -386,6 +386,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_scaled() -> None:
     with pytest.raises(gpipe.NonFiniteError, match=r"^step 0: the gradient of layers\.2\.bias has the norm nan;"):
         pipeline.clip_gradients(1e-3)
     assert torch.equal(layers[0].weight.grad, before)
+    layers.zero_grad()
     pipeline.train_step(batch(7))
 
 

@@ -56,7 +56,7 @@ def test_the_norm_is_that_of_all_gradients_together() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_names_the_first_parameter(value: float) -> None:
-    with pytest.raises(ValueError, match=f"^the gradient of layers.1.weight has the norm {value};"):
+    with pytest.raises(ValueError, match=f"^the gradient of layers.1.weight has the norm {value}$"):
         global_norm([("layers.0.weight", 1.0), ("layers.1.weight", value), ("layers.2.weight", math.nan)])
 
 

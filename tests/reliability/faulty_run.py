@@ -132,7 +132,8 @@ def in_save(action: Callable[[], None]) -> None:
 def train(place: Place, folder: Path, *args: Any) -> None:
     """Train with the fault planted in the process of its rank."""
     fault = json.loads(os.environ["GPIPE_FAULT"])
-    if torch.distributed.get_rank() == fault["rank"] and place.num_restarts < fault.get("times", 1):
+    num_restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if torch.distributed.get_rank() == fault["rank"] and num_restarts < fault["times"]:
         _plant(fault["place"], fault["action"], Path.cwd())
     TRAIN(place, folder, *args)
 

@@ -18,14 +18,16 @@ from gpipe.config.pipeline import (
     PipelineSchedule,
     Rematerialize,
 )
-from gpipe.config.run import RunConfig, refuse_overruled_data, register_schemas, to_plain, to_run, to_yaml
+from gpipe.config.run import RunConfig, read_yaml, refuse_overruled_data, register_schemas, to_plain, to_run, to_yaml
 from gpipe.config.training import (
     AdafactorConfig,
     AdamWConfig,
     Autocast,
     Decay,
     EmaConfig,
+    NonFinite,
     OptimizerConfig,
+    Resume,
     RMSPropConfig,
     ScheduleConfig,
     SGDConfig,
@@ -48,6 +50,7 @@ __all__ = [
     "ImagesConfig",
     "LaunchConfig",
     "ModelConfig",
+    "NonFinite",
     "Objective",
     "OptimizerConfig",
     "PartitionBy",
@@ -55,6 +58,7 @@ __all__ = [
     "PipelineSchedule",
     "RMSPropConfig",
     "Rematerialize",
+    "Resume",
     "RunConfig",
     "SGDConfig",
     "ScheduleConfig",
@@ -68,6 +72,7 @@ __all__ = [
     "TranslationModelConfig",
     "Variant",
     "newest_run",
+    "read_yaml",
     "refuse_overruled_data",
     "register_schemas",
     "to_plain",

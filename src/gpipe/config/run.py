@@ -4,10 +4,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from yaml import YAMLError
 
 from gpipe.config.checks import ConfigError, at_least, require
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
@@ -165,3 +167,12 @@ def to_plain(run: RunConfig) -> dict[str, Any]:
 def to_yaml(run: RunConfig) -> str:
     """Return a run's settings as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(run))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings that `to_yaml` wrote to a file, as JSON; without any where the file is none of that kind."""
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError):
+        return {}
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}

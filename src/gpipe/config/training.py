@@ -173,6 +173,20 @@ class TrackingConfig:
     project: str = MISSING
 
 
+class Resume(Enum):
+    """Whether the same command again goes on in the folder of the run that it left unfinished."""
+
+    auto = "auto"
+    never = "never"
+
+
+class NonFinite(Enum):
+    """What a loss or gradient norm that is no finite number does: it ends the run, or its mini-batch is left out."""
+
+    stop = "stop"
+    skip = "skip"
+
+
 @dataclass
 class TrainerConfig:
     """The length of training, its precision, and what it leaves behind.
@@ -184,7 +198,11 @@ class TrainerConfig:
     evaluate_every_epochs: the end of training is evaluated too; null is never, not even then.
     save_every_steps: the end of training is saved in any case; null is only that. keep_checkpoints: null saves none,
     not even then. timeline_every_steps: null is never.
-    resume_from: a checkpoint's folder; null starts anew. dry_run: true prints the plan and stops.
+    max_hours: after which, counted from the start of the process, the run is saved and stops; null is no limit.
+    non_finite: whether a loss or gradient norm that is not finite ends the run, or up to max_skipped_steps of its
+        mini-batches are left out.
+    resume: auto goes on in the folder of the newest unfinished run of the same settings. resume_from: a checkpoint's
+        folder, for a run of its own; null starts anew. dry_run: true prints the plan and stops.
     """
 
     num_epochs: int = MISSING
@@ -200,6 +218,10 @@ class TrainerConfig:
     autocast: Autocast = MISSING
     channels_last: bool = MISSING
     compile: bool = MISSING
+    max_hours: float | None = MISSING
+    non_finite: NonFinite = MISSING
+    max_skipped_steps: int = MISSING
+    resume: Resume = MISSING
     resume_from: str | None = None
     dry_run: bool = False
 
@@ -212,6 +234,9 @@ class TrainerConfig:
         ):  # fmt: skip
             optional_at_least(f"trainer.{name}", getattr(self, name), 1)
         at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)
+        at_least("trainer.max_skipped_steps", self.max_skipped_steps, 0)
+        if self.max_hours is not None:
+            above("trainer.max_hours", self.max_hours, 0)
         can_save = self.keep_checkpoints is not None or self.save_every_steps is None
         require(
             can_save, "trainer.save_every_steps", self.save_every_steps, "null where trainer.keep_checkpoints is null"

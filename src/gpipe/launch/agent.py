@@ -51,7 +51,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(
         self,
-        entrypoint: Callable[..., None],
+        entrypoint: Callable[..., Any],
         args: tuple[Any, ...],
         num_processes: int,
         max_restarts: int,
@@ -80,13 +80,13 @@ class Agent(LocalElasticAgent):
         self._children: list[BaseProcess] = []
         self._first_end: tuple[End, float] | None = None
 
-    def train(self) -> End | None:
-        """Start the processes and wait; return None when all are done, else how the first of the last try ended."""
+    def train(self) -> dict[int, Any] | End:
+        """Start the processes and wait; return what they returned, by rank, or how the first of the last try ended."""
         try:
-            failed = self.run().is_failed()
+            result = self.run()
         finally:
             self._worker_group.spec.rdzv_handler.shutdown()
-        return self._first_end[0] if failed and self._first_end is not None else None
+        return self._first_end[0] if self._first_end is not None else dict(result.return_values)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._error_file.unlink(missing_ok=True)

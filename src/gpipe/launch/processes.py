@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from gpipe.launch import stops
 from gpipe.launch.agent import Agent, End
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
@@ -36,13 +37,11 @@ class Place:
     """Where this process stands: `mesh` has the dimensions ("replica", "stage"), None where it plays all stages.
 
     num_cores: those of this host that the run has, more than this process's where it is pinned.
-    num_restarts: how many times the processes were started before, and failed.
     """
 
     mesh: DeviceMesh | None
     device_type: str
     num_cores: int = field(default_factory=lambda: len(own_cores()))
-    num_restarts: int = field(default_factory=lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     @property
     def is_main(self) -> bool:
@@ -104,24 +103,30 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
     `function` and `args` must be picklable where processes are started here. `folder` is the first process's. Where one
     fails, and there is no restart left, all are ended, one message is printed, the traceback is in error.txt in
     `folder`, and the exit status is 1.
+    Where all raise SystemExit(75), because they were asked to stop, that is the exit status.
     """
-    if is_adopted():
-        _work(function, processes, args)
-    elif processes.num_processes == 1 and not processes.pin_cores and not processes.max_restarts:
-        with one_message(processes.folder, processes.debug):
-            _set_threads(processes)
-            function(_place_alone(processes), processes.folder, *args)
-    else:
-        _start(function, processes, args)
+    with stops.listening():
+        if is_adopted():
+            _work(function, processes, args)
+            return
+        stops.leave_if_asked()
+        if processes.num_processes == 1 and not processes.pin_cores and not processes.max_restarts:
+            with one_message(processes.folder, processes.debug):
+                _set_threads(processes)
+                function(_place_alone(processes), processes.folder, *args)
+        else:
+            _start(function, processes, args)
 
 
 def _start(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
     """Start the processes with torch's elastic agent, and wait; it ends all as soon as one fails."""
     error_file = processes.folder / ERROR_FILE
     with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet(), _signals_restored():
+        note = Path(logs) / "stop"
+        stops.listen().pass_on(note)
         agent = Agent(
             _work,
-            (function, processes, args),
+            (function, processes, args, note),
             processes.num_processes,
             processes.max_restarts,
             Path(logs),
@@ -133,10 +138,14 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         except SignalException as stop:
             print(f"error: stopped by {stop.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + stop.sigval) from None
-    if end is not None:
+        finally:
+            stops.listen().pass_on(None)
+    if isinstance(end, End):
         if end.exitcode != 1:
             print(f"error: {end}.", file=sys.stderr)
         raise SystemExit(1)
+    if stops.STOPPED in end.values():
+        raise SystemExit(stops.STOPPED)
 
 
 def _announce_restart(max_restarts: int, end: End, num_left: int) -> None:
@@ -145,10 +154,17 @@ def _announce_restart(max_restarts: int, end: End, num_left: int) -> None:
     print(f"warning: {why}all processes start again (restart {count}).", file=sys.stderr, flush=True)
 
 
-def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
-    """Be one of several processes: join the group, call the function, leave the group."""
-    # Ctrl-C, or the end of the parent process, ends this one even while it waits inside of torch.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _work(
+    function: Callable[..., None], processes: Processes, args: tuple[Any, ...], note: Path | None = None
+) -> int | None:
+    """Be one of several processes: join the group, call the function, leave the group.
+
+    note: where the process that started this one says that it was asked to stop. Having stopped is no failure, so the
+        status of that is returned to it.
+    """
+    listener = stops.listen()
+    if note is not None:
+        listener.obey(note)
     try:
         with one_message(debug=processes.debug):
             num_cores = len(own_cores())
@@ -161,7 +177,10 @@ def _work(function: Callable[..., None], processes: Processes, args: tuple[Any, 
         if place.mesh is not None:
             dist.destroy_process_group()
     except SystemExit as end:
+        if note is not None and end.code == stops.STOPPED:
+            return stops.STOPPED
         _leave(end)
+    return None
 
 
 def _join(processes: Processes) -> Place:
@@ -218,7 +237,7 @@ def _device_type(device: str) -> str:
 def _leave(end: SystemExit) -> NoReturn:
     """End this process now: threads that wait for other processes would hold up an ordinary exit."""
     for child in multiprocessing.active_children():
-        child.terminate()
+        child.kill()  # SIGTERM is blocked there: one to the whole job must not end what loads the data of a last step
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else 1)

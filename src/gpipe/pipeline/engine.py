@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -26,6 +26,7 @@ from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLos
 from gpipe.pipeline.modes import evaluation_mode
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.placement import Devices, local_devices, process_device
+from gpipe.pipeline.probe import NonFinite, Probe
 from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
@@ -194,7 +195,9 @@ class Pipeline:
         """The names of the copies of each parameter that several layers of the model share, in layer order."""
         return self._tied.names
 
-    def train_step(self, batch: tuple[Any, Any], *, record_timeline: bool = False) -> StepReport:
+    def train_step(
+        self, batch: tuple[Any, Any], *, record_timeline: bool = False, note: Callable[[], Any] | None = None
+    ) -> StepReport:
         """Add the gradients of a mini-batch's loss to the parameters' `.grad`, and move the moving averages once.
 
         Every process calls it. The parameters themselves are left to an optimizer.
@@ -203,9 +206,12 @@ class Pipeline:
             batch: (inputs, targets), each a tensor or a nest whose tensors have the examples as first dimension.
                 Inputs are looked at in the first stage's process only, targets in the last one's.
             record_timeline: whether to collect when each task ran, on all stages.
+            note: called at the end of the step; what it returns, of JSON's types, is in the report of every process of
+                the job, so that all of them learn of something at the same step without an exchange of its own.
 
         Raises:
-            NonFiniteError: the loss is not finite. The gradients are unusable; another step may follow.
+            NonFiniteError: the loss or a gradient is not finite, on every process. The gradients are unusable, no
+                moving average has moved, and `step` stays as it is; another step may follow.
             PipelineError: an error in a layer, in the loss or in another process; it says where. With several
                 processes the pipeline cannot be used any more.
         """
@@ -219,19 +225,39 @@ class Pipeline:
             plan = make_plan(self._schedule, *shape, tuple(self._stages), self.stages_per_device)
             self._tied.start_step()
             self._executor.train(plan, self.step, loss, clock)
-            totals = self.broadcast(loss.totals() if loss else None, self.num_stages - 1)
-            self._finish_step(totals["loss"])
+            self._tied.finish_step()
+            totals, notes = self._conclude(loss, note)
+            self._commit()
             timeline = self._gathered_timeline(clock) if record_timeline else None
         return StepReport(
             step=self.step - 1,
             loss=totals.pop("loss"),
             metrics=totals,
+            notes=notes,
             num_examples=mini_batch.num_examples,
             num_microbatches=mini_batch.num_microbatches,
             timeline=timeline,
             step_seconds=time.perf_counter() - begin,
             peak_memory_bytes=peak_memory_bytes({stage.device for stage in self._stages.values()}),
         )
+
+    def first_non_finite(self, batch: tuple[Any, Any]) -> NonFinite | None:
+        """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
+
+        Every process calls it, after a NonFiniteError and with the same mini-batch. Nothing is updated.
+
+        Returns:
+            The first layer of the model with such an output, over all micro-batches and replicas, or the loss of one;
+            None where all are finite.
+        """
+        inputs, targets = _pair(batch)
+        with self._guard.step():
+            mini_batch = self._start(inputs, training=False)
+            loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
+            probe = Probe(self.replica_index)
+            self._executor.probe(mini_batch.num_microbatches, self.step, loss, probe)
+            rows = [row for part in self.gather_from_job(probe.found) for row in part]
+        return NonFinite(*min(rows)) if rows else None
 
     def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None) -> Any:
         """Return the model's outputs for a mini-batch in evaluation mode, without gradients.
@@ -293,6 +319,14 @@ class Pipeline:
         with self._guard.exchange():
             return self._processes.messenger.gather(value)
 
+    def gather_from_job(self, value: Any) -> list[Any]:
+        """Return the values of all replicas' processes, one replica after the other; values are JSON's."""
+        values = self.gather(value)
+        if self._replicas is None:
+            return values
+        with self._guard.exchange():
+            return [one for part in self._replicas.gather(values) for one in part]
+
     def broadcast(self, value: Any, from_stage: int) -> Any:
         """Return the value that the process of one stage passed, to each; the value is JSON's."""
         if self._processes is None:
@@ -326,15 +360,35 @@ class Pipeline:
         device = self._stages[self.num_stages - 1].device
         return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self._replicas)
 
-    def _finish_step(self, loss: float) -> None:
-        if not math.isfinite(loss):
+    def _conclude(
+        self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None
+    ) -> tuple[dict[str, float], list[Any]]:
+        """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes."""
+        norms = gradient_norm.gradient_norms(self._tied.once(self.named_parameters()))
+        own = {
+            "totals": loss.totals() if loss else None,
+            "fault": [named for named in norms if not math.isfinite(named[1])][:1],
+            "note": note() if note else None,
+        }
+        parts = self.gather(own)
+        notes = [part["note"] for part in parts]
+        if note is not None and self._replicas is not None:
+            with self._guard.exchange():
+                notes = [one for part in self._replicas.gather(notes) for one in part]
+        (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
+        faults = gradient_norm.in_layer_order(part["fault"] for part in parts)
+        if not math.isfinite(totals["loss"]) or faults:
             batch_norm.discard(self._batch_norms)
-            raise NonFiniteError(
-                f"the loss of step {self.step} is {loss} in stage {self.num_stages - 1}; nothing was updated: lower "
-                "the learning rate, clip the gradients, or look at this mini-batch",
-                stage=self.num_stages - 1,
-            )
-        self._tied.finish_step()
+        if not math.isfinite(totals["loss"]):
+            last = self.num_stages - 1
+            raise NonFiniteError(f"the loss of step {self.step} is {totals['loss']} in stage {last}", stage=last)
+        if faults:
+            ((name, norm), *_) = faults
+            raise NonFiniteError(f"the gradient of {name} in step {self.step} has the norm {norm}")
+        return totals, notes
+
+    def _commit(self) -> None:
+        """Move the moving averages, and count the step."""
         if self._replicas is None:
             batch_norm.commit(self._batch_norms)
         else:

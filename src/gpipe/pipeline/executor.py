@@ -13,6 +13,7 @@ from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.microbatch import merge, microbatch_sizes, split
 from gpipe.pipeline.minibatch_loss import MiniBatchLoss
 from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.schedule import (
     Kind,
     Rematerialize,
@@ -112,6 +113,21 @@ class Executor:
                 outputs.append(payload)
         self._parts = []
         return merge(outputs) if outputs else None
+
+    def probe(self, num_microbatches: int, step: int, loss: MiniBatchLoss | None, probe: Probe) -> None:
+        """Run the forward of training step `step` once more, without a graph, and show `probe` what comes out of it."""
+        schedule = inference(self._num_stages, num_microbatches, self._stages_per_device)
+        for task in own_tasks(schedule, tuple(self._stages)):
+            self._check()
+            stage, micro_batch = self._stages[task.stage], task.micro_batch
+            stage.step = step
+            outputs = stage.probe(micro_batch, self._inputs(stage, micro_batch), probe)
+            if stage.index < self._num_stages - 1:
+                self._transfer.send_forward(stage.index, micro_batch, outputs)
+            else:
+                assert loss is not None
+                probe.look_at_loss(stage, micro_batch, loss(outputs.value(), micro_batch))
+        self._parts = []
 
     def reset(self) -> None:
         """Drop everything of a step that failed."""

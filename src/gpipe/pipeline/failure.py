@@ -46,7 +46,16 @@ def place(stage: int, micro_batch: int, layer: int, module: nn.Module | None, do
 
 
 class NonFiniteError(PipelineError):
-    """The mini-batch's loss or the gradients' norm is not a finite number: nothing was updated."""
+    """The mini-batch's loss or the gradients' norm is not a finite number: nothing was updated.
+
+    Attributes:
+        what: which one, without a remedy.
+    """
+
+    def __init__(self, what: str, *, stage: int | None = None) -> None:
+        remedy = "lower the learning rate, clip the gradients, or look at this mini-batch"
+        super().__init__(f"{what}; nothing was updated: {remedy}", stage=stage)
+        self.what = what
 
 
 class PeerFailure(PipelineError):

@@ -42,10 +42,7 @@ def global_norm(norms: Sequence[tuple[str, float]]) -> float:
     """
     for name, norm in norms:
         if not math.isfinite(norm):
-            raise ValueError(
-                f"the gradient of {name} has the norm {norm}; lower the learning rate or clip earlier, nothing was "
-                "updated"
-            )
+            raise ValueError(f"the gradient of {name} has the norm {norm}")
     return math.sqrt(math.fsum(norm * norm for _, norm in norms))
 
 

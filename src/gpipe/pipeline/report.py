@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ class StepReport:
         step: the number of the step, from 0.
         loss: of the whole mini-batch, over all replicas.
         metrics: what the loss function returned beside the loss, averaged over the mini-batch as the loss is.
+        notes: what each process of the job passed as its note, where there were any: replica by replica, in the order
+            of their first stages.
         num_examples: of this pipeline's mini-batch.
         num_microbatches: into which it was cut.
         timeline: of all stages, where it was asked for.
@@ -29,6 +32,7 @@ class StepReport:
     step: int
     loss: float
     metrics: dict[str, float] = field(repr=False)
+    notes: list[Any] = field(repr=False)
     num_examples: int
     num_microbatches: int
     timeline: Timeline | None = field(repr=False)

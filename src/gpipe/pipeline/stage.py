@@ -15,6 +15,7 @@ from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.failure import LostPeer, PipelineError, place
 from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.randomness import derive_seed, seed_generators
 
 MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those of initial weights
@@ -173,6 +174,15 @@ class Stage:
     def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Payload:
         """Run substitute or own layers without a graph and return the boundary output."""
         return self._run(micro_batch, inputs, "evaluation", layers=layers)
+
+    def probe(self, micro_batch: int, inputs: Payload, probe: Probe) -> Payload:
+        """Run the forward of a training step again, with the same masks and without a graph, under the eyes of `probe`.
+
+        The layers are not compiled: what one of them does is then seen by itself.
+        """
+        watched = {index: probe.watch(self, micro_batch, index, layer) for index, layer in self.layers.items()}
+        with torch.no_grad(), microbatch_phase(self._batch_norms, recompute=True):
+            return self._run(micro_batch, inputs, "forward", layers=watched)
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept, doing: str) -> Payload:
         with torch.enable_grad():

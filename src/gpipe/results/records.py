@@ -17,7 +17,14 @@ RECORD_FILE = "record.json"
 KINDS = ("measured", "simulated", "planned", "not run")
 # What may differ between two runs of the same settings: where they run and what watches them.
 _WHEREABOUTS = {
-    "launch", "tracking", "reproduction", "trainer.resume_from", "data.root", "data.num_workers", "data.prefetch_factor"
+    "launch", "tracking", "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
+    "data.num_workers", "data.prefetch_factor",
+}  # fmt: skip
+# What changes how fast a training is, and what it leaves behind, but not what is trained.
+_EFFORTS = _WHEREABOUTS | {
+    "pipeline.partition_by", "pipeline.partitions", "pipeline.objective", "pipeline.memory_limit_bytes",
+    "pipeline.timeout_seconds", "trainer.save_every_steps", "trainer.keep_checkpoints", "trainer.timeline_every_steps",
+    "trainer.num_untimed_steps", "trainer.non_finite", "trainer.max_skipped_steps",
 }  # fmt: skip
 # In JSON text, the folders of a path and its last name: of a whole string, an argument, or an override.
 _ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
@@ -138,16 +145,21 @@ def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
 
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Say whether two runs' settings, as JSON, describe the same training, wherever it runs."""
-    return _training(one) == _training(other)
+    return _without(_WHEREABOUTS, one) == _without(_WHEREABOUTS, other)
 
 
-def _training(config: Mapping[str, Any]) -> dict[str, Any]:
+def same_training(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether one of two runs can go on where the other stopped, to the same weights: they may differ in speed."""
+    return _without(_EFFORTS, one) == _without(_EFFORTS, other)
+
+
+def _without(left_out: set[str], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: {name: item for name, item in value.items() if f"{key}.{name}" not in _WHEREABOUTS}
+        key: {name: item for name, item in value.items() if f"{key}.{name}" not in left_out}
         if isinstance(value, Mapping)
         else value
         for key, value in config.items()
-        if key not in _WHEREABOUTS
+        if key not in left_out
     }
 
 

@@ -13,6 +13,7 @@ class Summary:
 
     `evaluation` has the last figures of every evaluation set, `top1`, `top5` and `best_top1` are of the first one.
     `least_loss` has the first set's figures when its loss was least, and the "step" after which that was.
+    `num_skipped_steps` of the steps updated nothing, because a number was not finite.
     `seconds` is the time of training and evaluation, of earlier sessions too. `examples` says what the data call them;
     `examples_per_second` and `tokens_per_second` (None where an example has one target), which include the update and
     the wait for data, and `step_seconds`, which leaves the wait out, are medians over this session's `num_timed_steps`
@@ -36,6 +37,7 @@ class Summary:
     wait_seconds: float
     evaluation: dict[str, dict[str, float]]
     least_loss: dict[str, float]
+    num_skipped_steps: int
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a record."""
@@ -63,11 +65,12 @@ class Totals:
     least_loss: dict[str, float] = field(default_factory=dict)
     bubble: float | None = None
     peak_memory_bytes: int | None = None
+    num_skipped_steps: int = 0
     speeds: list[StepSpeed] = field(default_factory=list)
 
     def resumable(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, as JSON."""
-        names = ("seconds", "wait_seconds", "best_top1", "evaluation", "least_loss")
+        names = ("seconds", "wait_seconds", "best_top1", "evaluation", "least_loss", "num_skipped_steps")
         return {name: getattr(self, name) for name in names}
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
@@ -107,6 +110,7 @@ class Totals:
             wait_seconds=self.wait_seconds,
             evaluation=self.evaluation,
             least_loss=self.least_loss,
+            num_skipped_steps=self.num_skipped_steps,
         )
 
 

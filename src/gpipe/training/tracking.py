@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import wandb
 
+from gpipe.training.stop import Stopped
+
 METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "wandb_id.txt"
 OUTCOME = "outcome"
@@ -53,7 +55,7 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         if mode == "disabled":
             return
-        run_id = _run_id(resumed) or _run_id(folder) or secrets.token_hex(4)
+        run_id = _run_id(folder) or _run_id(resumed) or secrets.token_hex(4)
         (folder / RUN_ID_FILE).write_text(run_id + "\n", encoding="utf-8")
         # Without these settings arguments, console output, source files and the host's name land in its folder.
         settings = wandb.Settings(
@@ -101,7 +103,7 @@ class Tracker:
 
     def begin(self, plan: Sequence[Mapping[str, Any]]) -> None:
         """Write the plan, where the log has nothing yet."""
-        if not self._path.exists():
+        if not self._path.exists() or self._path.stat().st_size == 0:
             self.log_table(0, "plan", plan)
 
     def _write(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        self.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
 def jsonable(value: Any) -> Any:

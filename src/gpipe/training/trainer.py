@@ -1,7 +1,7 @@
 """The training loop: what happens in a step, at the end of an epoch, and when a run goes on where it stopped."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.failure import NonFiniteError
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoint import latest_checkpoint, save_checkpoint
@@ -19,9 +20,11 @@ from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader, loaded
 from gpipe.training.manifest import Position
 from gpipe.training.metrics import EvaluationMetrics, Metrics
+from gpipe.training.non_finite import explain
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
 from gpipe.training.restore import load_checkpoint, load_weights
+from gpipe.training.stop import Stopped
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
 
@@ -42,6 +45,9 @@ class Trainer:
     leaves out the first `num_untimed_steps`.
     `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
+    `asked_to_stop` says on any process why all are to stop, None while they are not; they do at the next step boundary.
+    A loss or gradient that is not finite ends the training (`non_finite` "stop", see `explain`), or its mini-batch is
+    left out ("skip"), up to `max_skipped_steps` times: a step that updates nothing.
     """
 
     pipeline: Pipeline
@@ -69,6 +75,9 @@ class Trainer:
     keep_checkpoints: int = 3
     timeline_every_steps: int | None = None
     on_timeline: Callable[[Timeline], None] | None = None
+    asked_to_stop: Callable[[], str | None] = lambda: None
+    non_finite: str = "stop"
+    max_skipped_steps: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,8 +89,11 @@ class Trainer:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but it must be at least 1.")
+        if self.non_finite not in ("stop", "skip"):
+            raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip.")
         self._epoch = 0
         self._batch = 0
+        self._saved_step: int | None = None
         self._totals = Totals()
 
     @property
@@ -111,15 +123,10 @@ class Trainer:
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
         self._totals = Totals(**manifest.results)
+        if path.parent == self.checkpoint_folder:
+            self._saved_step = position.step
         self.tracker.rewind(position.step)
         return True
-
-    def restart(self) -> bool:
-        """Go on from the latest checkpoint of this run itself; False, with an empty log, where it has saved none."""
-        if self.resume():
-            return True
-        self.tracker.rewind(0)
-        return False
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
@@ -129,10 +136,16 @@ class Trainer:
         load_weights(path, self.pipeline, ema=self.ema, replaced=replaced, model=self.config.get("model"))
 
     def train(self) -> Summary:
-        """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated."""
+        """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated.
+
+        Raises Stopped on all processes, after the state was saved, where one of them was asked to stop.
+        """
         try:
+            self._stop_if_asked(self.pipeline.gather_from_job(self.asked_to_stop()))
             while self.pipeline.step < self.num_steps:
                 self._train_epoch()
+        except Stopped:
+            raise
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one.
             self.pipeline.abort(error)
@@ -153,14 +166,19 @@ class Trainer:
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
             self._batch += 1
-            self._log(values, report, round(self.count_targets(batch[1])), time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            if report is None:
+                self._log_skipped(values, seconds)
+            else:
+                self._log(values, report, round(self.count_targets(batch[1])), seconds)
             self._after_step()
             if self.pipeline.step >= self.num_steps:
                 return
+            self._stop_if_asked(report.notes if report is not None else [])
             started = time.perf_counter()
 
-    def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport]:
-        """Make one update; return its settings and norms to log, and the pipeline's report."""
+    def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport | None]:
+        """Make one update; return its settings and norms to log, and the pipeline's report, None where skipped."""
         step = self.pipeline.step
         values: dict[str, Any] = {"learning_rate": self.learning_rate(step)}
         set_learning_rate(self.optimizer, values["learning_rate"])
@@ -169,14 +187,49 @@ class Trainer:
             self.set_drop_path(values["drop_path"])
         records = _is_due(step, self.timeline_every_steps)
         self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast():
-            report = self.pipeline.train_step(batch, record_timeline=records)
+        try:
+            with self.autocast():
+                report = self.pipeline.train_step(batch, record_timeline=records, note=self.asked_to_stop)
+        except NonFiniteError as error:
+            self._skip_or_stop(batch, error)
+            return values, None
         if self.max_gradient_norm is not None:
             values["gradient_norm"] = self.pipeline.clip_gradients(self.max_gradient_norm)
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update(self.pipeline.step)
         return values, report
+
+    def _skip_or_stop(self, batch: tuple[Any, Any], error: NonFiniteError) -> None:
+        """Count a step without an update, or end the training with a report, and a checkpoint of the state before."""
+        self.optimizer.zero_grad(set_to_none=True)
+        skipped = self._totals.num_skipped_steps
+        if self.non_finite == "skip" and skipped < self.max_skipped_steps:
+            self._totals.num_skipped_steps += 1
+            count = f"{skipped + 1} of at most {self.max_skipped_steps}"
+            self.progress.message(f"a mini-batch is left out, {count}: {error.what}")
+            self.pipeline.step += 1
+            return
+        with self.autocast():
+            place = self.pipeline.first_non_finite(batch)
+        if self.checkpoint_folder is not None:
+            self._save(self.checkpoint_folder)
+        raise explain(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
+
+    def _log_skipped(self, values: dict[str, Any], seconds: float) -> None:
+        self._totals.seconds += seconds
+        self._totals.wait_seconds += values["wait_seconds"]
+        skipped = self._totals.num_skipped_steps
+        self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values, "num_skipped_steps": skipped})
+
+    def _stop_if_asked(self, reasons: Sequence[str | None]) -> None:
+        """Save and raise Stopped where a process of the job was asked to stop; all processes have the same reasons."""
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            return
+        if self.checkpoint_folder is not None and self.pipeline.step > 0:
+            self._save(self.checkpoint_folder)
+        raise Stopped(reason, self.pipeline.step, is_saved=self._saved_step == self.pipeline.step)
 
     def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
@@ -248,6 +301,10 @@ class Trainer:
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
     def _save(self, folder: Path) -> None:
+        """Save the state between two steps, unless it is saved already."""
+        if self._saved_step == self.pipeline.step:
+            return
+        self._saved_step = self.pipeline.step
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
         with self.pipeline.doing(f"saving after step {self.pipeline.step}"):
             save_checkpoint(

@@ -1,0 +1,182 @@
+"""Being asked to stop: by a signal to this process, to the one that started it, or to all of a job.
+
+A request is only noted; training looks at the note between two steps, on all processes together. Nothing imports torch.
+
+    signal                     what comes of it
+    SIGTERM, SIGINT (Ctrl-C)   saved at the next step boundary, exit status 75: the same command goes on
+    SIGUSR1, SIGUSR2           the same; SLURM and its friends send them before a time limit
+    a second SIGINT            the end at once, nothing saved, exit status 130
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import FrameType
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+INTERRUPTED = 128 + signal.SIGINT
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+_LOOK_SECONDS = 0.2
+_SAME_SECONDS = 1.0  # Ctrl-C reaches torchrun's processes twice: from the terminal, and from torchrun
+_REMEDY = "the same command again goes on"
+
+
+class _Listener:
+    """Notes the requests that reach a process, from when it is made until it is closed.
+
+    The signals are blocked and a thread waits for them, so that a process which waits inside of torch hears them too.
+    Whatever is started meanwhile inherits the block: a signal to the whole group ends no process that is still
+    starting, and none that loads data. Where the system cannot wait so (macOS), Python's handlers have to do.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.started = time.monotonic()
+        self._received: set[int] = set()
+        self._interrupted: float | None = None
+        self._pass_on: Path | None = None
+        self._obey: Path | None = None
+        self._closed = threading.Event()
+        self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        if hasattr(signal, "sigtimedwait"):
+            self.block()
+            # Python up to 3.12 takes the block away when it starts this process, so it is started beforehand.
+            resource_tracker.ensure_running()
+            self.block()
+            threading.Thread(target=self._wait, name="stops", daemon=True).start()
+
+    def block(self) -> None:
+        """Leave the signals to the thread."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def close(self) -> None:
+        """Leave the signals to whoever had them before."""
+        self._closed.set()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def hand_on(self) -> None:
+        """Give what was received to whoever handled it before, such as submitit, which queues the job again."""
+        for number in self._received:
+            handler = self._handlers[signal.Signals(number)]
+            if callable(handler) and handler is not signal.default_int_handler:
+                handler(number, None)
+
+    def pass_on(self, note: Path | None) -> None:
+        """Write requests to a file, which other processes obey."""
+        self._pass_on = note
+        if self.reason is not None:
+            self.ask(self.reason)
+
+    def obey(self, note: Path) -> None:
+        """Be one of the processes of a launcher: listen to what its process writes, and do not outlive it."""
+        self._obey = note
+        self._look()
+
+    def ask(self, reason: str) -> None:
+        """Note a request."""
+        self.reason = self.reason or reason
+        if self._pass_on is not None:
+            self._pass_on.write_text(self.reason, encoding="utf-8")
+
+    def _end(self, status: int, message: str | None = None) -> None:
+        """End this process now, whatever its other threads do, and those that load its data; print a last message."""
+        if message is not None:
+            os.write(sys.stderr.fileno(), f"{message}\n".encode())
+        if self._pass_on is None:  # the processes of a launcher see that it is gone, and end their own
+            for child in multiprocessing.active_children():
+                child.kill()
+        os._exit(status)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._receive(number, None)
+
+    def _wait(self) -> None:
+        while not self._closed.is_set():
+            found = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+            if found is not None:
+                self._receive(found.si_signo, found.si_pid)
+            self._look()
+
+    def _receive(self, number: int, sender: int | None) -> None:
+        if self._obey is not None and number == signal.SIGTERM and sender == os.getppid():
+            self._end(
+                128 + number
+            )  # torch's agent ends all processes when one has failed; its requests come by the note
+        if number == signal.SIGINT:
+            self._look()  # it is also what the system sends when the process that started this one is gone
+            now = time.monotonic()
+            if self._interrupted is None:
+                self._interrupted = now
+            elif "LOCAL_RANK" not in os.environ or now - self._interrupted > _SAME_SECONDS:
+                self._end(INTERRUPTED, "error: interrupted, nothing was saved")
+        self._received.add(number)
+        self.ask(signal.Signals(number).name)
+
+    def _look(self) -> None:
+        """Look for the note of the process that started this one, and for that process."""
+        if self._obey is None:
+            return
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:
+            self._end(INTERRUPTED)
+        with suppress(OSError):
+            if text := self._obey.read_text(encoding="utf-8"):
+                self.ask(text)
+
+
+_listener: _Listener | None = None  # signals are one for a whole process
+
+
+def listen() -> _Listener:
+    """Note requests from now on, for as long as the process lives. Called by its main thread."""
+    global _listener
+    if _listener is None:
+        _listener = _Listener()
+    return _listener
+
+
+@contextmanager
+def listening() -> Iterator[_Listener]:
+    """Note requests while the body runs; where it ends with status 75, they go to whoever handled them before."""
+    global _listener
+    if _listener is not None:
+        yield _listener
+        return
+    listener = listen()
+    is_stopped = False
+    try:
+        yield listener
+    except SystemExit as left:
+        is_stopped = left.code == STOPPED
+        raise
+    finally:
+        listener.close()
+        _listener = None
+        if is_stopped:
+            listener.hand_on()
+
+
+def reason(max_hours: float | None = None) -> str | None:
+    """Return why this process was asked to stop, None where it was not; `max_hours` after its start it is, too."""
+    if _listener is None:
+        return None
+    if max_hours is not None and time.monotonic() - _listener.started > max_hours * 3600:
+        _listener.ask(f"trainer.max_hours={max_hours:g}")
+    return _listener.reason
+
+
+def leave_if_asked() -> None:
+    """Leave with status 75 where a stop was asked for before anything was started."""
+    if (found := reason()) is not None:
+        print(f"stopped by {found} before the first step: {_REMEDY}.", flush=True)
+        raise SystemExit(STOPPED)

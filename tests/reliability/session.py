@@ -1,0 +1,150 @@
+"""Runs of train.py as processes of the system: start one, wait for a moment of it, see what it left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+LONG_SECONDS = 120.0
+TINY = (
+    "data=digits",
+    "data.image_size=32",
+    "data.num_workers=0",
+    "model.num_filters=8",
+    "trainer.num_epochs=2",
+    "trainer.batch_size=256",
+    "trainer.evaluation_batch_size=16",
+    "trainer.timeline_every_steps=null",
+    "pipeline.num_microbatches=2",
+    "schedule.warm_up_epochs=0",
+    "launch.num_threads=1",
+    "launch.device=cpu",
+    "tracking=disabled",
+)
+_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCHES: dict[str, tuple[list[str], list[str]]] = {
+    "one process": ([], []),
+    "launched": ([], ["launch=process_per_stage"]),
+    "torchrun": ([*_TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"], []),
+}
+_MACHINES = {"examples_per_second", "step_seconds", "peak_memory_bytes", "wait_seconds", "bubble"}
+
+
+class Session:
+    """A run of train.py in a session of its own, so that whatever it leaves behind can be found."""
+
+    def __init__(self, folder: Path, launch: str, *arguments: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        python, own = LAUNCHES[launch]
+        command = [sys.executable, *python, str(ROOT / "train.py"), *TINY, *own, *arguments]
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        self._output = (folder / "output.txt").open("w+", encoding="utf-8")
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def wait_for(self, moment: Callable[[Path], bool]) -> None:
+        """Wait until something holds of the run's folder."""
+        deadline = time.monotonic() + LONG_SECONDS
+        while not any(moment(path) for path in self.folder.glob("runs/*/*")):
+            assert self._process.poll() is None, f"it ended before:\n{self.said()}"
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.005)
+
+    def send(self, number: signal.Signals, *, to_all: bool = False) -> None:
+        """Send a signal to the process that was started, or to its whole group, as a terminal does."""
+        if to_all:
+            os.killpg(self._process.pid, number)
+        else:
+            self._process.send_signal(number)
+
+    def status(self) -> int:
+        """Wait for the end, and until nothing is left of the session; return the exit status."""
+        status = self._process.wait(LONG_SECONDS)
+        deadline = time.monotonic() + 10
+        while left := self._left():
+            assert time.monotonic() < deadline, f"orphans: {left}"
+            time.sleep(0.1)
+        return status
+
+    def said(self) -> str:
+        """Return what it wrote to the terminal."""
+        return (self.folder / "output.txt").read_text(encoding="utf-8")
+
+    def close(self) -> None:
+        """End what is left of it."""
+        for pid in self._left():
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
+
+    def _left(self) -> list[int]:
+        return [pid for pid in _pids() if _session_of(pid) == self._process.pid]
+
+
+def run_folder(folder: Path) -> Path:
+    """Return the folder of the only run."""
+    (found,) = (path.parent for path in folder.glob("runs/*/*/config.yaml"))
+    return found
+
+
+def log_of(run: Path) -> list[dict[str, Any]]:
+    """Return the log of steps and evaluations, without what depends on the machine."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in line.items() if key not in _MACHINES} for line in lines if "epoch" in line]
+
+
+def last_step(run: Path) -> int:
+    """Return the last step in the log of a run that may be under way, 0 where there is none."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    steps = [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return max(steps, default=0)
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps of which there are checkpoints."""
+    return sorted(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
+
+
+def state_of(run: Path) -> dict[str, torch.Tensor]:
+    """Return the weights, averages and optimiser state in the newest checkpoint, by kind and name."""
+    checkpoint = run / "checkpoints" / (run / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
+    return {
+        f"{path.name.partition('-')[0]}: {name}": tensor
+        for path in checkpoint.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """Compare all that two runs came to, bit by bit."""
+    found, expected = state_of(run), state_of(whole)
+    assert found.keys() == expected.keys() and len(expected) > 20
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert log_of(run) == log_of(whole)
+
+
+def _pids() -> Sequence[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _session_of(pid: int) -> int | None:
+    """Return the session of a process that still runs."""
+    try:
+        state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(session) if state != "Z" else None

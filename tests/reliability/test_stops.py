@@ -1,0 +1,130 @@
+"""A signal at any moment stops a run in good order, in each launch, and the same command goes on."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.session import LAUNCHES, Session, assert_same, last_step, log_of, run_folder, saved_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+NUM_STEPS = 12  # in two epochs
+
+# As soon as this holds of the run's folder, the signal comes.
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "start-up": lambda run: (run / "config.yaml").exists(),
+    "step": lambda run: last_step(run) >= 2,
+    "evaluation": lambda run: last_step(run) >= NUM_STEPS // 2,
+    "save": lambda run: (run / "checkpoints").exists(),
+}
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    session = Session(tmp_path_factory.mktemp("whole"), "one process")
+    assert session.status() == 0, session.said()
+    session.close()
+    assert last_step(run_folder(session.folder)) == NUM_STEPS
+    return run_folder(session.folder)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    sessions: list[Session] = []
+
+    def begin(launch: str, *arguments: str) -> Session:
+        sessions.append(Session(tmp_path, launch, *arguments))
+        return sessions[-1]
+
+    yield begin
+    for session in sessions:
+        session.close()
+
+
+def check_stopped(session: Session, launch: str, number: signal.Signals) -> None:
+    """What a stop looks like: its status, its last word, and a checkpoint of the last step that was done."""
+    status = session.status()
+    assert status == (1 if launch == "torchrun" else 75), session.said()
+    run = run_folder(session.folder)
+    step = last_step(run)
+    assert step < NUM_STEPS
+    where = f"after step {step}" if step else "before the first step"
+    assert f"stopped by {number.name} {where}: the same command again goes on." in session.said()
+    assert saved_steps(run)[-1:] == ([step] if step else [])
+    assert not (run / "record.json").exists() and not (run / "error.txt").exists()
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(("moment", "number"), zip(MOMENTS, [*SIGNALS, signal.SIGTERM], strict=True), ids=str)
+def test_a_signal_at_any_moment_stops_it_and_the_same_command_goes_on(
+    whole: Path, begin: Callable[..., Session], launch: str, moment: str, number: signal.Signals
+) -> None:
+    every = ["trainer.save_every_steps=1"] if moment == "save" else []
+    session = begin(launch, *every)
+    session.wait_for(MOMENTS[moment])
+    session.send(number)
+    check_stopped(session, launch, number)
+    again = begin(launch, *every)
+    assert again.status() == 0, again.said()
+    assert "going on in runs/train/" in again.said()
+    assert_same(run_folder(again.folder), whole)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_to_all_processes_is_one_request(
+    begin: Callable[..., Session], launch: str, number: signal.Signals
+) -> None:
+    """As Ctrl-C in a terminal, or SLURM; processes that load data get it too."""
+    session = begin(launch, "data.num_workers=1")
+    session.wait_for(MOMENTS["step"])
+    session.send(number, to_all=True)
+    check_stopped(session, launch, number)
+
+
+@pytest.mark.parametrize("launch", ["one process", "launched"])
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.5, 2.0])
+def test_a_signal_before_anything_is_there_leaves_nothing(
+    begin: Callable[..., Session], launch: str, seconds: float
+) -> None:
+    session = begin(launch)
+    time.sleep(0.3 + seconds)  # Python itself starts
+    session.send(signal.SIGTERM)
+    assert session.status() == 75, session.said()
+    assert "stopped by SIGTERM before the first step: the same command again goes on." in session.said()
+
+
+@pytest.mark.parametrize("launch", ["one process", "launched"])
+@pytest.mark.parametrize("to_all", [False, True], ids=["to one", "to all"])
+def test_a_second_interrupt_ends_it_at_once(begin: Callable[..., Session], launch: str, to_all: bool) -> None:
+    session = begin(launch, "data.num_workers=1", "trainer.batch_size=1000", "pipeline.num_microbatches=1")
+    session.wait_for(lambda run: (run / "config.yaml").exists())
+    session.send(signal.SIGINT, to_all=to_all)
+    time.sleep(0.5)
+    session.send(signal.SIGINT, to_all=to_all)
+    begun = time.monotonic()
+    assert session.status() == 130, session.said()
+    assert time.monotonic() - begun < 8
+    assert session.said().endswith("error: interrupted, nothing was saved\n")
+
+
+@pytest.mark.parametrize("launch", ["one process", "launched"])
+def test_a_time_limit_stops_by_itself(begin: Callable[..., Session], launch: str) -> None:
+    session = begin(launch, "trainer.max_hours=0.00001")
+    assert session.status() == 75, session.said()
+    assert "stopped by trainer.max_hours=1e-05 before the first step: the same command again goes on." in session.said()
+
+
+def test_a_new_start_can_be_asked_for(whole: Path, begin: Callable[..., Session]) -> None:
+    session = begin("one process")
+    session.wait_for(MOMENTS["step"])
+    session.send(signal.SIGTERM)
+    check_stopped(session, "one process", signal.SIGTERM)
+    again = begin("one process", "trainer.resume=never")
+    assert again.status() == 0 and "going on" not in again.said()
+    (new,) = (path.parent for path in again.folder.glob("runs/*/*/record.json"))
+    assert log_of(new) == log_of(whole)

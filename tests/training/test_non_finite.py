@@ -1,0 +1,169 @@
+"""A number that is not finite: everyone sees it before the update, its origin is named, or its mini-batch left out."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import RandomImages, small_run, small_trainer
+from test_trainer import assert_same_state, poison, state_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from gpipe.pipeline.failure import NonFiniteError
+from gpipe.pipeline.randomness import derive_seed
+from gpipe.pipeline.stage import MASKS
+from gpipe.training.checkpoint import latest_checkpoint
+from gpipe.training.optimizers import set_learning_rate
+from gpipe.training.tracking import METRICS_FILE, Tracker
+from gpipe.training.trainer import Trainer
+from tests.process_pool import ProcessPool
+
+
+class Fault(nn.Module):
+    """A layer as it was, but for the second micro-batch of the second step, which the seed of its masks tells."""
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        super().__init__()
+        self.layer, self.seed = layer, derive_seed(MASKS, 0, 1, 1, index)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        is_it = torch.default_generator.initial_seed() == self.seed
+        output: Tensor = self.layer(inputs)
+        return output * math.nan if is_it else output
+
+
+def spoil_gradients(trainer: Trainer, step: int) -> None:
+    """Make the gradient of the last layer's weight infinite in one step."""
+    weight = trainer.pipeline.layers["5"].weight
+    weight.register_hook(lambda gradient: gradient * (math.inf if trainer.pipeline.step == step else 1.0))
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_skipped_mini_batch_leaves_everything_as_if_its_update_had_not_been(
+    tmp_path: Path, what: str, clip: float | None
+) -> None:
+    trainer = small_trainer(tmp_path, max_gradient_norm=clip, non_finite="skip", max_skipped_steps=1, num_epochs=1)
+    if what == "loss":
+        poison(trainer, math.inf)
+    else:
+        spoil_gradients(trainer, 1)
+    summary = trainer.train()
+    assert (summary.num_steps, summary.num_skipped_steps) == (4, 1)
+
+    oracle = small_run()
+    for step, batch in enumerate(RandomImages()):
+        set_learning_rate(oracle.optimizer, trainer.learning_rate(step))
+        oracle.optimizer.zero_grad(set_to_none=True)
+        if step == 1:
+            oracle.pipeline.step += 1
+            continue
+        oracle.pipeline.train_step(batch)
+        if clip is not None:
+            oracle.pipeline.clip_gradients(clip)
+        oracle.optimizer.step()
+        oracle.ema.update(step + 1)
+    found, expected = state_of(trainer), oracle.tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
+    assert lines[1]["num_skipped_steps"] == 1 and "loss" not in lines[1]
+
+
+def test_the_number_of_skipped_steps_survives_a_resume_and_is_limited(tmp_path: Path) -> None:
+    skipping = {"non_finite": "skip", "max_skipped_steps": 2}
+    trainer = small_trainer(tmp_path, max_steps=3, **skipping)
+    spoil_gradients(trainer, 2)
+    assert trainer.train().num_skipped_steps == 1
+    resumed = small_trainer(tmp_path, **skipping)
+    resumed.resume()
+    for step in (4, 6):
+        spoil_gradients(resumed, step)
+    with pytest.raises(
+        NonFiniteError, match=r"gradient of layers\.5\.weight in step 6 .*; 2 steps were left out befor"
+    ):
+        resumed.train()
+
+
+def test_a_stop_saves_the_state_before_and_goes_there_again(tmp_path: Path) -> None:
+    oracle = small_trainer(tmp_path / "oracle", max_steps=6)
+    oracle.train()
+    trainer = small_trainer(tmp_path / "run")
+    spoil_gradients(trainer, 6)
+    with pytest.raises(
+        NonFiniteError, match=r"in step 6 has the norm nan: all outputs of its layers and the loss are finite; the"
+    ):
+        trainer.train()
+    trainer.tracker.close()
+    path = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert path is not None and path.name == "step-00000006"
+    resumed = small_trainer(tmp_path / "run")
+    resumed.resume()
+    assert_same_state(oracle, resumed)
+
+
+def first_fault(
+    folder: Path, layer: int, partitions: tuple[int, ...] = (2, 2, 2), **settings: object
+) -> tuple[str, int | None]:
+    """Break a layer for one micro-batch of the second step; return the message and the stage."""
+    trainer = small_trainer(folder, partitions, **settings)
+    for stage in trainer.pipeline.stages.values():
+        if layer in stage.layers:
+            stage.layers[layer] = Fault(stage.layers[layer], layer)
+    with pytest.raises(NonFiniteError) as error:
+        trainer.train()
+    trainer.pipeline.close()
+    return str(error.value), error.value.stage
+
+
+def first_fault_in_processes(rank: int, folder: Path, num_replicas: int, layer: int) -> tuple[str, int | None]:
+    mesh = init_device_mesh("cpu", (num_replicas, 2), mesh_dim_names=("replica", "stage"))
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    return first_fault(folder, layer, (2, 4), mesh=mesh, tracker=tracker)
+
+
+@pytest.mark.parametrize(("layer", "stage", "name"), [(0, 0, "Fault"), (2, 1, "Fault"), (3, 1, "Fault")])
+def test_the_first_layer_whose_output_is_not_finite_is_named(tmp_path: Path, layer: int, stage: int, name: str) -> None:
+    message, found = first_fault(tmp_path, layer)
+    assert message.startswith("the loss of step 1 is nan in stage 2: the first is ")
+    assert f"the first is layer {layer} (Fault) in stage {stage}, micro-batch 1 of replica 0; " in message
+    assert found == stage
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_every_process_names_the_same_layer(tmp_path: Path, processes: ProcessPool, num_replicas: int) -> None:
+    alone, _ = first_fault(tmp_path / "alone", 3, (2, 4))
+    found = processes.run(2 * num_replicas, first_fault_in_processes, tmp_path / "many", num_replicas, 3)
+    assert set(found) == {(alone, 1)}
+
+
+def test_a_loss_of_finite_outputs_is_named_itself(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path)
+    trainer.pipeline._loss = lambda outputs, targets: outputs.sum() * math.nan
+    with pytest.raises(NonFiniteError, match=r"the first is the loss in stage 1, micro-batch 0 of replica 0"):
+        trainer.train()
+
+
+def spoil_one_stage(rank: int, folder: Path) -> tuple[str, bool]:
+    """Spoil a gradient in the first of three stages, without clipping; return the message, and if all is as before."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    trainer = small_trainer(folder, (2, 2, 2), mesh=mesh, tracker=tracker, max_gradient_norm=None)
+    if rank == 0:
+        weight = trainer.pipeline.layers["0"][0].weight
+        weight.register_hook(lambda gradient: gradient * math.nan)
+    before = state_of(trainer)
+    with pytest.raises(NonFiniteError) as error:
+        trainer.train()
+    trainer.pipeline.close()
+    after = state_of(trainer)
+    return str(error.value), all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_gradient_of_one_stage_stops_all_before_the_update(tmp_path: Path, processes: ProcessPool) -> None:
+    for message, is_untouched in processes.run(3, spoil_one_stage, tmp_path):
+        assert message.startswith("the gradient of layers.0.0.weight in step 0 has the norm nan: all outputs of its")
+        assert is_untouched

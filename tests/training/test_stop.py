@@ -1,0 +1,103 @@
+"""A training that is asked to stop is saved between two steps, and goes on as if it had never stopped."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import NUM_LAYERS, small_trainer
+from test_trainer import assert_same_state, read_log
+from torch.distributed.device_mesh import init_device_mesh
+
+from gpipe.training.checkpoint import latest_checkpoint
+from gpipe.training.stop import Stopped
+from gpipe.training.tracking import Tracker
+from gpipe.training.trainer import Trainer
+from tests.process_pool import ProcessPool
+
+
+def ask_at(trainer: Trainer, step: int) -> None:
+    """Ask for a stop while the step after `step` finished ones is under way."""
+    trainer.asked_to_stop = lambda: "SIGTERM" if trainer.pipeline.step >= step else None
+
+
+def stopped(trainer: Trainer) -> Stopped:
+    with pytest.raises(Stopped) as found:
+        trainer.train()
+    trainer.tracker.close()
+    return found.value
+
+
+def test_it_is_saved_at_the_boundary_and_goes_on_with_other_stages(tmp_path: Path) -> None:
+    whole = small_trainer(tmp_path / "whole")
+    summary = whole.train()
+    step = random.Random(7).randrange(1, 11)
+    run = small_trainer(tmp_path / "run", (1, 5))
+    ask_at(run, step - 1)
+    assert str(stopped(run)) == f"stopped by SIGTERM after step {step}: the same command again goes on."
+    path = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert path is not None and path.name == f"step-{step:08d}"
+    resumed = small_trainer(tmp_path / "run", (2, 2, 2))
+    assert resumed.resume()
+    assert resumed.train().evaluation == summary.evaluation
+    assert_same_state(whole, resumed)
+    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    run = small_trainer(tmp_path)
+    ask_at(run, 0)
+    assert str(stopped(run)) == "stopped by SIGTERM before the first step: the same command again goes on."
+    assert run.pipeline.step == 0 and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
+    run = small_trainer(tmp_path, checkpoint_folder=None)
+    ask_at(run, 3)
+    error = stopped(run)
+    assert error.step == 4 and not error.is_saved
+    assert str(error).endswith("after step 4: nothing is saved (trainer.keep_checkpoints=null).")
+
+
+def test_a_stop_in_the_last_step_comes_too_late(tmp_path: Path) -> None:
+    run = small_trainer(tmp_path)
+    ask_at(run, 11)
+    assert run.train().num_steps == 12
+
+
+def test_a_stop_at_the_end_of_an_epoch_has_its_evaluation(tmp_path: Path) -> None:
+    whole = small_trainer(tmp_path / "whole")
+    whole.train()
+    run = small_trainer(tmp_path / "run")
+    ask_at(run, 3)
+    assert stopped(run).step == 4
+    resumed = small_trainer(tmp_path / "run")
+    resumed.resume()
+    resumed.train()
+    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+
+
+def ask_one(rank: int, folder: Path, shape: tuple[int, int], asked: int) -> tuple[str, int]:
+    """Train in a job of which one process is asked to stop in its sixth step."""
+    num_stages = shape[1]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "stage"))
+    partitions = [NUM_LAYERS - num_stages + 1] + [1] * (num_stages - 1)
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    trainer = small_trainer(folder, partitions, mesh=mesh, tracker=tracker)
+    if rank == asked:
+        ask_at(trainer, 5)
+    error = stopped(trainer)
+    trainer.pipeline.close()
+    return str(error), trainer.pipeline.step
+
+
+@pytest.mark.parametrize("asked", [0, 1, 3])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=str)
+def test_whichever_process_is_asked_all_stop_at_one_step(
+    tmp_path: Path, processes: ProcessPool, shape: tuple[int, int], asked: int
+) -> None:
+    found = processes.run(4, ask_one, tmp_path, shape, asked)
+    assert set(found) == {("stopped by SIGTERM after step 6: the same command again goes on.", 6)}
+    resumed = small_trainer(tmp_path)
+    assert resumed.resume() and resumed.pipeline.step == 6
+    assert all(torch.isfinite(parameter).all() for parameter in resumed.pipeline.parameters())
