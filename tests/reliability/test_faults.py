@@ -85,8 +85,13 @@ class Ended:
     folder: Path
 
 
-def run_with(folder: Path, rank: int, place: str, action: str, *overrides: str, times: int = 1) -> Ended:
-    """Run a training with a fault in it; fail where a process outlives the time that it has."""
+def run_with(
+    folder: Path, rank: int, place: str, action: str, *overrides: str, times: int = 1, may_go_on: bool = False
+) -> Ended:
+    """Run a training with a fault in it, in so many tries; fail where a process outlives the time that it has.
+
+    may_go_on: after the damage it may take any time.
+    """
     mark = f"GPIPE_TEST={uuid.uuid4().hex}"
     fault = json.dumps({"rank": rank, "place": place, "action": action, "times": times})
     name, _, value = mark.partition("=")
@@ -97,7 +102,7 @@ def run_with(folder: Path, rank: int, place: str, action: str, *overrides: str, 
     )
     end = time.time()
     assert (folder / "damage").exists(), f"the run failed before the damage:\n{done.stderr}"
-    damage = float((folder / "damage").read_text())
+    damage = end if may_go_on else float((folder / "damage").read_text())
     while left := processes_with(mark):
         assert time.time() < damage + TIMEOUT_SECONDS + GRACE_SECONDS, f"left behind: {left}"
         time.sleep(0.1)

@@ -86,7 +86,11 @@ class Agent(LocalElasticAgent):
             result = self.run()
         finally:
             self._worker_group.spec.rdzv_handler.shutdown()
-        return self._first_end[0] if self._first_end is not None else dict(result.return_values)
+        if self._first_end is not None:
+            return self._first_end[0]
+        for rank, failure in result.failures.items():  # of a process that ended between two looks at it
+            return End(rank, failure.pid, failure.exitcode)
+        return dict(result.return_values)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._error_file.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -42,7 +42,10 @@ def write_layers(
             if not part:
                 continue
             path = folder / f"{kind}-{stage}.safetensors"
-            save_file(_separate(part), path)
+            try:
+                save_file(_separate(part), path)
+            except SafetensorError as error:  # of a full disk, which does not say where
+                raise CheckpointError(f"{path} cannot be written ({error}): make room on the disk.") from None
             flush(path)
             files[path.name] = describe_file(path)
             for name, value in part.items():
