@@ -159,7 +159,8 @@ def _plant(place: str, action: str, folder: Path) -> None:
             samples.transform = WorkerTransform(samples.transform, action, folder)
         elif action == "limit":  # a full disk, for one process alone
             (folder / "damage").write_text(repr(time.time()))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+            bytes_left = 100 if trainer.pipeline.is_first else 2000  # the first process keeps the log
+            resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, resource.RLIM_INFINITY))
         elif place == "save":
             in_save(act)
         return trainer

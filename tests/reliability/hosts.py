@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class Host:
     interface: str
     address: str
 
-    def start(self, number: int, folder: Path, *arguments: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start(self, number: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:
         """Start torchrun with two processes on this host, which is host `number`; 0 has the rendezvous."""
         # An address is told that it is this host's own: in a namespace, the host's name does not lead to it.
         torchrun = [
@@ -36,7 +36,7 @@ class Host:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *torchrun, *arguments],
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"} | variables,
+                env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
                 stdout=output,
                 stderr=errors,
                 text=True,

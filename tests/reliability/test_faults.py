@@ -36,7 +36,7 @@ RUN = (
     "hydra.run.dir=run",
 )  # fmt: skip
 IMAGES = (
-    "model.num_filters=4", "data.image_size=32", "data.num_workers=1", "trainer.batch_size=16", "trainer.max_steps=8",
+    "model.num_filters=8", "data.image_size=32", "data.num_workers=1", "trainer.batch_size=16", "trainer.max_steps=8",
     "trainer.timeline_every_steps=null", "schedule.warm_up_epochs=0", "tracking=disabled", "launch=process_per_stage",
     "launch.num_threads=1", "launch.device=cpu", f"pipeline.timeout_seconds={TIMEOUT_SECONDS}", "hydra.run.dir=run",
 )  # fmt: skip
