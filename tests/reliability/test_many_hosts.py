@@ -77,7 +77,7 @@ def test_a_host_that_is_gone_ends_the_run(gone: int, hosts: tuple[Host, Host], t
             time.sleep(0.1)
         if gone == 1:
             assert agent.wait(timeout=60) == 1
-        # torchrun itself talks to the rendezvous: where that is gone, it waits for the system to give the connection up.
+        # torchrun talks to the rendezvous: where that is gone, it waits for the system to give the connection up.
     finally:
         for program in programs:
             program.kill()
