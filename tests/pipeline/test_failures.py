@@ -202,7 +202,7 @@ def assert_all_stopped(events: list[Event | None], culprit: int, seconds: float 
 def test_an_error_in_a_layer_ends_all_processes_with_its_place(where: str, culprit: int, pool: ProcessPool) -> None:
     for event in assert_all_stopped(pool.run(3, train, 3, culprit, where), culprit):
         assert (event.stage, event.micro_batch, event.layer) == (culprit, 2, culprit), event
-        place = f"stage {culprit}, micro-batch 2, layer {culprit} (Layer), {where}: Broken: on purpose"
+        place = f"rank {culprit}, stage {culprit}, micro-batch 2, layer {culprit} (Layer), {where}: Broken: on purpose"
         assert event.text == place
 
 
@@ -214,13 +214,13 @@ def test_an_error_in_a_process_of_several_stages_ends_all(where: str, pool: Proc
         if where == "forward":
             assert (event.stage, event.layer) == (1, 1)
         elif rank != 1:
-            assert (event.stage, event.text) == (None, "stages 1, 4: Broken: on purpose")
+            assert (event.stage, event.text) == (None, "rank 1, stages 1, 4, between two steps: Broken: on purpose")
 
 
 def test_an_error_in_the_loss_ends_all_processes_with_its_place(pool: ProcessPool) -> None:
     for event in assert_all_stopped(pool.run(3, train, 3, 2, "loss"), 2):
         assert (event.stage, event.micro_batch, event.layer) == (2, 2, None), event
-        assert event.text == "stage 2, micro-batch 2, the loss, loss: Broken: on purpose"
+        assert event.text == "rank 2, stage 2, micro-batch 2, the loss, loss: Broken: on purpose"
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -229,7 +229,8 @@ def test_an_error_in_loading_data_ends_all_processes_with_the_cause(culprit: int
         if rank == culprit:
             assert (event.kind, event.text) == ("Broken", "on purpose")
         else:
-            assert (event.stage, event.text) == (culprit, f"stage {culprit}: Broken: on purpose")
+            place = f"rank {culprit}, stage {culprit}, between two steps"
+            assert (event.stage, event.text) == (culprit, f"{place}: Broken: on purpose")
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "data"])
@@ -291,6 +292,7 @@ def test_a_process_that_is_killed_is_named(culprit: int) -> None:
     events = fresh_processes.run(3, train, 3, culprit, "forward", kill)
     assert_named(events, {0, 1, 2} - {culprit}, culprit, "is gone without a word")
     assert all(f"stage {culprit} (rank {culprit}, process " in event.text for event in events.values())
+    assert all("last seen in " in event.text for event in events.values())
     # The start of the processes is in it.
     assert max(event.time for event in events.values()) - start < 2 * SECONDS
 
