@@ -27,7 +27,8 @@ class Board:
     @property
     def silent_seconds(self) -> float:
         """For how long somebody has been waiting for the store's answer."""
-        return time.monotonic() - min(list(self._under_way.values()), default=time.monotonic())
+        now = time.monotonic()
+        return now - min(list(self._under_way.values()), default=now)
 
     def give_up(self) -> None:
         """Ask the store no more."""
