@@ -19,6 +19,7 @@ from tests.process_pool import ProcessPool
 
 pytestmark = pytest.mark.alone
 SECONDS = 5.0  # the contract's
+SILENT_SECONDS = 4.0  # on a machine that is busy with something else a process may not run for 2
 
 
 class Broken(ArithmeticError):
@@ -313,13 +314,13 @@ def test_a_process_that_hangs_is_named_also_by_those_far_away(
     action: Callable[[], None], where: str, culprit: int
 ) -> None:
     start = time.monotonic()
-    events = fresh_processes.run(4, train, 4, culprit, where, action, 2.0, seconds=15)
+    events = fresh_processes.run(4, train, 4, culprit, where, action, SILENT_SECONDS, seconds=40)
     assert_named(events, {0, 1, 2, 3} - {culprit}, culprit, "does not answer: stage")
-    assert max(event.time for event in events.values()) - start < 2.0 + 2 * SECONDS
+    assert max(event.time for event in events.values()) - start < SILENT_SECONDS + 2 * SECONDS
 
 
 def test_a_replica_that_hangs_is_named_in_all() -> None:
-    events = fresh_processes.run(4, train, 2, 1, "forward", stop, 2.0, 2, seconds=15)
+    events = fresh_processes.run(4, train, 2, 1, "forward", stop, SILENT_SECONDS, 2, seconds=40)
     assert_named(events, {0, 2, 3}, 1, "stage 1 of replica 0 (rank 1, process ")
 
 
