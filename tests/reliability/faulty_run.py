@@ -91,7 +91,7 @@ def in_loader(loader: Any, action: Callable[[], None]) -> None:
     kind = type(loader)
 
     def batches(self: Any) -> Iterator[Any]:
-        for number, batch in enumerate(kind.__iter__(self)):
+        for number, batch in enumerate(kind.__iter__(self), self.start_batch):
             if number == STEP:
                 action()
             yield batch

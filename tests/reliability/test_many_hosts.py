@@ -50,7 +50,7 @@ def test_two_hosts_train_as_one_does(shape: tuple[str, ...], hosts: tuple[Host, 
         (tmp_path / name).mkdir()
     done = start(tmp_path / "one", *UNHURRIED, *shape, "launch.num_processes=4")
     assert done.returncode == 0, done.stderr
-    arguments = (TRAIN, *UNHURRIED, *shape)
+    arguments = (TRAIN, *UNHURRIED, *shape, "launch.num_processes=1")
     programs = [host.start(i, tmp_path / "two", *arguments) for i, host in enumerate(hosts)]
     for number, program in enumerate(programs):
         assert program.wait(timeout=200) == 0, (tmp_path / "two" / f"{number}.err").read_text()
