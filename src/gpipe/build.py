@@ -53,6 +53,7 @@ def build_processes(run: RunConfig, folder: Path) -> Processes:
         debug=run.launch.debug,
         stages_per_device=run.pipeline.stages_per_device,
         pin_cores=run.launch.pin_cores,
+        max_restarts=run.launch.max_restarts,
     )
 
 

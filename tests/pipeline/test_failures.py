@@ -19,6 +19,7 @@ from tests.process_pool import ProcessPool
 
 pytestmark = pytest.mark.alone
 SECONDS = 5.0  # the contract's
+SILENT_SECONDS = 4.0  # on a machine that is busy with something else a process may not run for 2
 
 
 class Broken(ArithmeticError):
@@ -202,7 +203,7 @@ def assert_all_stopped(events: list[Event | None], culprit: int, seconds: float 
 def test_an_error_in_a_layer_ends_all_processes_with_its_place(where: str, culprit: int, pool: ProcessPool) -> None:
     for event in assert_all_stopped(pool.run(3, train, 3, culprit, where), culprit):
         assert (event.stage, event.micro_batch, event.layer) == (culprit, 2, culprit), event
-        place = f"stage {culprit}, micro-batch 2, layer {culprit} (Layer), {where}: Broken: on purpose"
+        place = f"rank {culprit}, stage {culprit}, micro-batch 2, layer {culprit} (Layer), {where}: Broken: on purpose"
         assert event.text == place
 
 
@@ -214,13 +215,13 @@ def test_an_error_in_a_process_of_several_stages_ends_all(where: str, pool: Proc
         if where == "forward":
             assert (event.stage, event.layer) == (1, 1)
         elif rank != 1:
-            assert (event.stage, event.text) == (None, "stages 1, 4: Broken: on purpose")
+            assert (event.stage, event.text) == (None, "rank 1, stages 1, 4, between two steps: Broken: on purpose")
 
 
 def test_an_error_in_the_loss_ends_all_processes_with_its_place(pool: ProcessPool) -> None:
     for event in assert_all_stopped(pool.run(3, train, 3, 2, "loss"), 2):
         assert (event.stage, event.micro_batch, event.layer) == (2, 2, None), event
-        assert event.text == "stage 2, micro-batch 2, the loss, loss: Broken: on purpose"
+        assert event.text == "rank 2, stage 2, micro-batch 2, the loss, loss: Broken: on purpose"
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -229,7 +230,8 @@ def test_an_error_in_loading_data_ends_all_processes_with_the_cause(culprit: int
         if rank == culprit:
             assert (event.kind, event.text) == ("Broken", "on purpose")
         else:
-            assert (event.stage, event.text) == (culprit, f"stage {culprit}: Broken: on purpose")
+            place = f"rank {culprit}, stage {culprit}, between two steps"
+            assert (event.stage, event.text) == (culprit, f"{place}: Broken: on purpose")
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "data"])
@@ -291,6 +293,7 @@ def test_a_process_that_is_killed_is_named(culprit: int) -> None:
     events = fresh_processes.run(3, train, 3, culprit, "forward", kill)
     assert_named(events, {0, 1, 2} - {culprit}, culprit, "is gone without a word")
     assert all(f"stage {culprit} (rank {culprit}, process " in event.text for event in events.values())
+    assert all("last seen in " in event.text for event in events.values())
     # The start of the processes is in it.
     assert max(event.time for event in events.values()) - start < 2 * SECONDS
 
@@ -311,13 +314,13 @@ def test_a_process_that_hangs_is_named_also_by_those_far_away(
     action: Callable[[], None], where: str, culprit: int
 ) -> None:
     start = time.monotonic()
-    events = fresh_processes.run(4, train, 4, culprit, where, action, 2.0, seconds=15)
+    events = fresh_processes.run(4, train, 4, culprit, where, action, SILENT_SECONDS, seconds=40)
     assert_named(events, {0, 1, 2, 3} - {culprit}, culprit, "does not answer: stage")
-    assert max(event.time for event in events.values()) - start < 2.0 + 2 * SECONDS
+    assert max(event.time for event in events.values()) - start < SILENT_SECONDS + 2 * SECONDS
 
 
 def test_a_replica_that_hangs_is_named_in_all() -> None:
-    events = fresh_processes.run(4, train, 2, 1, "forward", stop, 2.0, 2, seconds=15)
+    events = fresh_processes.run(4, train, 2, 1, "forward", stop, SILENT_SECONDS, 2, seconds=40)
     assert_named(events, {0, 2, 3}, 1, "stage 1 of replica 0 (rank 1, process ")
 
 

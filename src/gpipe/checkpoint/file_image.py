@@ -63,12 +63,18 @@ class FileImage:
         digest = hashlib.sha256()
         data: Any = self._data.numpy().data
         chunks = (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
-        with path.open("xb") as file:
-            for part in chain((self._header,), chunks):
-                if not go_on():
-                    raise InterruptedError(f"{path} is not needed any more")
-                file.write(part)
-                digest.update(part)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with path.open("xb") as file:
+                for part in chain((self._header,), chunks):
+                    if not go_on():
+                        raise InterruptedError(f"{path} is not needed any more")
+                    file.write(part)
+                    digest.update(part)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.filename is not None or error.errno is None:
+                raise
+            # Such as a full disk, of which the operating system's message does not say where it is.
+            raise type(error)(error.errno, error.strerror, str(path)) from None
         return FileEntry(len(self._header) + len(data), digest.hexdigest())

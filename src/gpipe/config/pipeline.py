@@ -95,6 +95,7 @@ class LaunchConfig:
     num_threads: of each process; null shares the processor's cores out.
     pin_cores: true starts a new process for each, an only one too, and on a CPU gives it as many cores of its own as it
         has threads, so that speeds can be compared.
+    max_restarts: so many times the run goes on from its last checkpoint by itself after a process has failed.
     debug: true shows the whole traceback of an error instead of one message.
     """
 
@@ -103,6 +104,7 @@ class LaunchConfig:
     num_threads: int | None = MISSING
     pin_cores: bool = MISSING
     device: Device = MISSING
+    max_restarts: int = MISSING
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -110,3 +112,4 @@ class LaunchConfig:
         at_least("launch.num_processes", self.num_processes, 1)
         at_least("launch.num_replicas", self.num_replicas, 1)
         optional_at_least("launch.num_threads", self.num_threads, 1)
+        at_least("launch.max_restarts", self.max_restarts, 0)

@@ -32,7 +32,7 @@ def one_message(folder: Path | None = None, debug: bool = False) -> Iterator[Non
 def _speak(error: Exception, folder: Path | None, full: bool) -> None:
     """Print an error's message, unless another process of the run has spoken; keep its traceback."""
     trace = traceback.format_exc()
-    message = _sentence(error)
+    message = _sentence(error) + "".join(f"\n(in {note})" for note in getattr(error, "__notes__", ()))
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

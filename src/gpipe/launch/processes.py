@@ -12,27 +12,24 @@ import os
 import signal
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from gpipe.launch import stops
+from gpipe.launch.agent import Agent, End
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
-
-_POLL_SECONDS = 0.1
-_SHUTDOWN_SECONDS = 3  # for a process that does not end by SIGTERM
+from gpipe.launch.network import choose_interface
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,7 @@ class Processes:
     timeout_seconds: after which a collective operation without an answer is given up.
     folder: for the file with an error's traceback. debug: show the traceback on the terminal too.
     pin_cores: every process, an only one too, is a new one; on a CPU it has as many cores of its own as threads.
+    max_restarts: so many times all are started again after one has failed; more than 0 makes an only one a new one.
     """
 
     num_stages: int
@@ -91,6 +89,7 @@ class Processes:
     debug: bool = False
     stages_per_device: int = 1
     pin_cores: bool = False
+    max_restarts: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,7 +101,8 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
     """Call function(place, folder, *args) in every process and return when all are done.
 
     `function` and `args` must be picklable where processes are started here. `folder` is the first process's. Where one
-    fails, all are ended, one message is printed, the traceback is in error.txt in `folder`, and the exit status is 1.
+    fails, and there is no restart left, all are ended, one message is printed, the traceback is in error.txt in
+    `folder`, and the exit status is 1.
     Where all raise SystemExit(75), because they were asked to stop, that is the exit status.
     """
     with stops.listening():
@@ -110,7 +110,7 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
             _work(function, processes, args)
             return
         stops.leave_if_asked()
-        if processes.num_processes == 1 and not processes.pin_cores:
+        if processes.num_processes == 1 and not processes.pin_cores and not processes.max_restarts:
             with one_message(processes.folder, processes.debug):
                 _set_threads(processes)
                 function(_place_alone(processes), processes.folder, *args)
@@ -121,40 +121,37 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
 def _start(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
     """Start the processes with torch's elastic agent, and wait; it ends all as soon as one fails."""
     error_file = processes.folder / ERROR_FILE
-    error_file.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet(), _signals_restored():
         note = Path(logs) / "stop"
         stops.listen().pass_on(note)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes.num_processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=_POLL_SECONDS,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            **_shutdown_setting(),
+        agent = Agent(
+            _work,
+            (function, processes, args, note),
+            processes.num_processes,
+            processes.max_restarts,
+            Path(logs),
+            error_file,
+            partial(_announce_restart, processes.max_restarts),
         )
         try:
-            statuses = elastic_launch(config, _work)(function, processes, args, note)
-        except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            if failure.exitcode != 1 and not error_file.exists():  # otherwise it has said why
-                end = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-                cause = "it was killed from outside, or ran out of memory"
-                print(f"error: process {failure.pid} (rank {rank}) ended with {end}: {cause}.", file=sys.stderr)
-            raise SystemExit(1) from None
+            end = agent.train()
         except SignalException as stop:
             print(f"error: stopped by {stop.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + stop.sigval) from None
         finally:
             stops.listen().pass_on(None)
-    if stops.STOPPED in statuses.values():
+    if isinstance(end, End):
+        if end.exitcode != 1:
+            print(f"error: {end}.", file=sys.stderr)
+        raise SystemExit(1)
+    if stops.STOPPED in end.values():
         raise SystemExit(stops.STOPPED)
+
+
+def _announce_restart(max_restarts: int, end: End, num_left: int) -> None:
+    why = "" if end.exitcode == 1 else f"{end}; "
+    count = f"{max_restarts - num_left} of launch.max_restarts={max_restarts}"
+    print(f"warning: {why}all processes start again (restart {count}).", file=sys.stderr, flush=True)
 
 
 def _work(
@@ -205,6 +202,7 @@ def _join(processes: Processes) -> Place:
                 "launch.num_processes=1, which plays several stages on one GPU."
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=processes.timeout_seconds))
     return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
@@ -243,11 +241,6 @@ def _leave(end: SystemExit) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else 1)
-
-
-def _shutdown_setting() -> dict[str, Any]:
-    known = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))  # torch 2.13; 2.11 has none
-    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if known else {}
 
 
 @contextmanager

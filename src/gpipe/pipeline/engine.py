@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
+from gpipe.pipeline.activity import Activity
 from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor, make_plan
@@ -136,7 +137,10 @@ class Pipeline:
             for stage in self._stages.values():
                 stage.averaging = Averaging(stage.layers, self._replicas)
         check = self._processes.watch.check if self._processes else None
-        self._executor = Executor(self._stages, self.num_stages, self._transfer, check, stages_per_device)
+        self._activity = self._processes.watch.activity if self._processes else Activity()
+        self._executor = Executor(
+            self._stages, self.num_stages, self._transfer, check, stages_per_device, self._activity
+        )
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         # Gloo forgets what it has not delivered yet when its sender lets go of it, or exits.
         messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
@@ -333,6 +337,10 @@ class Pipeline:
     def abort(self, error: BaseException) -> None:
         """Tell the other processes of the pipeline that this one stops, and why, so that they stop at once."""
         self._guard.stop(error)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Note what this process does in the body, such as "loading data", for messages about its failure."""
+        return self._activity.outside(what)
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the connections' threads; happens by itself at the end."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from gpipe.pipeline.activity import Activity
 from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.microbatch import merge, microbatch_sizes, split
 from gpipe.pipeline.minibatch_loss import MiniBatchLoss
@@ -48,6 +49,7 @@ class Executor:
         transfer: to and from the other stages.
         check: called before each task; may raise to end the step.
         stages_per_device: more than 1 where the schedule is interleaved.
+        activity: keeps what is under way.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Executor:
         transfer: Transfer,
         check: Callable[[], None] | None = None,
         stages_per_device: int = 1,
+        activity: Activity | None = None,
     ) -> None:
         self._stages = stages
+        self._activity = activity or Activity()
         self._num_stages, self._stages_per_device = num_stages, stages_per_device
         self._transfer = transfer
         self._check = check or _nothing
@@ -99,7 +103,10 @@ class Executor:
             self._check()
             stage, micro_batch = self._stages[task.stage], task.micro_batch
             own = {index: layers[str(index)] for index in stage.layers}
-            payload = stage.evaluate(micro_batch, self._inputs(stage, micro_batch), own)
+            inputs = self._inputs(stage, micro_batch)
+            self._activity.start(stage, micro_batch, "evaluation")
+            payload = stage.evaluate(micro_batch, inputs, own)
+            self._activity.stop()
             if stage.index < self._num_stages - 1:
                 self._transfer.send_forward(stage.index, micro_batch, payload)
             else:
@@ -124,6 +131,7 @@ class Executor:
 
     def reset(self) -> None:
         """Drop everything of a step that failed."""
+        self._activity.stop()
         self._parts = []
         self._transfer.reset()
         for stage in self._stages.values():
@@ -135,22 +143,30 @@ class Executor:
         last = stage.index == self._num_stages - 1
         if task.kind is Kind.FORWARD:
             inputs = self._inputs(stage, micro_batch)
-            mark = clock.start(stage.device)
+            mark = self._start(task, stage, clock)
             outputs = stage.forward(micro_batch, inputs, keep_graph=keep_graph)
-            clock.stop(task, stage.device, mark)
+            self._stop(task, stage, clock, mark)
             if not last:
                 self._transfer.send_forward(stage.index, micro_batch, outputs)
         elif task.kind is Kind.RECOMPUTE:
-            mark = clock.start(stage.device)
+            mark = self._start(task, stage, clock)
             stage.recompute(micro_batch)
-            clock.stop(task, stage.device, mark)
+            self._stop(task, stage, clock, mark)
         else:
             gradients = None if last else self._transfer.receive_backward(stage.index, micro_batch)
-            mark = clock.start(stage.device)
+            mark = self._start(task, stage, clock)
             input_gradients = stage.backward(micro_batch, gradients)
-            clock.stop(task, stage.device, mark)
+            self._stop(task, stage, clock, mark)
             if stage.index > 0:
                 self._transfer.send_backward(stage.index, micro_batch, input_gradients)
+
+    def _start(self, task: Task, stage: Stage, clock: Clock) -> Any:
+        self._activity.start(stage, task.micro_batch, task.kind.value)
+        return clock.start(stage.device)
+
+    def _stop(self, task: Task, stage: Stage, clock: Clock, mark: Any) -> None:
+        clock.stop(task, stage.device, mark)
+        self._activity.stop()
 
     def _inputs(self, stage: Stage, micro_batch: int) -> Payload:
         if stage.index > 0:

@@ -35,9 +35,14 @@ class PipelineError(RuntimeError):
         cls, cause: BaseException, doing: str, *, stage: int, micro_batch: int, layer: int, module: nn.Module | None
     ) -> PipelineError:
         """Wrap an error of a layer (`module`) or of the loss (None)."""
-        name = f"layer {layer} ({type(module).__name__})" if module is not None else "the loss"
-        text = f"stage {stage}, micro-batch {micro_batch}, {name}, {doing}: {type(cause).__name__}: {cause}"
+        text = f"{place(stage, micro_batch, layer, module, doing)}: {type(cause).__name__}: {cause}"
         return cls(text, stage=stage, micro_batch=micro_batch, layer=layer if module is not None else None)
+
+
+def place(stage: int, micro_batch: int, layer: int, module: nn.Module | None, doing: str) -> str:
+    """Return where something happens, in words: in a layer (`module`) or in the loss (None)."""
+    name = f"layer {layer} ({type(module).__name__})" if module is not None else "the loss"
+    return f"stage {stage}, micro-batch {micro_batch}, {name}, {doing}"
 
 
 class NonFiniteError(PipelineError):

@@ -11,7 +11,7 @@ from gpipe.pipeline import batch_norm
 from gpipe.pipeline.autocast import uncached_autocast
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.executor import Executor
-from gpipe.pipeline.failure import LostPeer, NonFiniteError, PipelineError
+from gpipe.pipeline.failure import LostPeer, NonFiniteError, PeerFailure, PipelineError
 from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.schedule import name_stages
@@ -76,14 +76,18 @@ class Guard:
             raise
 
     def stop(self, error: BaseException) -> None:
-        """Clean up, and tell the other processes that this one stops, and why."""
+        """Clean up, and tell the other processes that this one stops, and why; the error is told where it happened."""
+        activity = str(self._processes.watch.activity) if self._processes is not None else ""
         self._executor.reset()
         batch_norm.discard(self._batch_norms)
         if self._processes is None or self._broken is not None:
             return
         if not isinstance(error, PipelineError):
-            name = name_stages(self._processes.stages)
-            error = PipelineError(f"{name}: {type(error).__name__}: {error}", stage=self._processes.stage)
+            place = f"rank {self._processes.rank}, {name_stages(self._processes.stages)}, {activity}"
+            error.add_note(place)
+            error = PipelineError(f"{place}: {type(error).__name__}: {error}", stage=self._processes.stage)
+        elif not isinstance(error, PeerFailure):
+            error.args = (f"rank {self._processes.rank}, {error}",)
         self._broken = str(error)
         self._give_up()
         failure = self._processes.watch.report(error)

@@ -44,6 +44,7 @@ class Processes:
         index: of this process in its pipeline.
         stages: of this process, ascending.
         replica: which of the R pipelines it belongs to.
+        rank: of this process in the job.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Processes:
         self._num_stages, self._num_devices = num_stages, num_devices
         self._ranks: list[list[int]] = ranks.tolist()
         self._columns = [list(column) for column in zip(*self._ranks, strict=True)]
+        self.rank = dist.get_rank()
         name = name_stages(self.stages) if stages_per_device == 1 else f"the process of {name_stages(self.stages)}"
         name += f" of replica {self.replica}" if len(self._ranks) > 1 else ""
-        self.watch = Watch(_board(), dist.get_rank(), self.stage, name, timeout_seconds)
+        self.watch = Watch(_board(), self.rank, self.stage, name, timeout_seconds)
         self.messenger = Messenger(self._my_group(self._ranks, "gloo"), self.watch)
 
     @property

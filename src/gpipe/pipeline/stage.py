@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
-from gpipe.pipeline.failure import LostPeer, PipelineError
+from gpipe.pipeline.failure import LostPeer, PipelineError, place
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.randomness import derive_seed, seed_generators
@@ -251,6 +251,11 @@ class Stage:
                 "the layer changed the stage's stored input in place, and the recomputation would start from the "
                 "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
             )
+
+    def describe(self, micro_batch: int, doing: str) -> str:
+        """Return in words where this stage is: the micro-batch, the layer under way, and what is done with it."""
+        layer, module = self._position
+        return place(self.index, micro_batch, layer, module, doing)
 
     def _at(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
         """Return an error that says where another one happened: in a layer or the loss."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from gpipe.pipeline.activity import Activity
+from gpipe.pipeline.board import Board
 from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
@@ -37,9 +38,10 @@ class _Wait(NamedTuple):
 class Watch:
     """A notice board of all processes of a job, in the key-value store that torch.distributed started with.
 
-    On it stands where each process runs, for whom it waits, how far it came, and the first cause of failure. A thread
-    keeps this process's notes up to date and looks for that cause: so it reaches a process that computes for long, one
-    whose neighbours are busy, and the other replicas. A process that goes on waiting then has its connections cut.
+    On it stands where each process runs, for whom it waits, how far it came, what it is doing, and the first cause of
+    failure. A thread keeps this process's notes up to date and looks for that cause: so it reaches a process that
+    computes for long, one whose neighbours are busy, and the other replicas. A process that goes on waiting then has
+    its connections cut.
 
     The thread also decides that somebody hangs: who waits for nobody, made no progress in the time that this process
     has been waiting for it, and that is longer than allowed. A stage that is only slow makes progress, task by task.
@@ -50,10 +52,15 @@ class Watch:
         stage: this process's stage; None where it has several.
         name: what messages call this process.
         timeout_seconds: for how long a process may make no progress while this one waits for it.
+
+    Attributes:
+        activity: what this process is doing; others read it here after this one is gone, up to half a second old.
     """
 
     def __init__(self, store: Store, rank: int, stage: int | None, name: str, timeout_seconds: float) -> None:
-        self._store, self._rank, self._timeout_seconds = store, rank, timeout_seconds
+        self._board, self._rank, self._timeout_seconds = Board(store), rank, timeout_seconds
+        self.activity = Activity()
+        self._num_processes, self._num_known = dist.get_world_size(), 0
         self._progress = 0
         self._wait: _Wait | None = None
         self._looks = 0
@@ -65,10 +72,12 @@ class Watch:
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
         self._retired: float | None = None
         self._closed = threading.Event()
-        self._write(
+        self._board.write(
             f"process/{rank}", (stage, f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})")
         )
-        threading.Thread(target=_look_regularly, args=(weakref.ref(self), self._closed), daemon=True).start()
+        for regularly in (Watch.look, Watch.look_after_board):
+            arguments = weakref.ref(self), regularly, self._closed
+            threading.Thread(target=_look_regularly, args=arguments, daemon=True).start()
 
     def guard(self, group: dist.ProcessGroup) -> None:
         """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain."""
@@ -98,8 +107,7 @@ class Watch:
     def report(self, error: PipelineError) -> dict[str, Any]:
         """Write down why this process stops, unless another cause stands there; return what to send to the others."""
         failure = {"message": str(error), "stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
-        with suppress(RuntimeError):  # the store may be gone together with another process
-            self._store.compare_set(_FAILURE, "", json.dumps(failure))
+        self._board.write_first(_FAILURE, failure)
         return failure
 
     def explain(self, lost: LostPeer) -> PipelineError:
@@ -108,11 +116,12 @@ class Watch:
         while time.monotonic() < deadline:
             if self._failure is not None:
                 return self._failure
-            if (failure := self._read(_FAILURE)) is not None:
+            if (failure := self._board.read(_FAILURE)) is not None:
                 return PeerFailure(**failure)
             time.sleep(0.05)
         stage, name = self._described(lost.ranks[0])
-        text = f"{name} is gone without a word: it was killed, ran out of memory, or its host is down"
+        seen = self._last_seen(lost.ranks[0])
+        text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
         return PeerFailure(text, stage=stage)
 
     def retire(self) -> None:
@@ -134,14 +143,34 @@ class Watch:
             self.close()
             return False
         self._looks += 1
-        self._write(f"state/{self._rank}", [self._looks, self._progress, list(wait.ranks) if wait is not None else []])
-        if self._failure is None and (failure := self._read(_FAILURE)) is not None:
+        if self._num_known < self._num_processes:  # one name a look, for the day when the board is gone
+            self._num_known += self._board.read(f"process/{self._num_known}") is not None
+        others = list(wait.ranks) if wait is not None else []
+        self._board.write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity)])
+        if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
             self._failure, self._failure_seen = PeerFailure(**failure), now
         if self._failure is None and wait is not None and now >= self._next_search:
             self._next_search = now + self._timeout_seconds / _LOOKS_PER_TIMEOUT
             if (error := self._hanging(wait, now)) is not None:
                 self.report(error)
                 self._failure, self._failure_seen = error, now
+        return self._end_wait(wait, now)
+
+    def look_after_board(self) -> bool:
+        """See whether the board, in a process of one host, still answers; return whether to look again.
+
+        Its own thread does it: the other one may be waiting for the board.
+        """
+        if self._failure is None and self._board.silent_seconds > self._timeout_seconds:
+            self._board.give_up()
+            waited = f"for {self._timeout_seconds:g} s"
+            text = f"the first host, where the processes leave word for each other, has not answered {waited}: "
+            self._failure = PeerFailure(text + "it is down, or the network to it is")
+            self._failure_seen = time.monotonic()
+        return self._end_wait(self._wait, time.monotonic()) if self._failure is not None else True
+
+    def _end_wait(self, wait: _Wait | None, now: float) -> bool:
+        """Cut off a wait that is in vain, after a while; return whether there is more to look after."""
         if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
             return True
         if wait is self._wait:
@@ -154,7 +183,7 @@ class Watch:
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:
-                looks, progress, others = self._read(f"state/{rank}") or [-1, -1, []]
+                looks, progress, others, _ = self._board.read(f"state/{rank}") or [-1, -1, [], ""]
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
                 # A process that does not even look any more was stopped: whom it waited for then says nothing.
@@ -180,7 +209,7 @@ class Watch:
             names = " and ".join(name for _, name in described if name != own_name)
             text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"
             return PeerFailure(text, stage=stage)
-        names = " and ".join(name for _, name in described)
+        names = " and ".join(f"{name}{self._last_seen(rank)}" for rank, (_, name) in zip(ranks, described, strict=True))
         verb = "does" if len(ranks) == 1 else "do"
         text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
         return PeerFailure(text, stage=described[0][0])
@@ -201,18 +230,13 @@ class Watch:
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def _described(self, rank: int) -> tuple[int | None, str]:
-        stage, name = self._read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
+        stage, name = self._board.read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
         return stage, name
 
-    def _write(self, key: str, value: Any) -> None:
-        with suppress(RuntimeError):  # the store may be gone together with another process
-            self._store.set(key, json.dumps(value))
-
-    def _read(self, key: str) -> Any:
-        with suppress(RuntimeError):
-            if self._store.check([key]):
-                return json.loads(self._store.get(key))
-        return None
+    def _last_seen(self, rank: int) -> str:
+        """Return what a process was doing when it wrote its notes, as a part of a sentence."""
+        state = self._board.read(f"state/{rank}")
+        return f" (last seen in {state[3]})" if state else ""
 
 
 def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
@@ -221,8 +245,8 @@ def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float)
         seen[rank] = value, now
 
 
-def _look_regularly(reference: weakref.ref[Watch], closed: threading.Event) -> None:
-    while (watch := reference()) is not None and watch.look():
+def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool], closed: threading.Event) -> None:
+    while (watch := reference()) is not None and look(watch):
         del watch  # a pipeline that nobody uses any more must not be kept alive
         if closed.wait(_LOOK_SECONDS):
             return

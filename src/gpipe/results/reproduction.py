@@ -15,6 +15,7 @@ from typing import Any
 from gpipe.results import (
     checkpoint_cost,
     depth,
+    faults,
     figure3,
     peers,
     planned_memory,
@@ -46,7 +47,7 @@ PAPER_FILE = "paper.csv"
 METRICS_FILE = "metrics.jsonl"
 _CLAIMS = (table1, table2, table3, table4, table5, figure3)
 BESIDE_PAPER = {name: table for claim in _CLAIMS for name, table in claim.BESIDE_PAPER.items()}
-_PARTS = (tables, schedules, planned_memory, peers, depth, utilization, checkpoint_cost, *_CLAIMS)
+_PARTS = (tables, faults, schedules, planned_memory, peers, depth, utilization, checkpoint_cost, *_CLAIMS)
 EVERY_TABLE = {name: table for part in _PARTS for name, table in part.TABLES.items()}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -98,6 +99,8 @@ def readmes(root: Path) -> dict[Path, list[Record]]:
     folders = sorted(path.parent for path in (root / "reproductions").glob(f"*/{RUNS_FILE}"))
     found = {folder / "README.md": read_records(folder / RUNS_FILE) for folder in folders}
     every = [record for records in found.values() for record in records]
+    if (of_tests := root / "tests" / "reliability" / RUNS_FILE).exists():  # of no claim of the paper
+        every += read_records(of_tests)
     return {**found, root / "README.md": every}
 
 

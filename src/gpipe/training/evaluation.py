@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.loader import Loader
+from gpipe.training.loader import Loader, loaded
 from gpipe.training.metrics import EvaluationMetrics, Metrics
 
 
@@ -22,7 +22,7 @@ def evaluate(
     """
     metrics = make_metrics()
     loader.set_epoch(0)
-    for inputs, targets in loader:
+    for inputs, targets in loaded(loader, pipeline):
         outputs = pipeline.evaluate(inputs, layers=layers)
         if pipeline.is_last:
             metrics.update(outputs, targets)

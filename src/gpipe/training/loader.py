@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from gpipe.pipeline.engine import Pipeline
+
 
 class Loader(Protocol):
     """Yields (inputs, targets) of the mini-batches of an epoch; inputs are None on a process that needs none.
@@ -26,3 +28,16 @@ class Loader(Protocol):
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Yield the mini-batches from `start_batch` on."""
+
+
+def loaded(loader: Loader, pipeline: Pipeline) -> Iterator[tuple[Any, Any]]:
+    """Yield what a loader does, and let the pipeline know while it is waited for, for messages about a failure."""
+    batches = iter(loader)
+    number = loader.start_batch
+    while True:
+        with pipeline.doing(f"loading mini-batch {number}"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+        number += 1

@@ -110,8 +110,11 @@ class Tracker:
         """Append a line, and return what it says."""
         finite: dict[str, Any] = jsonable(values)
         # Opened for each line: there is nothing to flush, to lose, or to close.
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(finite, allow_nan=False) + "\n")
+        except OSError as error:  # of a full disk, which does not say where
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
         return finite
 
     def rewind(self, step: int) -> None:

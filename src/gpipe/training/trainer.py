@@ -22,7 +22,7 @@ from gpipe.pipeline.timeline import Timeline
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
-from gpipe.training.loader import Loader
+from gpipe.training.loader import Loader, loaded
 from gpipe.training.metrics import EvaluationMetrics, Metrics
 from gpipe.training.non_finite import explain
 from gpipe.training.optimizers import set_learning_rate
@@ -200,7 +200,7 @@ class Trainer:
         self.train_loader.start_batch = self._batch
         waited_seconds = 0.0
         started = time.perf_counter()
-        for batch in self.train_loader:
+        for batch in loaded(self.train_loader, self.pipeline):
             values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
@@ -339,7 +339,7 @@ class Trainer:
         started = time.perf_counter()
         layers = self.ema.module if self.ema is not None else None
         loaders = self.evaluation_loaders.items()
-        with self.autocast():
+        with self.autocast(), self.pipeline.doing(f"evaluation after step {self.pipeline.step}"):
             evaluation = {name: evaluate(self.pipeline, loader, layers, self.make_metrics) for name, loader in loaders}
         self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started
@@ -362,14 +362,15 @@ class Trainer:
         if self._saver is None:
             self._saver = Saver(self.checkpoint_folder, self.pipeline, keep=self.keep_checkpoints)
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
-        self._saver.save(
-            position,
-            model_tensors(self.pipeline, self.ema),
-            optimizer=saved_optimizer(self.optimizer),
-            config=self.config,
-            results=self._totals.resumable(),
-            is_best=is_best,
-        )
+        with self.pipeline.doing(f"saving after step {self.pipeline.step}"):
+            self._saver.save(
+                position,
+                model_tensors(self.pipeline, self.ema),
+                optimizer=saved_optimizer(self.optimizer),
+                config=self.config,
+                results=self._totals.resumable(),
+                is_best=is_best,
+            )
 
 
 def _is_due(count: int, every: int | None) -> bool:

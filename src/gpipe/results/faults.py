@@ -1,0 +1,114 @@
+"""What a fault comes to: the table of what the tests of tests/reliability saw.
+
+GPIPE_FAULT_RECORDS=faults.jsonl python -m pytest tests/reliability/test_faults.py   the tests write a line each
+python -m gpipe.results.faults faults.jsonl                                          makes them the record, and renders
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe.results.records import Record, make_record, write_records
+from gpipe.results.tables import markdown, named, newest, not_run, provenance
+
+EXPERIMENT = "faults"
+RECORDS = Path("tests/reliability/runs.jsonl")
+_COMMAND = "python -m pytest tests/reliability/test_faults.py"
+_PLACES = ("forward", "backward", "loading", "worker", "evaluation", "save", "log")
+_FAULTS = {
+    "raise": "an error is raised",
+    "kill": "SIGKILL",
+    "exit": "exit(0)",
+    "hang": "hangs",
+    "stop": "SIGSTOP",
+    "memory": "MemoryError",
+    "allocate": "memory runs out",
+    "full disk": "the disk is full",
+}
+_WHERE = {"loading": "loading data", "worker": "a worker that loads data", "log": "metrics.jsonl"}
+
+
+def faults(records: Sequence[Record]) -> str:
+    """Return, for each fault and place, how long until all had ended, what the user saw, and what was lost."""
+    record = newest(list(records), EXPERIMENT)
+    if record is None:
+        return not_run(_COMMAND)
+    ordered = sorted(record.results["rows"], key=lambda row: (list(_FAULTS).index(row["fault"]), _order(row)))
+    rows = [
+        [
+            _FAULTS[row["fault"]],
+            _WHERE.get(row["place"], row["place"]),
+            row["stage"],
+            f"{row['seconds']:.1f}",
+            f"`{row['said'].replace('|', '/')}`",
+            _lost(row),
+        ]
+        for row in ordered
+    ]
+    header = ["fault", "in", "stage", "all ended after, s", "what the user sees", "lost"]
+    return markdown(header, rows)
+
+
+def faults_in_short(records: Sequence[Record]) -> str:
+    """Return the same by fault alone: places, seconds, and one message of each fault."""
+    record = newest(list(records), EXPERIMENT)
+    if record is None:
+        return not_run(_COMMAND)
+    rows = []
+    for fault, name in _FAULTS.items():
+        group = sorted((row for row in record.results["rows"] if row["fault"] == fault), key=_order)
+        if not group:
+            continue
+        seconds = [row["seconds"] for row in group]
+        places = ", ".join(dict.fromkeys(_WHERE.get(row["place"], row["place"]) for row in group))
+        middle, most = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
+        rows.append([name, places, f"{middle} ({most})", f"`{group[0]['said'].replace('|', '/')}`", _lost(group[0])])
+    return markdown(["fault", "tried in", "all ended after, s: median (most)", "what the user sees", "lost"], rows)
+
+
+def faults_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest record, and its time-out."""
+    return provenance(newest(list(records), EXPERIMENT), _COMMAND)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read what the tests wrote. Raises ValueError for a fault or place that the table does not know."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if row["fault"] not in _FAULTS or row["place"] not in _PLACES:
+            raise ValueError(f"{path} has the fault {row['fault']!r} in {row['place']!r}: add both to the table.")
+    return rows
+
+
+def _order(row: Mapping[str, Any]) -> tuple[int, str]:
+    return _PLACES.index(row["place"]), row["stage"]
+
+
+def _lost(row: Mapping[str, Any]) -> str:
+    """Say what was lost: the finished steps since the last checkpoint, and the one under way."""
+    lost = row["steps_done"] - row["steps_saved"]
+    return f"{lost} of {row['steps_done']} steps, back to step {row['steps_saved']}"
+
+
+def main(arguments: list[str]) -> None:
+    """Make the record of what the tests wrote, in place of the one before, and render every README."""
+    from gpipe.results.reproduction import render
+
+    if len(arguments) != 1:
+        raise SystemExit(__doc__)
+    rows = read_rows(Path(arguments[0]))
+    config = {"timeout_seconds": rows[0]["timeout_seconds"], "num_stages": 3, "save_every_steps": 2}
+    record = make_record(
+        kind="measured", command=_COMMAND, experiment=EXPERIMENT, config=config, seed=0, results={"rows": rows}
+    )
+    write_records(RECORDS, [record])
+    render(Path.cwd())
+
+
+TABLES = named(faults, faults_in_short, faults_run)
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

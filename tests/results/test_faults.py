@@ -1,0 +1,68 @@
+"""The table of faults says what the tests saw."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpipe.results.faults import faults, faults_in_short, faults_run, main, read_rows
+from gpipe.results.records import Record, make_record, read_records
+
+
+def row(fault: str, place: str, stage: str, seconds: float, done: int = 3, saved: int = 2) -> dict[str, object]:
+    return {
+        "fault": fault, "place": place, "stage": stage, "seconds": seconds, "timeout_seconds": 5.0,
+        "said": "rank 1 | stage 1: on purpose", "steps_done": done, "steps_saved": saved,
+    }  # fmt: skip
+
+
+ROWS = [
+    row("kill", "save", "last", 4.0, 4),
+    row("kill", "forward", "first", 2.04),
+    row("raise", "loading", "middle", 1),
+]
+
+
+def record(rows: list[dict[str, object]]) -> Record:
+    return make_record(kind="measured", command="c", experiment="faults", config={}, seed=0, results={"rows": rows})
+
+
+def test_each_fault_and_place_has_a_row_in_the_order_of_a_step() -> None:
+    lines = faults([record(ROWS)]).splitlines()[2:]
+    said = "`rank 1 / stage 1: on purpose`"
+    assert lines == [
+        f"| an error is raised | loading data | middle | 1.0 | {said} | 1 of 3 steps, back to step 2 |",
+        f"| SIGKILL | forward | first | 2.0 | {said} | 1 of 3 steps, back to step 2 |",
+        f"| SIGKILL | save | last | 4.0 | {said} | 2 of 4 steps, back to step 2 |",
+    ]
+
+
+def test_in_short_a_fault_has_one_row_with_the_median_and_the_longest_time() -> None:
+    lines = faults_in_short([record(ROWS)]).splitlines()[2:]
+    assert [line.split(" | ")[:3] for line in lines] == [
+        ["| an error is raised", "loading data", "1.0 (1.0)"],
+        ["| SIGKILL", "forward, save", "3.0 (4.0)"],
+    ]
+
+
+def test_without_a_record_the_tables_say_so() -> None:
+    for table in (faults, faults_in_short, faults_run):
+        assert table([]).startswith("Not run: python -m pytest tests/reliability/test_faults.py")
+
+
+def test_the_program_makes_one_record_and_renders_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests" / "reliability").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("<!-- table: faults_in_short -->\n<!-- end -->\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ROWS))
+    for _ in range(2):
+        main(["rows.jsonl"])
+    (made,) = read_records(tmp_path / "tests" / "reliability" / "runs.jsonl")
+    assert made.results["rows"] == ROWS
+    assert "| SIGKILL | forward, save | 3.0 (4.0) |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_fault_that_the_table_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row("lightning", "save", "last", 1)) + "\n")
+    with pytest.raises(ValueError, match="the fault 'lightning' in 'save'"):
+        read_rows(tmp_path / "rows.jsonl")
