@@ -95,9 +95,10 @@ class ImageLoader(EpochLoader):
             yield self._accepted(answer, indices), torch.from_numpy(self._labels[indices])
 
     def _accepted(self, answer: _Answer | None, indices: NDArray[np.int64]) -> torch.Tensor | None:
-        """Return the images of the answer to a request of `indices`, after a word on each that is newly found broken; raise where it is too many.
+        """Return the images of the answer to a request of `indices`, after a word on each that is newly found broken.
 
-        Answers come in the order of the requests, so it is the same mini-batch that ends the run with any workers.
+        Raises BrokenImage where it is one too many. Answers come in the order of the requests, so that with any number
+        of workers the same mini-batch ends the run.
         """
         if answer is None:
             return None
