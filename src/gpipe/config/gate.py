@@ -45,8 +45,9 @@ def refuse(composed: DictConfig) -> None:
     """Refuse a composed configuration that names code, or has a secret in it. Raises ConfigCompositionException."""
     for place in _EMPTY:
         if value := OmegaConf.select(composed, place):
+            # Of variables their names alone: hydra.job.env_copy has put there what the environment says.
             raise ConfigCompositionException(
-                f"{place} is {value}, expected nothing: no configuration may name code to run; do it in the shell that "
+                f"{place} is {', '.join(value) if OmegaConf.is_config(value) else value}, expected nothing: no configuration may name code to run; do it in the shell that "
                 "starts the program."
             )
     for place, key, value in _entries(OmegaConf.to_container(composed, resolve=False)):
