@@ -12,6 +12,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe.config.checks import ConfigError
 from gpipe.environment_secrets import find_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
@@ -46,12 +47,15 @@ def refuse(composed: DictConfig) -> None:
     for place in _EMPTY:
         if value := OmegaConf.select(composed, place):
             # Of variables their names alone: hydra.job.env_copy has put there what the environment says.
+            shown = ", ".join(value) if OmegaConf.is_config(value) else value
             raise ConfigCompositionException(
-                f"{place} is {', '.join(value) if OmegaConf.is_config(value) else value}, expected nothing: no configuration may name code to run; do it in the shell that "
+                f"{place} is {shown}, expected nothing: no configuration may name code to run; do it in the shell that "
                 "starts the program."
             )
     for place, key, value in _entries(OmegaConf.to_container(composed, resolve=False)):
         _refuse_secret(place, f"{key} {value}")
+        if isinstance(value, str) and "${oc.env" in value:  # the resolver refuses what is not so plain to see
+            raise ConfigCompositionException(_environment_is_read(value))
         names_code = key in _NAMES_CODE and value not in _KNOWN_CODE
         if names_code or (isinstance(value, str) and _is_reference(value)):
             raise ConfigCompositionException(
@@ -96,7 +100,11 @@ def _refuse_secret(place: str, text: str) -> None:
 
 
 def _refuse_environment(name: str = "", *_: Any) -> NoReturn:
-    raise ValueError(
-        f"the settings read the environment variable {name} by oc.env, expected the value itself, because settings are "
-        f'written into files: let the shell fill it in, as in data.root="${name or "NAME"}".'
+    raise ConfigError(_environment_is_read(name))
+
+
+def _environment_is_read(what: str) -> str:
+    return (
+        f"the settings read the environment by oc.env: {what}, expected the value itself, because settings are written "
+        'into files: let the shell fill it in, as in data.root="$HOME/data".'
     )
