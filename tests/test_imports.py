@@ -14,7 +14,8 @@ FAIRSEQ_GUARD = "_fairseq"
 MAY_IMPORT = {
     GUARD: set(),
     FAIRSEQ_GUARD: set(),
-    "config": set(),
+    "environment_secrets": set(),
+    "config": {"environment_secrets"},
     "pipeline": set(),
     "models": {GUARD},
     "data": {GUARD, FAIRSEQ_GUARD},
@@ -23,7 +24,7 @@ MAY_IMPORT = {
     "decoding": {"models", FAIRSEQ_GUARD},
     "planning": {"pipeline"},
     "results": set(),
-    "launch": {"pipeline"},
+    "launch": {"pipeline", "environment_secrets"},
     "workloads": {"config", "pipeline", "models", "data", "training"},
     "build": {"checkpoint", "config", "pipeline", "models", "training", "planning", "launch", "workloads"},
     "plan": {"build", "config", "launch", "planning"},
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "translate": {"config", "data", "decoding", "launch", "trained"},
     "run": {"build", "config", "launch", "outcome", "pipeline", "planning", "training"},
     "resume": {"config", "launch", "results"},
-    "sweep": {"config", "data", "launch", "results", "resume"},
+    "sweep": {"config", "data", "environment_secrets", "launch", "results", "resume"},
     "outcome": {"launch", "pipeline", "planning", "results", "training"},
     "__init__": {"pipeline"},
 }

@@ -95,7 +95,8 @@ def _outcome(name: str, summary: Summary) -> str:
     name_of_set, metrics = next(iter(summary.evaluation.items()), ("", {}))
     accuracy += f", loss {metrics['loss']:.3f}" if metrics else ""
     result = f"{accuracy} on the {name_of_set} {summary.examples}" if accuracy else "not evaluated"
-    return f"{name}: {result} after {summary.num_steps} steps in {took}."
+    replaced = f" {summary.num_replaced} broken {summary.examples} were replaced." if summary.num_replaced else ""
+    return f"{name}: {result} after {summary.num_steps} steps in {took}.{replaced}"
 
 
 def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> str:

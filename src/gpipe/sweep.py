@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from gpipe.config import RunConfig, to_plain
 from gpipe.data import DataMissing
+from gpipe.environment_secrets import redact
 from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
@@ -56,8 +57,9 @@ def run_job(
         write_outcome(folder, made("not run", reason="data missing"))
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        write_outcome(folder, made("failed", reason=str(error)))
+        reason = redact(str(error))
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        write_outcome(folder, made("failed", reason=reason))
         return None
     if lack is not None:
         print(f"\nnot run: {label}: {lack}", flush=True)

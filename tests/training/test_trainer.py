@@ -237,6 +237,25 @@ def test_autocast_reaches_the_layers_in_training_and_evaluation(tmp_path: Path) 
     assert all(parameter.dtype == torch.float32 for parameter in trainer.pipeline.parameters())
 
 
+class Replacing(RandomImages):
+    """A loader that puts others in the place of its second mini-batch's two broken images."""
+
+    def __iter__(self) -> Any:
+        self.num_replaced = 0
+        for number, batch in enumerate(super().__iter__(), start=self.start_batch):
+            self.num_replaced += 2 * (number == 1)
+            yield batch
+
+
+def test_replaced_examples_are_counted_where_there_are_any(tmp_path: Path) -> None:
+    loaders = {"train_loader": Replacing(), "evaluation_loaders": {"test": Replacing(15, 4, shuffle=False)}}
+    summary = small_trainer(tmp_path, **loaders).train()
+    log = read_log(tmp_path)
+    assert [line["step"] for line in log if "replaced_examples" in line] == [2, 6, 10]
+    assert [line["test/replaced_examples"] for line in log if "test/loss" in line] == [2, 2, 2]
+    assert summary.num_replaced == 6
+
+
 def test_the_summary_tells_what_it_cost(tmp_path: Path) -> None:
     summary = small_trainer(tmp_path).train()
     assert summary.wait_seconds == 3.0

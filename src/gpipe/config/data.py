@@ -36,6 +36,7 @@ class ImagesConfig(DataConfig):
     crop_aspect: the crop's width over height.
     cutout: side of the square that is cut out of a training image, as a share of the image's side; 0 is off.
     center_crop: the evaluation crop's share of the side. num_workers: processes that decode, 0 is none.
+    max_broken_images: so many files of a split may be broken; another image of the class stands in for each.
     """
 
     num_classes: int = MISSING
@@ -50,6 +51,7 @@ class ImagesConfig(DataConfig):
     center_crop: float = MISSING
     num_workers: int = MISSING
     prefetch_factor: int = MISSING
+    max_broken_images: int = MISSING
 
     def __post_init__(self) -> None:
         """Refuse settings that are wrong in themselves."""
@@ -65,6 +67,7 @@ class ImagesConfig(DataConfig):
         require(0 < self.center_crop <= 1, "data.center_crop", self.center_crop, "a share of the side in (0, 1]")
         at_least("data.num_workers", self.num_workers, 0)
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
+        at_least("data.max_broken_images", self.max_broken_images, 0)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from yaml import YAMLError
 from gpipe.config.checks import ConfigError, at_least, require
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import date_folder, job_folder, sweep_id
+from gpipe.config.gate import guard_composition
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, TranslationModelConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
@@ -87,7 +88,11 @@ class RunConfig:
 
 
 def register_schemas(run: type[RunConfig] = RunConfig) -> None:
-    """Tell Hydra the shape of a run, or of more; it then refuses unknown keys and wrong types while it composes."""
+    """Tell Hydra the shape of a run, or of more; it then refuses unknown keys and wrong types while it composes.
+
+    From here on no configuration that it composes can name code, read the environment or hold one of its secrets.
+    """
+    guard_composition()
     store = ConfigStore.instance()
     store.store(name="run_schema", node=run)
     store.store(group="model", name="amoebanet_schema", node=AmoebaNetConfig)

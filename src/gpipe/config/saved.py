@@ -1,5 +1,6 @@
 """The settings of a run that is over, read back from what it left behind."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
@@ -17,6 +18,10 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
     Raises ConfigError where they are not those of a run that this program knows.
     """
     hints = get_type_hints(RunConfig)
+    if "${" in json.dumps(plain):
+        raise ConfigError(
+            "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
+        )
     try:
         parts = {field.name: _part(hints[field.name], plain[field.name]) for field in fields(RunConfig)}
         return RunConfig(**parts)

@@ -1,5 +1,6 @@
 """Folders made by fairseq-preprocess, through fairseq's own Dictionary and MMapIndexedDataset."""
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ import numpy as np
 
 from gpipe._fairseq import VERSION, import_fairseq
 from gpipe.data.parallel_corpus import LanguagePairs
-from gpipe.data.sentences import Sentences
+from gpipe.data.sentences import Sentences, starts_of
 from gpipe.data.special_tokens import BEGIN, END, PADDING, UNKNOWN
 
 TARGET_LANGUAGE = "en"
 _MAGIC = b"MMIDIDX\x00\x00"  # of the index of fairseq's mmap format
+_HEADER = struct.Struct("<9sQBQ")  # magic, version, kind of number, number of sentences
+_INTEGERS = (1, 2, 3, 4, 5, 8, 9, 10)  # of the kinds of number, those that an id may be
+_ENTRY_BYTES = 4 + 8  # a sentence's length, and where it starts
 _BLOCK = 1 << 24  # tokens that are checked at a time
 
 
@@ -32,7 +36,11 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
         path = root / f"dict.{language}.txt"
         if not path.is_file():
             raise ValueError(f"{path} does not exist: fairseq-preprocess writes it beside the binarised text")
-        dictionary: Any = import_fairseq("fairseq.data").Dictionary.load(str(path))
+        reader: Any = import_fairseq("fairseq.data").Dictionary
+        try:
+            dictionary = reader.load(str(path))
+        except Exception as error:  # it raises ValueError, RuntimeError and plain Exception
+            raise ValueError(f"{path} is no dictionary of fairseq ({error}): binarise again") from error
         special = [dictionary.bos(), dictionary.pad(), dictionary.eos(), dictionary.unk()]
         if special != [BEGIN, PADDING, END, UNKNOWN]:
             raise ValueError(f"{path} has the special ids {special}, expected 0 to 3: make it with fairseq {VERSION}")
@@ -66,10 +74,7 @@ def _map(prefix: Path, vocabulary_size: int) -> Sentences:
     for ending in ("idx", "bin"):
         if not Path(f"{prefix}.{ending}").is_file():
             raise ValueError(f"{prefix}.{ending} does not exist: binarise it again, with --dataset-impl mmap")
-    with Path(f"{prefix}.idx").open("rb") as stream:
-        mapped = stream.read(len(_MAGIC)) == _MAGIC
-    if not mapped:
-        raise ValueError(f"{prefix}.idx is no index of fairseq's mmap format: binarise with --dataset-impl mmap")
+    _check_index(Path(f"{prefix}.idx"))
     dataset: Any = import_fairseq("fairseq.data.indexed_dataset").MMapIndexedDataset(str(prefix))
     kind = np.dtype(dataset._index.dtype)
     lengths = np.array(dataset.sizes, np.int32)
@@ -77,10 +82,26 @@ def _map(prefix: Path, vocabulary_size: int) -> Sentences:
     if int(lengths.sum(dtype=np.int64)) * kind.itemsize != num_bytes:
         raise ValueError(f"{prefix}.bin has {num_bytes:,} bytes, which its index contradicts: binarise it again")
     starts = dataset._index._pointers // kind.itemsize
+    if (lengths < 1).any() or (starts != starts_of(lengths)).any():
+        raise ValueError(f"{prefix}.idx has sentences that are empty or not one behind the other: binarise it again")
     # The data set closes the file when it is collected, so it stays with what is read from it.
     sentences = Sentences(np.frombuffer(dataset._bin_buffer, kind), starts, lengths, owner=dataset)
     _check_ids(prefix, sentences, vocabulary_size)
     return sentences
+
+
+def _check_index(path: Path) -> None:
+    """Refuse an index that fairseq would stumble over. Raises ValueError."""
+    with path.open("rb") as stream:
+        header = stream.read(_HEADER.size)
+    if not header.startswith(_MAGIC):
+        raise ValueError(f"{path} is no index of fairseq's mmap format: binarise with --dataset-impl mmap")
+    num_bytes = path.stat().st_size
+    if len(header) == _HEADER.size:
+        _, version, kind, num_sentences = _HEADER.unpack(header)
+        if version == 1 and kind in _INTEGERS and num_bytes == _HEADER.size + num_sentences * _ENTRY_BYTES:
+            return
+    raise ValueError(f"{path} has {num_bytes:,} bytes, which its header contradicts: binarise it again")
 
 
 def _check_ids(prefix: Path, sentences: Sentences, vocabulary_size: int) -> None:

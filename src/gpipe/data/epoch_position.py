@@ -6,6 +6,7 @@ class EpochPosition:
 
     A subclass sets `_num_batches`, the number of mini-batches an epoch.
 
+    num_replaced: in the place of how many examples, which are broken, this process has put others in that iteration.
     wait_seconds: how long the current epoch's iteration has waited for data so far.
     start_batch: the first mini-batch of the next iteration, to resume within an epoch; set_epoch puts it back to 0.
 
@@ -24,6 +25,7 @@ class EpochPosition:
         self.epoch = 0
         self.start_batch = 0
         self.wait_seconds = 0.0
+        self.num_replaced = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, from its first mini-batch on."""

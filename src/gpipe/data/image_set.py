@@ -1,6 +1,7 @@
 """Image sets: labelled pictures that are looked up by index, in memory or in files."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -8,6 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+# Of photographs only: PIL would let a file that begins like PostScript start Ghostscript, whatever its name ends with.
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
 class BrokenImage(ValueError):
@@ -80,11 +84,22 @@ class ImageFiles:
         return self.root / os.fsdecode(self._names[index])
 
     def image(self, index: int) -> Image.Image:
-        """Decode image `index` to RGB. Raises BrokenImage, which names the file."""
+        """Decode image `index` to RGB.
+
+        Raises BrokenImage, which names the file, for one that is truncated, is no picture, or has more than
+        PIL.Image.MAX_IMAGE_PIXELS pixels: the header of a small file can announce more than memory holds.
+        """
         path = self.path(index)
         try:
-            with Image.open(path) as image:
+            with _open(path) as image:
                 return image.convert("RGB")
         except Exception as error:  # PIL's decoders raise OSError, SyntaxError, struct.error and more
             cause = str(error) or type(error).__name__
             raise BrokenImage(f"cannot decode {path}: {cause}; remove or replace it") from error
+
+
+def _open(path: Path) -> Image.Image:
+    """Read an image's header; PIL's warning of too many pixels, an error only at twice as many, is an error here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return Image.open(path, formats=_FORMATS)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gpipe.data.augmentation import Transform
@@ -19,6 +21,7 @@ from gpipe.data.randomness import preserve_generators, seed_sample
 
 Batch: TypeAlias = tuple[torch.Tensor | None, torch.Tensor]
 _Request: TypeAlias = tuple[int, NDArray[np.int64]]  # epoch, indices
+_Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # images; why those of some indices are broken
 
 
 class ImageLoader(EpochLoader):
@@ -29,7 +32,13 @@ class ImageLoader(EpochLoader):
     hold only the last stage: labels come, and nothing is decoded. Iterate one at a time: a new iteration ends the one
     before.
 
-    Raises ValueError for wrong settings; BrokenImage when iterating, whichever process decodes.
+    max_broken_images: so many different files may be broken. In the place of one stands the next image of the same
+    class that is whole, in the set's order, augmented as the broken one would be. So it is a function of the files
+    alone, the same for every process, worker, K and epoch, and the label stays right for the processes that decode
+    nothing. Each is named once on stderr by the process that meets it. An image in memory is never broken.
+    broken_images: why those that this loader met so far are broken, by their index.
+
+    Raises ValueError for wrong settings; BrokenImage when iterating, whichever process decodes, where there are more.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class ImageLoader(EpochLoader):
         drop_last: bool = False,
         pin_memory: bool = False,
         prefetch_factor: int = 2,
+        max_broken_images: int = 0,
     ) -> None:
         super().__init__(
             len(image_set),
@@ -60,50 +70,99 @@ class ImageLoader(EpochLoader):
         )
         if num_workers < 0:
             raise ValueError(f"num_workers {num_workers} must not be negative: 0 decodes in this process")
+        if max_broken_images < 0:
+            raise ValueError(f"max_broken_images {max_broken_images} must not be negative: 0 lets none pass")
         self._labels = image_set.labels
+        self._max_broken_images = max_broken_images
+        self.broken_images: dict[int, str] = {}
         # The worker processes live from epoch to epoch, so what they are to load travels through this list.
         self._requests: list[_Request] = []
-        self._images: Iterable[torch.Tensor | BrokenImage] | None = None
+        self._images: Iterable[_Answer] | None = None
         if load_images:
-            samples = _TransformedImages(image_set, transform, seed)
+            samples = _TransformedImages(image_set, transform, seed, max_broken_images)
             self._images = _data_loader(samples, self._requests, num_workers, pin_memory, prefetch_factor)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the mini-batches from start_batch on."""
         requests = [(self.epoch, indices) for indices in self._parts()]
         self.wait_seconds = 0.0
+        self.num_replaced = 0
         self._requests[:] = requests
         images = None if self._images is None else iter(self._images)
         for _, indices in requests:
             started = time.perf_counter()
-            batch = None if images is None else next(images)
+            answer = None if images is None else next(images)
             self.wait_seconds += time.perf_counter() - started
-            if isinstance(batch, BrokenImage):
-                raise batch
-            yield batch, torch.from_numpy(self._labels[indices])
+            yield self._accepted(answer, indices), torch.from_numpy(self._labels[indices])
+
+    def _accepted(self, answer: _Answer | None, indices: NDArray[np.int64]) -> torch.Tensor | None:
+        """Return the images of the answer to a request of `indices`, after a word on each that is newly found broken.
+
+        Raises BrokenImage where it is one too many. Answers come in the order of the requests, so that with any number
+        of workers the same mini-batch ends the run.
+        """
+        if answer is None:
+            return None
+        if isinstance(answer, BrokenImage):
+            raise answer
+        images, broken = answer
+        self.num_replaced += sum(int(index) in broken for index in indices)
+        for index in sorted(broken.keys() - self.broken_images.keys()):
+            self.broken_images[index] = broken[index]
+            number, limit = len(self.broken_images), self._max_broken_images
+            if number > limit:
+                raise BrokenImage(_too_many(broken[index], limit))
+            print(f"warning: {broken[index]} (number {number} of at most {limit})", file=sys.stderr, flush=True)
+        return images
 
 
-class _TransformedImages(Dataset[torch.Tensor | BrokenImage]):
+class _TransformedImages(Dataset[_Answer]):
     """Decode and transform the images of one request."""
 
-    def __init__(self, image_set: ImageSet, transform: Transform, seed: int) -> None:
+    def __init__(self, image_set: ImageSet, transform: Transform, seed: int, max_broken_images: int) -> None:
         self.image_set = image_set
         self.transform = transform
         self.seed = seed
+        self.max_broken_images = max_broken_images
 
-    def __getitem__(self, request: _Request) -> torch.Tensor | BrokenImage:
+    def __getitem__(self, request: _Request) -> _Answer:
         """Return float32 [n, channels, h, w], or the error: raised in a worker it would come as a nested traceback."""
         epoch, indices = request
+        broken: dict[int, str] = {}
         try:
             with preserve_generators():
-                return _stacked((self._sample(epoch, int(index)) for index in indices), len(indices))
+                return _stacked((self._sample(epoch, int(index), broken) for index in indices), len(indices)), broken
         except BrokenImage as error:
             return error
 
-    def _sample(self, epoch: int, index: int) -> torch.Tensor:
-        image = self.image_set.image(index)
+    def _sample(self, epoch: int, index: int, broken: dict[int, str]) -> torch.Tensor:
+        image = self._whole(index, broken)
         seed_sample(self.seed, epoch, index)
         return self.transform(image)
+
+    def _whole(self, index: int, broken: dict[int, str]) -> Image.Image:
+        """Decode an image or, where it is broken, the next one of its class that is not; note all that are."""
+        for candidate in self._stand_ins(index):
+            try:
+                return self.image_set.image(candidate)
+            except BrokenImage as error:
+                if self.max_broken_images == 0:
+                    raise
+                broken[candidate] = str(error)
+                if len(broken) > self.max_broken_images:
+                    raise BrokenImage(_too_many(str(error), self.max_broken_images)) from error
+        raise BrokenImage(f"{broken[index]}, because no image of its class is left to stand in for it")
+
+    def _stand_ins(self, index: int) -> Iterator[int]:
+        """Yield an image and, should that not do, the others of its class, beginning with the next one."""
+        yield index
+        of_class = np.flatnonzero(self.image_set.labels == self.image_set.labels[index])
+        following = np.searchsorted(of_class, index) + 1
+        yield from (int(other) for other in np.roll(of_class, -following)[:-1])
+
+
+def _too_many(message: str, limit: int) -> str:
+    return f"{message}, or raise data.max_broken_images={limit}, the most that may be broken"
 
 
 def _stacked(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
@@ -127,7 +186,7 @@ def _stacked(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
 
 def _data_loader(
     samples: _TransformedImages, requests: list[_Request], num_workers: int, pin_memory: bool, prefetch_factor: int
-) -> DataLoader[torch.Tensor | BrokenImage]:
+) -> DataLoader[_Answer]:
     return DataLoader(
         samples,
         batch_size=None,  # a request is a whole batch

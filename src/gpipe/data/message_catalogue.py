@@ -52,7 +52,8 @@ def read_mo(path: Path) -> list[Pair]:
         for key, value in entries.items():
             english, _, plural = key.rpartition("\x04")[2].partition("\0")
             pairs.update(dict.fromkeys(pairs_of(english, plural or None, dict(enumerate(value.split("\0"))), rule)))
-    except (struct.error, UnicodeDecodeError, ValueError) as error:
+    # A plural rule is a calculation, which may divide by nothing.
+    except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} is no compiled catalogue of gettext ({error}): unpack its package again") from error
     return list(pairs)
 
@@ -62,11 +63,15 @@ def _mo_entries(data: bytes) -> Iterator[Pair]:
     magic, _, num_entries, originals, translations = struct.unpack_from(f"{order}5I", data)
     if magic != _MAGIC:
         raise ValueError(f"it begins with {data[:4].hex()}")
+    num_bytes = 0
     for entry in range(num_entries):
         texts = []
         for table in (originals, translations):
             length, start = struct.unpack_from(f"{order}2I", data, table + 8 * entry)
             if start + length > len(data):
                 raise ValueError(f"entry {entry} ends beyond the file's end")
+            num_bytes += length
+            if num_bytes > len(data):  # a small file could hold a large one many times over
+                raise ValueError(f"entry {entry} shares its bytes with others")
             texts.append(data[start : start + length].decode())
         yield texts[0], texts[1]

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from gpipe.data.image_set import ImageFiles
+from gpipe.data.matlab_file import check_unpacked_size
 from gpipe.data.source import Source, TableCounts
 from gpipe.data.torchvision_set import open_torchvision_files
 
+_CLASSES = "devkit/cars_meta.mat"
 _LISTINGS = {"train": "devkit/cars_train_annos.mat", "test": "cars_test_annos_withlabels.mat"}
 
 
@@ -16,6 +18,8 @@ def open_stanford_cars(root: Path, split: str) -> ImageFiles:
     """
     folder = root / "stanford_cars"
     listing = folder / _LISTINGS[split]
+    for path in (listing, folder / _CLASSES):
+        check_unpacked_size(path)
     return open_torchvision_files(
         "StanfordCars", root, folder / f"cars_{split}", listing, entry="annotation", split=split
     )
@@ -24,7 +28,7 @@ def open_stanford_cars(root: Path, split: str) -> ImageFiles:
 STANFORD_CARS = Source(
     open=open_stanford_cars,
     required=(
-        "stanford_cars/devkit/cars_meta.mat",
+        f"stanford_cars/{_CLASSES}",
         *(f"stanford_cars/{listing}" for listing in _LISTINGS.values()),
         "stanford_cars/cars_train/",
         "stanford_cars/cars_test/",

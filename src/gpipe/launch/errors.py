@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpipe.environment_secrets import redact
+
 ERROR_FILE = "error.txt"
 
 
@@ -30,9 +32,12 @@ def one_message(folder: Path | None = None, debug: bool = False) -> Iterator[Non
 
 
 def _speak(error: Exception, folder: Path | None, full: bool) -> None:
-    """Print an error's message, unless another process of the run has spoken; keep its traceback."""
-    trace = traceback.format_exc()
-    message = _sentence(error) + "".join(f"\n(in {note})" for note in getattr(error, "__notes__", ()))
+    """Print an error's message, unless another process of the run has spoken; keep its traceback.
+
+    A library may put into its message what it was given, even a key: secrets of the environment are left out.
+    """
+    trace = redact(traceback.format_exc())
+    message = redact(_sentence(error) + "".join(f"\n(in {note})" for note in getattr(error, "__notes__", ())))
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -58,12 +58,15 @@ class Place:
         return [torch.device("cuda", stage % num_devices) for stage in range(num_stages)]
 
     def share(self, value: str) -> str:
-        """Return the first process's value on every process; every process calls it."""
+        """Return the first process's value, a text that is not empty, on every process; every process calls it."""
         if self.mesh is None:
             return value
-        values: list[str] = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+        # As bytes: what carries any object unpickles it.
+        size = torch.tensor(len(value.encode()))
+        dist.broadcast(size, src=0)
+        content = torch.frombuffer(bytearray(value.encode()[: int(size)].ljust(int(size))), dtype=torch.uint8)
+        dist.broadcast(content, src=0)
+        return content.numpy().tobytes().decode()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ class Loader(Protocol):
     wait_seconds: float
     """How long the current iteration has waited for data so far."""
 
+    num_replaced: int
+    """In the place of how many examples, which are broken, the current iteration has yielded others so far."""
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch (from 0) of the next iteration."""
 

@@ -18,6 +18,8 @@ class Summary:
     `examples_per_second` and `tokens_per_second` (None where an example has one target), which include the update and
     the wait for data, and `step_seconds`, which leaves the wait out, are medians over this session's `num_timed_steps`
     last steps.
+    `num_replaced` broken training examples had others in their places, in the part of the data that the first replica
+    sees, one counted in each epoch.
     `peak_memory_bytes` is that of the fullest process of the pipeline.
     """
 
@@ -35,6 +37,7 @@ class Summary:
     peak_memory_bytes: int | None
     bubble: float | None
     wait_seconds: float
+    num_replaced: int
     evaluation: dict[str, dict[str, float]]
     least_loss: dict[str, float]
     num_skipped_steps: int
@@ -63,6 +66,7 @@ class Totals:
 
     seconds: float = 0.0
     wait_seconds: float = 0.0
+    num_replaced: int = 0
     best_top1: float | None = None
     evaluation: dict[str, dict[str, float]] = field(default_factory=dict)
     least_loss: dict[str, float] = field(default_factory=dict)
@@ -74,8 +78,8 @@ class Totals:
 
     def resumable(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, as JSON."""
-        names = ("seconds", "wait_seconds", "best_top1", "evaluation", "least_loss", "num_worse", "num_skipped_steps")
-        return {name: getattr(self, name) for name in names}
+        names = ("seconds", "wait_seconds", "num_replaced", "best_top1", "evaluation", "least_loss", "num_worse")
+        return {name: getattr(self, name) for name in (*names, "num_skipped_steps")}
 
     @classmethod
     def resumed(cls, results: Mapping[str, Any]) -> "Totals":
@@ -124,6 +128,7 @@ class Totals:
             peak_memory_bytes=peak_memory_bytes,
             bubble=self.bubble,
             wait_seconds=self.wait_seconds,
+            num_replaced=self.num_replaced,
             evaluation=self.evaluation,
             least_loss=self.least_loss,
             num_skipped_steps=self.num_skipped_steps,

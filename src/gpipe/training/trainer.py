@@ -198,12 +198,16 @@ class Trainer:
         """Train on what is left of the current epoch."""
         self.train_loader.set_epoch(self._epoch)
         self.train_loader.start_batch = self._batch
-        waited_seconds = 0.0
+        waited_seconds, num_replaced = 0.0, 0
         started = time.perf_counter()
         for batch in loaded(self.train_loader, self.pipeline):
             values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
+            if self.train_loader.num_replaced > num_replaced:
+                values[f"replaced_{self.examples}"] = self.train_loader.num_replaced - num_replaced
+                self._totals.num_replaced += self.train_loader.num_replaced - num_replaced
+                num_replaced = self.train_loader.num_replaced
             self._batch += 1
             seconds = time.perf_counter() - started
             if report is None:
@@ -345,6 +349,8 @@ class Trainer:
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():
             values = {f"{name}/{metric}": value for metric, value in metrics.items()}
+            if self.evaluation_loaders[name].num_replaced:
+                values[f"{name}/replaced_{self.examples}"] = self.evaluation_loaders[name].num_replaced
             self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")

@@ -95,6 +95,7 @@ class ImageClassification:
             seed=run.seed,
             num_workers=self.data.num_workers,
             prefetch_factor=self.data.prefetch_factor,
+            max_broken_images=self.data.max_broken_images,
             load_images=pipeline.is_first,
             pin_memory=pin_memory,
         )
