@@ -86,7 +86,7 @@ class Guard:
             place = f"rank {self._processes.rank}, {name_stages(self._processes.stages)}, {activity}"
             error.add_note(place)
             error = PipelineError(f"{place}: {type(error).__name__}: {error}", stage=self._processes.stage)
-        elif not isinstance(error, PeerFailure):
+        elif not isinstance(error, PeerFailure | NonFiniteError):  # of the latter all processes say the same
             error.args = (f"rank {self._processes.rank}, {error}",)
         self._broken = str(error)
         self._give_up()
