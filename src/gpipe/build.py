@@ -270,6 +270,7 @@ def build_trainer(
         patience=settings.patience,
         num_untimed_steps=settings.num_untimed_steps,
         evaluate_every_epochs=settings.evaluate_every_epochs,
+        evaluate_every_steps=settings.evaluate_every_steps,
         checkpoint_folder=None if settings.keep_checkpoints is None else folder / "checkpoints",
         save_every_steps=settings.save_every_steps,
         keep_checkpoints=settings.keep_checkpoints or 1,

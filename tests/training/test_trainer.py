@@ -152,6 +152,8 @@ def test_evaluation_uses_the_averages_and_counts_every_image(tmp_path: Path) -> 
         ({}, [4, 8, 12]),
         ({"evaluate_every_epochs": 2}, [8, 12]),
         ({"evaluate_every_epochs": None}, []),
+        ({"evaluate_every_epochs": None, "evaluate_every_steps": 5}, [5, 10, 12]),
+        ({"evaluate_every_epochs": 2, "evaluate_every_steps": 3}, [3, 6, 8, 9, 12]),
         ({"max_steps": 6}, [4, 6]),
         ({"evaluation_loaders": {}}, []),
     ],

@@ -195,7 +195,8 @@ class TrainerConfig:
         evaluation_batch_size: sentences times the longest source or target among them.
     max_steps: ends training early; null is no limit.
     num_untimed_steps: of a session's first, whose time is left out of the speed that is reported.
-    evaluate_every_epochs: the end of training is evaluated too; null is never, not even then.
+    evaluate_every_epochs, evaluate_every_steps: where either is given the end of training is evaluated too; null for
+        both is never, not even then.
     patience: evaluations in a row without a smaller loss after which training ends; null waits for its length.
     save_every_steps: the end of training is saved in any case; null is only that. keep_checkpoints: null saves none,
     not even then. timeline_every_steps: null is never.
@@ -213,6 +214,7 @@ class TrainerConfig:
     label_smoothing: float = MISSING
     num_untimed_steps: int = MISSING
     evaluate_every_epochs: int | None = MISSING
+    evaluate_every_steps: int | None = MISSING
     patience: int | None = MISSING
     save_every_steps: int | None = MISSING
     keep_checkpoints: int | None = MISSING
@@ -232,8 +234,8 @@ class TrainerConfig:
         for name in ("num_epochs", "batch_size", "evaluation_batch_size"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
         for name in (
-            "max_steps", "evaluate_every_epochs", "patience", "save_every_steps", "keep_checkpoints",
-            "timeline_every_steps",
+            "max_steps", "evaluate_every_epochs", "evaluate_every_steps", "patience", "save_every_steps",
+            "keep_checkpoints", "timeline_every_steps",
         ):  # fmt: skip
             optional_at_least(f"trainer.{name}", getattr(self, name), 1)
         at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)

@@ -44,7 +44,8 @@ class Trainer:
     functions of the number of finished steps. `max_steps` ends the training early and counts as its length.
     `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
     `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
-    `evaluate_every_epochs` None never evaluates; else the end of training is evaluated too, with `make_metrics`. After
+    `evaluate_every_epochs` and `evaluate_every_steps`, both None, never evaluate; else the end of training is evaluated
+    too, with `make_metrics`. After
     `patience` evaluations in a row without a smaller loss of the main set training ends; None waits for its length.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
@@ -75,6 +76,7 @@ class Trainer:
     count_targets: Callable[[Any], float] = torch.numel
     num_untimed_steps: int = 1
     evaluate_every_epochs: int | None = 1
+    evaluate_every_steps: int | None = None
     make_metrics: Callable[[], Metrics] = EvaluationMetrics
     patience: int | None = None
     checkpoint_folder: Path | None = None
@@ -90,8 +92,8 @@ class Trainer:
     def __post_init__(self) -> None:
         """Refuse counts below 1."""
         for name in (
-            "num_epochs", "max_steps", "evaluate_every_epochs", "save_every_steps", "keep_checkpoints",
-            "timeline_every_steps", "patience",
+            "num_epochs", "max_steps", "evaluate_every_epochs", "evaluate_every_steps", "save_every_steps",
+            "keep_checkpoints", "timeline_every_steps", "patience",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -114,6 +116,10 @@ class Trainer:
     def _is_done(self) -> bool:
         is_out_of_patience = self.patience is not None and self._totals.num_worse >= self.patience
         return is_out_of_patience or self.pipeline.step >= self.num_steps
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.evaluate_every_epochs is not None or self.evaluate_every_steps is not None
 
     def resume(self, path: Path | None = None) -> bool:
         """Go on from a checkpoint, or from the newest good one in `checkpoint_folder`; False where there is none.
@@ -330,8 +336,8 @@ class Trainer:
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
-        is_due = self._is_done or (ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs))
-        if is_due and self.evaluate_every_epochs is not None:
+        is_epoch_due = ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs)
+        if is_epoch_due or _is_due(step, self.evaluate_every_steps) or (self._is_done and self._evaluates):
             self._evaluate()
         # An evaluation may have ended the training.
         is_best = self._totals.least_loss.get("step") == step
