@@ -10,15 +10,11 @@ from typing import Any
 import torch
 
 from gpipe.checkpoint.entries import Position
-from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from gpipe.checkpoint.folder import newest_first
-from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.restore import load_checkpoint, load_weights
-from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.failure import NonFiniteError
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
+from gpipe.training.checkpoints import Checkpoints
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import Schedule
@@ -27,7 +23,6 @@ from gpipe.training.metrics import EvaluationMetrics, Metrics
 from gpipe.training.non_finite import explain
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
-from gpipe.training.saved_state import model_tensors, saved_optimizer
 from gpipe.training.stop import Stopped
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
@@ -45,8 +40,8 @@ class Trainer:
     `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
     `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
     `evaluate_every_epochs` and `evaluate_every_steps`, both None, never evaluate; else the end of training is evaluated
-    too, with `make_metrics`. After
-    `patience` evaluations in a row without a smaller loss of the main set training ends; None waits for its length.
+    too, with `make_metrics`. After `patience` evaluations in a row without a smaller loss of the main set training
+    ends; None waits for its length.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
     `checkpoint_folder` None saves nothing; else the end of training is saved. With `save_every_steps` also each so many
@@ -102,9 +97,16 @@ class Trainer:
             raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip.")
         self._epoch = 0
         self._batch = 0
-        self._saved_step: int | None = None
         self._totals = Totals()
-        self._saver: Saver | None = None
+        self._checkpoints = Checkpoints(
+            self.checkpoint_folder,
+            self.pipeline,
+            self.optimizer,
+            self.ema,
+            keep=self.keep_checkpoints,
+            config=self.config,
+            say=self.progress.message,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -128,8 +130,8 @@ class Trainer:
         damaged checkpoint that was named, ValueError where it was saved with another seed or number of mini-batches.
         """
         if path is not None:
-            manifest = self._load(path)
-        elif (found := self._load_newest()) is not None:
+            manifest = self._checkpoints.load(path)
+        elif (found := self._checkpoints.load_newest()) is not None:
             path, manifest = found
         else:
             return False
@@ -143,39 +145,15 @@ class Trainer:
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
         self._totals = Totals.resumed(manifest.results)
-        if path.parent == self.checkpoint_folder:
-            self._saved_step = position.step
         self.tracker.rewind(position.step)
         return True
-
-    def _load_newest(self) -> tuple[Path, Manifest] | None:
-        """Load the newest checkpoint that is not damaged, and say which are; None where nothing was saved yet.
-
-        Raises CheckpointError where all are damaged: to start anew would be to lose them without a word.
-        """
-        paths = newest_first(self.checkpoint_folder) if self.checkpoint_folder is not None else []
-        for path in paths:
-            try:
-                return path, self._load(path)
-            except DamagedCheckpoint as damage:
-                self.progress.message(f"warning: {damage}")
-        if paths:
-            raise CheckpointError(
-                f"{self.checkpoint_folder} has {len(paths)} checkpoints, all of them damaged: remove it to start anew."
-            )
-        return None
-
-    def _load(self, path: Path) -> Manifest:
-        model, optimizer = model_tensors(self.pipeline, self.ema), saved_optimizer(self.optimizer)
-        return load_checkpoint(path, self.pipeline, model, optimizer)
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
 
         Raises CheckpointError where the checkpoint is damaged, or another model's.
         """
-        model = model_tensors(self.pipeline, self.ema)
-        load_weights(path, self.pipeline, model, replaced=replaced, settings=self.config.get("model"))
+        self._checkpoints.load_weights(path, replaced)
 
     def train(self) -> Summary:
         """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated.
@@ -186,14 +164,13 @@ class Trainer:
             self._stop_if_asked(self.pipeline.gather_from_job(self.asked_to_stop()))
             while not self._is_done:
                 self._train_epoch()
-            self._finish_saves()
+            self._checkpoints.finish()
         except Stopped:
             raise
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one.
             self.pipeline.abort(error)
-            if self._saver is not None:
-                self._saver.abandon()
+            self._checkpoints.abandon()
             raise
         peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
         return self._totals.summary(
@@ -252,7 +229,7 @@ class Trainer:
 
     def _note(self) -> dict[str, Any]:
         """Return what every process of the job learns of this one at the end of a step."""
-        return {"stop": self.asked_to_stop(), "save": self._saver.status() if self._saver is not None else None}
+        return {"stop": self.asked_to_stop(), "save": self._checkpoints.status()}
 
     def _skip_or_stop(self, batch: tuple[Any, Any], error: NonFiniteError) -> None:
         """Count a step without an update, or end the training with a report, and a checkpoint of the state before."""
@@ -267,7 +244,7 @@ class Trainer:
         with self.autocast():
             place = self.pipeline.first_non_finite(batch)
         self._save()
-        self._finish_saves()
+        self._checkpoints.finish()
         raise explain(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
 
     def _log_skipped(self, values: dict[str, Any], seconds: float) -> None:
@@ -283,8 +260,8 @@ class Trainer:
             return
         if self.pipeline.step > 0:
             self._save()
-        self._finish_saves()
-        raise Stopped(reason, self.pipeline.step, is_saved=self._saved_step == self.pipeline.step)
+        self._checkpoints.finish()
+        raise Stopped(reason, self.pipeline.step, is_saved=self._checkpoints.saved_step == self.pipeline.step)
 
     def _log(self, values: dict[str, Any], report: StepReport, num_targets: int, seconds: float) -> None:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
@@ -330,8 +307,7 @@ class Trainer:
         A checkpoint at the end of an epoch thus has the epoch's evaluation, and a resumed run need not repeat it.
         saves: how the save that is under way goes, on each process of the job.
         """
-        if self._saver is not None:
-            self._saver.check(saves)
+        self._checkpoints.check(saves)
         step = self.pipeline.step
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
@@ -361,28 +337,9 @@ class Trainer:
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
-    def _finish_saves(self) -> None:
-        """Wait until what was begun is saved."""
-        if self._saver is not None:
-            self._saver.wait()
-
     def _save(self, *, is_best: bool = False) -> None:
-        """Begin to save, if anything is to be saved and is not yet; the following steps go on meanwhile."""
-        if self.checkpoint_folder is None or self._saved_step == self.pipeline.step:
-            return
-        self._saved_step = self.pipeline.step
-        if self._saver is None:
-            self._saver = Saver(self.checkpoint_folder, self.pipeline, keep=self.keep_checkpoints)
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
-        with self.pipeline.doing(f"saving after step {self.pipeline.step}"):
-            self._saver.save(
-                position,
-                model_tensors(self.pipeline, self.ema),
-                optimizer=saved_optimizer(self.optimizer),
-                config=self.config,
-                results=self._totals.resumable(),
-                is_best=is_best,
-            )
+        self._checkpoints.save(position, self._totals.resumable(), is_best=is_best)
 
 
 def _is_due(count: int, every: int | None) -> bool:
