@@ -1,0 +1,116 @@
+"""The checkpoints of one training: those that it leaves, and the one that it goes on from."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from gpipe.checkpoint.folder import newest_first
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.restore import load_checkpoint, load_weights
+from gpipe.checkpoint.saver import Saver
+from gpipe.pipeline.engine import Pipeline
+from gpipe.training.ema import Ema
+from gpipe.training.saved_state import model_tensors, saved_optimizer
+
+
+class Checkpoints:
+    """What a pipeline, its optimiser and its averages are saved to; every process makes one and calls the same methods.
+
+    Args:
+        folder: None saves nothing.
+        keep: how many of the newest stay, beside the best.
+        config: of the run, as JSON, which goes into each.
+        say: takes a warning.
+
+    Raises:
+        ValueError: keep is not positive.
+
+    Attributes:
+        saved_step: the step of the newest one in the folder; None where there is none.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        ema: Ema | None,
+        *,
+        keep: int,
+        config: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self.saved_step: int | None = None
+        self._folder, self._pipeline, self._optimizer, self._ema = folder, pipeline, optimizer, ema
+        self._keep, self._config, self._say = keep, config, say
+        self._saver: Saver | None = None
+
+    def load(self, path: Path) -> Manifest:
+        """Take over the state of a checkpoint; raises CheckpointError where it is damaged, or another model's."""
+        model, optimizer = model_tensors(self._pipeline, self._ema), saved_optimizer(self._optimizer)
+        manifest = load_checkpoint(path, self._pipeline, model, optimizer)
+        if path.parent == self._folder:
+            self.saved_step = manifest.position.step
+        return manifest
+
+    def load_newest(self) -> tuple[Path, Manifest] | None:
+        """Load the folder's newest checkpoint that is not damaged, and say which are; None where it has none.
+
+        Raises CheckpointError where all are damaged: to start anew would be to lose them without a word.
+        """
+        paths = newest_first(self._folder) if self._folder is not None else []
+        for path in paths:
+            try:
+                return path, self.load(path)
+            except DamagedCheckpoint as damage:
+                self._say(f"warning: {damage}")
+        if paths:
+            raise CheckpointError(
+                f"{self._folder} has {len(paths)} checkpoints, all of them damaged: remove it to start anew."
+            )
+        return None
+
+    def load_weights(self, path: Path, replaced: Collection[str]) -> None:
+        """Take over weights and averages alone, all but the tensors called `replaced`; raises as `load` does."""
+        model = model_tensors(self._pipeline, self._ema)
+        load_weights(path, self._pipeline, model, replaced=replaced, settings=self._config.get("model"))
+
+    def save(self, position: Position, results: Mapping[str, Any], *, is_best: bool = False) -> None:
+        """Begin to save, if anything is to be saved and is not yet; the following steps go on meanwhile."""
+        if self._folder is None or self.saved_step == position.step:
+            return
+        self.saved_step = position.step
+        if self._saver is None:
+            self._saver = Saver(self._folder, self._pipeline, keep=self._keep)
+        with self._pipeline.doing(f"saving after step {position.step}"):
+            self._saver.save(
+                position,
+                model_tensors(self._pipeline, self._ema),
+                optimizer=saved_optimizer(self._optimizer),
+                config=self._config,
+                results=results,
+                is_best=is_best,
+            )
+
+    def status(self) -> dict[str, Any] | None:
+        """Return how this process's part of the save that is under way goes, for `check`; None where none is."""
+        return self._saver.status() if self._saver is not None else None
+
+    def check(self, statuses: Sequence[dict[str, Any] | None]) -> None:
+        """Raise CheckpointError on all processes, if one of them failed in the save under way; statuses: of all."""
+        if self._saver is not None:
+            self._saver.check(statuses)
+
+    def finish(self) -> None:
+        """Wait until what was begun is saved; raises as `check` does."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def abandon(self) -> None:
+        """After an error of the training: give the save that is under way a moment to finish, or to stop."""
+        if self._saver is not None:
+            self._saver.abandon()
