@@ -28,10 +28,10 @@ from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import Speed
-from gpipe.training.checkpoint import latest_checkpoint
+from gpipe.training import checkpoint
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
-from gpipe.training.manifest import MANIFEST, Manifest
+from gpipe.training.manifest import Manifest
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
@@ -311,14 +311,11 @@ def _find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
 
 
 def find_checkpoint(setting: str, value: str) -> Path:
-    """Return a checkpoint's folder, given that, the folder of checkpoints, or the run's folder.
+    """Return a checkpoint's folder, given that, the run's folder, the folder of checkpoints, or `best` in it.
 
     setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
     """
-    path = Path(value)
-    for folder in (path / "checkpoints", path):
-        if (newest := latest_checkpoint(folder)) is not None:
-            return newest
-    if not (path / MANIFEST).is_file():
+    path = checkpoint.find_checkpoint(Path(value))
+    if path is None:
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
     return path

@@ -184,8 +184,9 @@ class TrainerConfig:
     evaluate_every_epochs, evaluate_every_steps: where either is given the end of training is evaluated too; null for
         both is never, not even then.
     patience: evaluations in a row without a smaller loss after which training ends; null waits for its length.
-    save_every_steps: the end of training is saved in any case; null is only that. keep_checkpoints: null saves none,
-    not even then. timeline_every_steps: null is never.
+    save_every_steps: the end of training is saved in any case; null is only that; else also each evaluation whose loss
+        is the least so far, which stays beside the newest keep_checkpoints. keep_checkpoints: null saves none at all.
+    timeline_every_steps: null is never.
     resume_from: a checkpoint's folder; null starts anew. dry_run: true prints the plan and stops.
     """
 

@@ -2,6 +2,7 @@
 
     checkpoints/
       latest                         the name of the newest folder, one line
+      best                           the name of the one whose evaluation had the least loss
       step-00000120/
         manifest.json                position, config, and every file and tensor (manifest.py)
         weights-0.safetensors        layers.0.weight, layers.1.bias, ...    written by stage 0
@@ -31,6 +32,7 @@ from gpipe.training.optimizers import optimizer_state
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 _LATEST = "latest"
+_BEST = "best"
 
 
 def save_checkpoint(
@@ -43,11 +45,13 @@ def save_checkpoint(
     config: Mapping[str, Any] | None = None,
     results: Mapping[str, Any] | None = None,
     keep: int = 3,
+    is_best: bool = False,
 ) -> Path:
-    """Save a checkpoint as `folder/step-<step>`, point `latest` to it, and delete all but the newest `keep`.
+    """Save a checkpoint as `folder/step-<step>`, point `latest` to it, and delete all but the best and the newest.
 
     Every process calls it, with a `folder` that all see; each stage writes its own layers, replica 0 alone writes.
-    `config` and `results` are JSON. Raises CheckpointError on every process of the replica if any cannot write.
+    `config` and `results` are JSON. keep: how many of the newest stay. is_best: point `best` to this one. Raises
+    CheckpointError on every process of the replica if any cannot write.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept.")
@@ -67,19 +71,28 @@ def save_checkpoint(
     )
     for part in written:
         manifest.add(part)
-    together(pipeline, lambda: _publish(partial, path, manifest, keep) if leads else None)
+    together(pipeline, lambda: _publish(partial, path, manifest, keep, is_best=is_best) if leads else None)
     return path
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint that `latest` in `folder` names, or None where nothing was saved yet."""
-    pointer = folder / _LATEST
-    if not pointer.exists():
-        return None
-    name = pointer.read_text(encoding="utf-8").strip()
-    if not _FOLDER.fullmatch(name):
-        raise CheckpointError(f"{pointer} says {name!r}, which names no checkpoint: write a folder's name into it.")
-    return folder / name
+    return _pointed(folder / _LATEST)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint whose main evaluation had the least loss, or None where none was saved after one."""
+    return _pointed(folder / _BEST)
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that is meant: by its folder, by a pointer (`best`), or the latest of a run's folder."""
+    if path.name in (_LATEST, _BEST) and path.is_file():
+        return _pointed(path)
+    for folder in (path / "checkpoints", path):
+        if (newest := latest_checkpoint(folder)) is not None:
+            return newest
+    return path if (path / MANIFEST).exists() else None
 
 
 def together(pipeline: Pipeline, work: Callable[[], Any]) -> list[Any]:
@@ -124,7 +137,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _publish(partial: Path, path: Path, manifest: Manifest, keep: int) -> None:
+def _publish(partial: Path, path: Path, manifest: Manifest, keep: int, *, is_best: bool) -> None:
     """Give a written checkpoint its manifest and its name, make it the latest, and delete the oldest."""
     (partial / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     flush(partial / MANIFEST)
@@ -135,12 +148,23 @@ def _publish(partial: Path, path: Path, manifest: Manifest, keep: int) -> None:
     partial.rename(path)
     flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-    pointer = path.parent / f".{_LATEST}.partial"
-    pointer.write_text(path.name + "\n", encoding="utf-8")
-    flush(pointer)
-    pointer.replace(path.parent / _LATEST)
+    for name in (_LATEST, _BEST) if is_best else (_LATEST,):
+        pointer = path.parent / f".{name}.partial"
+        pointer.write_text(path.name + "\n", encoding="utf-8")
+        flush(pointer)
+        pointer.replace(path.parent / name)
     flush(path.parent)
+    best = best_checkpoint(path.parent)
     saved = [(int(match[1]), other) for other in path.parent.iterdir() if (match := _FOLDER.fullmatch(other.name))]
     for _, other in sorted(saved)[:-keep]:
-        if other != path:
+        if other not in (path, best):
             shutil.rmtree(other)
+
+
+def _pointed(pointer: Path) -> Path | None:
+    if not pointer.exists():
+        return None
+    name = pointer.read_text(encoding="utf-8").strip()
+    if not _FOLDER.fullmatch(name):
+        raise CheckpointError(f"{pointer} says {name!r}, which names no checkpoint: write a folder's name into it.")
+    return pointer.parent / name

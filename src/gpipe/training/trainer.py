@@ -38,11 +38,12 @@ class Trainer:
     `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
     `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
     `evaluate_every_epochs` and `evaluate_every_steps`, both None, never evaluate; else the end of training is evaluated
-    too, with `make_metrics`. After
-    `patience` evaluations in a row without a smaller loss of the main set training ends; None waits for its length.
+    too, with `make_metrics`. After `patience` evaluations in a row without a smaller loss of the main set training
+    ends; None waits for its length.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
-    `checkpoint_folder` None saves nothing; else the end of training is saved, and each `save_every_steps`.
+    `checkpoint_folder` None saves nothing; else the end of training is saved. With `save_every_steps` also each so many
+    are, and an evaluation whose loss is the least so far. The newest `keep_checkpoints` stay, and the best.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
     """
 
@@ -235,8 +236,12 @@ class Trainer:
         if is_epoch_due or _is_due(step, self.evaluate_every_steps) or (self._is_done and self._evaluates):
             self._evaluate()
         # An evaluation may have ended the training.
-        if self.checkpoint_folder is not None and (self._is_done or _is_due(step, self.save_every_steps)):
-            self._save(self.checkpoint_folder)
+        is_best = self._totals.least_loss.get("step") == step
+        is_due = (
+            self._is_done or _is_due(step, self.save_every_steps) or (is_best and self.save_every_steps is not None)
+        )
+        if self.checkpoint_folder is not None and is_due:
+            self._save(self.checkpoint_folder, is_best=is_best)
 
     def _evaluate(self) -> None:
         """Evaluate on every evaluation set, with the averaged weights where there are any, and log it."""
@@ -253,7 +258,7 @@ class Trainer:
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, folder: Path, *, is_best: bool) -> None:
         position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
         save_checkpoint(
             folder,
@@ -264,6 +269,7 @@ class Trainer:
             config=self.config,
             results=self._totals.resumable(),
             keep=self.keep_checkpoints,
+            is_best=is_best,
         )
 
 
