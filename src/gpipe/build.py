@@ -321,7 +321,7 @@ def _find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
 
 
 def find_checkpoint(setting: str, value: str) -> Path:
-    """Return a checkpoint's folder, given that, the folder of checkpoints, or the run's folder.
+    """Return a checkpoint's folder, given that, the run's folder, the folder of checkpoints, or `best` in it.
 
     setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
     """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_run import RandomImages, SmallRun, small_run, small_trainer
 
-from gpipe.checkpoint.folder import latest_checkpoint
+from gpipe.checkpoint.folder import best_checkpoint, find_checkpoint, latest_checkpoint
 from gpipe.pipeline.failure import NonFiniteError, PipelineError
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import constant
@@ -205,10 +205,25 @@ def test_the_first_steps_are_left_out_of_the_speed_unless_there_are_no_others() 
 
 
 def test_it_saves_every_so_many_steps_and_keeps_the_newest(tmp_path: Path) -> None:
-    small_trainer(tmp_path, save_every_steps=5, keep_checkpoints=2).train()
+    small_trainer(tmp_path, save_every_steps=5, keep_checkpoints=2, evaluation_loaders={}).train()
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000010", "step-00000012"]
     assert latest_checkpoint(folder) == folder / "step-00000012"
+
+
+def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    losses = iter([3.0, 1.0, 2.0, 4.0])
+
+    class Losses(EvaluationMetrics):
+        def compute(self) -> dict[str, float]:
+            return super().compute() | {"loss": next(losses)}
+
+    settings = {"evaluate_every_epochs": None, "evaluate_every_steps": 3, "save_every_steps": 5}
+    small_trainer(tmp_path, make_metrics=Losses, keep_checkpoints=1, **settings).train()
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000006", "step-00000012"]
+    assert best_checkpoint(folder) == folder / "step-00000006" == find_checkpoint(folder / "best")
+    assert find_checkpoint(tmp_path) == find_checkpoint(folder) == folder / "step-00000012"
 
 
 def test_the_drop_path_rate_rises_linearly_to_its_final_value(tmp_path: Path) -> None:

@@ -198,8 +198,9 @@ class TrainerConfig:
     evaluate_every_epochs, evaluate_every_steps: where either is given the end of training is evaluated too; null for
         both is never, not even then.
     patience: evaluations in a row without a smaller loss after which training ends; null waits for its length.
-    save_every_steps: the end of training is saved in any case; null is only that. keep_checkpoints: null saves none,
-    not even then. timeline_every_steps: null is never.
+    save_every_steps: the end of training is saved in any case; null is only that; else also each evaluation whose loss
+        is the least so far, which stays beside the newest keep_checkpoints. keep_checkpoints: null saves none at all.
+    timeline_every_steps: null is never.
     max_hours: after which, counted from the start of the process, the run is saved and stops; null is no limit.
     non_finite: whether a loss or gradient norm that is not finite ends the run, or up to max_skipped_steps of its
         mini-batches are left out.
