@@ -40,12 +40,13 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
+        self.hangs = False
         write = FileImage.write
 
         def waiting_write(image: FileImage, path: Path, go_on: Callable[[], bool] = lambda: True) -> Any:
             self.reached.set()
             while not self.open.wait(0.01):
-                if not go_on():
+                if not self.hangs and not go_on():
                     raise InterruptedError
             return write(image, path, go_on)
 
@@ -161,6 +162,23 @@ def test_a_save_that_is_given_up_leaves_what_was(tmp_path: Path, gate: Gate, mon
     gate.open.set()
     Saver(tmp_path, run.pipeline)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_does_not_answer_is_an_error_and_what_hangs_is_known(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpipe.checkpoint.saver._GRACE_SECONDS", 0.1)
+    run = small_run()
+    run.pipeline.timeout_seconds, run.pipeline.step = 0.3, 4
+    saver = Saver(tmp_path, run.pipeline)
+    gate.hangs = True
+    begin(saver, run)
+    assert gate.reached.wait(10)
+    assert run.pipeline.place == "between two steps, while saving after step 4"
+    with pytest.raises(CheckpointError, match=r"the disk does not answer for \d+ s\): check the disk"):
+        saver.wait()
+    gate.open.set()
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_rests_of_a_killed_process_are_removed_and_a_replaced_checkpoint_comes_back(tmp_path: Path) -> None:

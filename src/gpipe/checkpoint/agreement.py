@@ -18,18 +18,18 @@ def together(pipeline: Pipeline, work: Callable[[], Any]) -> list[Any]:
     try:
         outcome = {"value": work()}
     except (CheckpointError, OSError, SafetensorError) as error:
-        outcome = as_json(error)
+        outcome = as_json(error, pipeline.place)
     outcomes = pipeline.gather(outcome)
     raise_first(outcomes)
     return [other["value"] for other in outcomes]
 
 
-def as_json(error: BaseException) -> dict[str, Any]:
-    """Return an error in the form that `raise_first` takes."""
+def as_json(error: BaseException, place: str) -> dict[str, Any]:
+    """Return an error in the form that `raise_first` takes; place: what of the job this process is, and does."""
     if isinstance(error, CheckpointError):
         return {"error": str(error), "damaged": isinstance(error, DamagedCheckpoint)}
     kind = "" if isinstance(error, OSError | SafetensorError) else f"{type(error).__name__}: "
-    text = f"The checkpoint cannot be written or read ({kind}{error}): check the disk and its permissions."
+    text = f"{place}: the checkpoint cannot be written or read ({kind}{error}): check the disk and its permissions."
     return {"error": text, "damaged": False}
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from gpipe.checkpoint.files import FileEntry
 from gpipe.checkpoint.header import DTYPES, Form, form_of, make_header
 
 _CHUNK_BYTES = 2**24  # after so many, a writer that nobody wants any more stops
+_FLUSH_CHUNKS = 64  # after so many, the disk shows that it keeps up
 
 
 class FileImage:
@@ -65,16 +66,22 @@ class FileImage:
         chunks = (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
         try:
             with path.open("xb") as file:
-                for part in chain((self._header,), chunks):
+                for number, part in enumerate(chain((self._header,), chunks), 1):
                     if not go_on():
                         raise InterruptedError(f"{path} is not needed any more")
                     file.write(part)
                     digest.update(part)
-                file.flush()
-                os.fsync(file.fileno())
+                    if number % _FLUSH_CHUNKS == 0:
+                        _flush(file)
+                _flush(file)
         except OSError as error:
             if error.filename is not None or error.errno is None:
                 raise
             # Such as a full disk, of which the operating system's message does not say where it is.
             raise type(error)(error.errno, error.strerror, str(path)) from None
         return FileEntry(len(self._header) + len(data), digest.hexdigest())
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -95,13 +95,14 @@ class Saver:
                 self._snapshot,
                 partial,
                 self._process,
+                self._pipeline,
                 manifest=manifest,
                 path=path,
                 processes=self._processes,
                 publishing={"keep": self._keep, "is_best": is_best},
             )
         else:
-            self._writer = Writer(self._snapshot, partial, self._process)
+            self._writer = Writer(self._snapshot, partial, self._process, self._pipeline)
         self._partial = partial
         self._writer.start()
         return path
@@ -152,7 +153,7 @@ class Saver:
         """Stop writing; when all processes have, free what was written: the disk may be full."""
         if self._writer is None or self._partial is None:
             return
-        self._writer.give_up()
+        self._writer.give_up(seconds=_GRACE_SECONDS)  # a disk that does not answer may hold it for ever
         self._writer = None
         self._pipeline.gather(None)
         if self._pipeline.is_first:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from gpipe.checkpoint.files import write_flushed
 from gpipe.checkpoint.folder import publish
 from gpipe.checkpoint.manifest import MANIFEST, Manifest
 from gpipe.checkpoint.snapshot import Snapshot
+from gpipe.pipeline.engine import Pipeline
 
 _POLL_SECONDS = 0.01
 
@@ -22,10 +24,13 @@ class Writer:
         snapshot: what to write; it must not be changed until `finished`.
         partial: the folder to write into, which is there.
         process: the number of this one.
+        pipeline: this process's, for messages, and for the time after which a disk that does not answer is an error.
     """
 
-    def __init__(self, snapshot: Snapshot, partial: Path, process: int) -> None:
-        self._snapshot, self._partial, self._process = snapshot, partial, process
+    def __init__(self, snapshot: Snapshot, partial: Path, process: int, pipeline: Pipeline) -> None:
+        self._snapshot, self._partial, self._process, self._pipeline = snapshot, partial, process, pipeline
+        self._place, self._doing = pipeline.place, f"saving after step {pipeline.step}"
+        self._last_sign = time.monotonic()
         self._given_up = threading.Event()
         self._outcome: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -36,32 +41,39 @@ class Writer:
 
     def status(self) -> dict[str, Any]:
         """Return {"done": whether this process has done its part}, and "error" where it could not."""
-        return {"done": not self._thread.is_alive(), **self._outcome}
+        is_done = not self._thread.is_alive()
+        silent = time.monotonic() - self._last_sign
+        if not is_done and silent > self._pipeline.timeout_seconds:
+            return {"done": False, **as_json(OSError(f"the disk does not answer for {silent:.0f} s"), self._place)}
+        return {"done": is_done, **self._outcome}
 
     def wait(self, seconds: float) -> None:
         """Wait until this process has done its part, or so long."""
         self._thread.join(seconds)
 
-    def give_up(self, seconds: float | None = None) -> None:
+    def give_up(self, seconds: float) -> None:
         """Stop at the next moment at which that is possible, and wait for it, at most so long."""
         self._given_up.set()
         self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
-            self._write()
+            with self._pipeline.doing_beside(self._doing):
+                self._write()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
-            self._outcome = as_json(error)
+            self._outcome = as_json(error, self._place)
 
     def _write(self) -> None:
         part = self._snapshot.write(self._partial, self._goes_on)
         write_flushed(part_of(self._partial, self._process), json.dumps(part))
 
     def _goes_on(self) -> bool:
+        self._last_sign = time.monotonic()
         return not self._given_up.is_set()
 
     def _pause(self) -> None:
         """Wait a moment; raises InterruptedError where nobody wants the checkpoint any more."""
+        self._last_sign = time.monotonic()
         if self._given_up.wait(_POLL_SECONDS):
             raise InterruptedError(f"{self._partial} is not needed any more")
 
@@ -81,13 +93,14 @@ class LeadingWriter(Writer):
         snapshot: Snapshot,
         partial: Path,
         process: int,
+        pipeline: Pipeline,
         *,
         manifest: Manifest,
         path: Path,
         processes: Sequence[int],
         publishing: Mapping[str, Any],
     ) -> None:
-        super().__init__(snapshot, partial, process)
+        super().__init__(snapshot, partial, process, pipeline)
         self._manifest, self._path, self._processes, self._publishing = manifest, path, processes, publishing
 
     def _write(self) -> None:

@@ -31,6 +31,9 @@ from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
 from gpipe.launch.network import choose_interface
 
+# In which all processes must have come: they start at different speeds, the more so on a busy machine.
+_START_SECONDS = 120.0
+
 
 @dataclass(frozen=True)
 class Place:
@@ -207,7 +210,8 @@ def _join(processes: Processes) -> Place:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=processes.timeout_seconds))
+    seconds = max(processes.timeout_seconds, _START_SECONDS)
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
 
 

@@ -23,6 +23,7 @@ class Activity:
     def __init__(self) -> None:
         self._task: tuple[Described, int, str] | None = None
         self._outside = "between two steps"
+        self._beside: str | None = None
 
     def start(self, stage: Described, micro_batch: int, doing: str) -> None:
         """Note that a stage works on a micro-batch; what it does is forward, recompute, backward or evaluation."""
@@ -39,10 +40,21 @@ class Activity:
         yield
         self._outside = before
 
+    @contextmanager
+    def beside(self, doing: str) -> Iterator[None]:
+        """Note what another thread does in the body, apart from all that is noted else."""
+        self._beside = doing
+        try:
+            yield
+        finally:
+            self._beside = None
+
     def __str__(self) -> str:
         """Return it in the words of an error's place."""
-        task = self._task
+        task, beside = self._task, self._beside
         if task is None:
-            return self._outside
-        stage, micro_batch, doing = task
-        return stage.describe(micro_batch, doing)
+            words = self._outside
+        else:
+            stage, micro_batch, doing = task
+            words = stage.describe(micro_batch, doing)
+        return words if beside in (None, words) else f"{words}, while {beside}"

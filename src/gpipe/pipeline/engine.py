@@ -67,6 +67,7 @@ class Pipeline:
     Attributes:
         layers: this process's layers, under their index in the whole model.
         step: the number of finished training steps; set it to resume.
+        timeout_seconds: as given.
 
     Raises:
         ValueError: settings that do not fit each other; the message names the value and the remedy.
@@ -102,7 +103,7 @@ class Pipeline:
         self.partitions = tuple(partitions)
         self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
         check_stages_per_device(schedule, self.num_stages, stages_per_device)
-        self.seed, self.step = seed, 0
+        self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight = loss, loss_weight
         self._processes: Processes | None = None
         self._transfer: Transfer
@@ -338,9 +339,18 @@ class Pipeline:
         """Tell the other processes of the pipeline that this one stops, and why, so that they stop at once."""
         self._guard.stop(error)
 
+    @property
+    def place(self) -> str:
+        """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
+        return self._processes.place if self._processes is not None else str(self._activity)
+
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Note what this process does in the body, such as "loading data", for messages about its failure."""
         return self._activity.outside(what)
+
+    def doing_beside(self, what: str) -> AbstractContextManager[None]:
+        """Note what a thread of this process does in the body while the pipeline works, as `doing` does."""
+        return self._activity.beside(what)
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the connections' threads; happens by itself at the end."""

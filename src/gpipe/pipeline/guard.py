@@ -14,7 +14,6 @@ from gpipe.pipeline.executor import Executor
 from gpipe.pipeline.failure import LostPeer, NonFiniteError, PeerFailure, PipelineError
 from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.randomness import preserved_generators
-from gpipe.pipeline.schedule import name_stages
 from gpipe.pipeline.transfer import Transfer
 
 
@@ -77,13 +76,12 @@ class Guard:
 
     def stop(self, error: BaseException) -> None:
         """Clean up, and tell the other processes that this one stops, and why; the error is told where it happened."""
-        activity = str(self._processes.watch.activity) if self._processes is not None else ""
+        place = self._processes.place if self._processes is not None else ""
         self._executor.reset()
         batch_norm.discard(self._batch_norms)
         if self._processes is None or self._broken is not None:
             return
         if not isinstance(error, PipelineError):
-            place = f"rank {self._processes.rank}, {name_stages(self._processes.stages)}, {activity}"
             error.add_note(place)
             error = PipelineError(f"{place}: {type(error).__name__}: {error}", stage=self._processes.stage)
         elif not isinstance(error, PeerFailure | NonFiniteError):  # of the latter all processes say the same

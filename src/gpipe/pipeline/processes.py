@@ -90,6 +90,11 @@ class Processes:
         """The stage of this process, for errors; None where it has several."""
         return self.stages[0] if len(self.stages) == 1 else None
 
+    @property
+    def place(self) -> str:
+        """What of the job this process is, and what it does, for messages."""
+        return f"rank {self.rank}, {name_stages(self.stages)}, {self.watch.activity}"
+
     def process_of(self, stage: int) -> int:
         """Return which process of the pipeline has a stage."""
         return stage % self._num_devices

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.errors import CheckpointError
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.failure import NonFiniteError
+from gpipe.pipeline.failure import NonFiniteError, PipelineError
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
@@ -168,8 +169,8 @@ class Trainer:
         except Stopped:
             raise
         except BaseException as error:
-            # Such as a broken image: the other stages would wait for this one.
-            self.pipeline.abort(error)
+            # Such as a broken image: the other stages would wait for this one. A CheckpointError is another's perhaps.
+            self.pipeline.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
             self._checkpoints.abandon()
             raise
         peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
