@@ -57,7 +57,6 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
     [
         ("model.num_filter=3", "Could not override 'model.num_filter'"),
         ("+model.num_filter=3", "error: model.num_filter is unknown, expected one of auxiliary_head"),
-        ("pipeline.num_stages=10", "error: num_partitions is 10, but 9 layers can make from 1 to 9"),
     ],
 )
 def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, said: str) -> None:
@@ -65,6 +64,18 @@ def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, 
     assert done.returncode == 1
     assert done.stderr.startswith(said)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_model_that_cannot_be_cut_so_is_one_message_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        train_here(tmp_path, *TINY, "pipeline.num_stages=10")
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: num_partitions is 10, but 9 layers can make from 1 to 9")
+    assert "Traceback" not in said
 
 
 def test_a_checkpoint_that_is_not_there_is_said_before_anything_is_built(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_sweep_skips_what_is_done_and_ends_with_its_table(tmp_path: Path) -> N
 
 def test_a_sweep_may_go_over_experiments(tmp_path: Path) -> None:
     experiments = "+experiment=amoebanet_imagenet,amoebanet_fashion_mnist"
-    done = start(tmp_path, "-m", experiments, "trainer.dry_run=true")
+    done = start(tmp_path, "-m", experiments, "model.num_layers=3", "model.num_filters=8", "trainer.dry_run=true")
     assert (done.returncode, done.stderr) == (0, "")
     assert "amoebanet_imagenet: K=4" in done.stdout and "amoebanet_fashion_mnist: K=1" in done.stdout
     (summary,) = (tmp_path / "runs").glob("sweep-*/summary.md")
@@ -43,7 +43,13 @@ def test_a_job_that_fails_does_not_end_the_sweep_but_its_status_says_so(tmp_path
 
 
 def test_the_jobs_of_a_sweep_may_run_in_processes_of_a_cluster(tmp_path: Path) -> None:
-    arguments = ("-m", *TINY, "hydra/launcher=submitit_local", "launch.num_processes=1,2")
+    arguments = (
+        "-m",
+        *TINY,
+        "hydra/launcher=submitit_local",
+        "pipeline.num_microbatches=2",
+        "launch.num_processes=1,2",
+    )
     done = start(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     assert "2 done; the table is in" in done.stdout
@@ -52,7 +58,15 @@ def test_the_jobs_of_a_sweep_may_run_in_processes_of_a_cluster(tmp_path: Path) -
 
 
 def test_a_search_tries_values_and_tells_the_best(tmp_path: Path) -> None:
-    done = start(tmp_path, "-m", *TINY, "+search=learning_rate", "hydra.sweeper.n_trials=2", warnings="default")
+    done = start(
+        tmp_path,
+        "-m",
+        *TINY,
+        "+search=learning_rate",
+        "hydra.sweeper.n_trials=2",
+        "pipeline.num_microbatches=2",
+        warnings="default",
+    )
     assert done.returncode == 0, done.stderr
     rates = {record.config["optimizer"]["learning_rate"] for record in read_records(tmp_path / "runs")}
     assert len(rates) == 2 and all(0.0003 <= rate <= 0.3 for rate in rates)
