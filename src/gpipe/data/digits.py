@@ -5,7 +5,6 @@ split is balanced and the same everywhere.
 """
 
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,11 @@ _TEST_EVERY = 5
 
 def open_digits(_root: Path, split: str) -> ImageArray:
     """Open scikit-learn's digits (Alpaydin and Kaynak 1998): 1,797 images, 8x8 grey, about 180 a class."""
-    # Its file alone: load_digits() would load all of scikit-learn, which takes seconds in each process.
-    spec = find_spec("sklearn")
-    assert spec is not None and spec.submodule_search_locations is not None, "the source has looked for the package"
-    (folder,) = spec.submodule_search_locations
-    table = np.loadtxt(Path(folder) / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    images = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # counts of pixels, 0 to 16
-    return _take_split(images, table[:, -1].astype(np.int64), split)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # its values are counts of pixels, 0 to 16
+    return _take_split(images, digits.target, split)
 
 
 def open_mnist_5k(_root: Path, split: str) -> ImageArray:
