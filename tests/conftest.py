@@ -1,5 +1,6 @@
 """Fixtures that tests of several folders use."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from gpipe.config import register_schemas
 from tests.process_pool import ProcessPool
 
 CONF = Path(__file__).parents[1] / "conf"
+# For the programs that tests start, beside other tests: threads that share a core wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,7 +10,7 @@ from hydra import compose
 from gpipe.config import to_run
 from gpipe.results.records import read_records
 from gpipe.run import start as train
-from tests.test_train import metrics, run_folder, start, weights
+from tests.train_program import metrics, run_folder, start, weights
 
 TOKENS = ("model=transformer_lm_small", "data=random_tokens")
 TINY = (

@@ -15,8 +15,8 @@ from gpipe.data import Tokenizer, open_corpus, open_tokenizer
 from gpipe.results.records import read_records
 from gpipe.results.translation_runs import resource_groups
 from gpipe.run import start as train
-from tests.test_train import metrics, run_folder, start, weights
 from tests.test_translate import TINY
+from tests.train_program import metrics, run_folder, start, weights
 
 pytestmark = pytest.mark.usefixtures("composer")
 MODELS = {"t6_8192_16": 1, "t12_16384_32": 2, "t24_8192_16": 4, "t32_16384_32": 8, "t64_16384_32": 16}

@@ -16,7 +16,7 @@ from gpipe.checkpoint import folder as checkpoints
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch import stops
-from gpipe.launch.processes import Place, Processes
+from gpipe.launch.processes import Place
 from gpipe.models import set_drop_path
 from gpipe.pipeline.cost import analyze_layers
 from gpipe.pipeline.engine import Pipeline
@@ -38,23 +38,6 @@ from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 from gpipe.workloads import workload_of
-
-
-def build_processes(run: RunConfig, folder: Path) -> Processes:
-    """Say how many processes the run wants, and of which kind; `folder` is the run's."""
-    return Processes(
-        num_stages=run.pipeline.num_stages,
-        num_replicas=run.launch.num_replicas,
-        num_processes=run.launch.num_processes,
-        num_threads=run.launch.num_threads,
-        device=run.launch.device.value,
-        timeout_seconds=run.pipeline.timeout_seconds,
-        folder=folder,
-        debug=run.launch.debug,
-        stages_per_device=run.pipeline.stages_per_device,
-        pin_cores=run.launch.pin_cores,
-        max_restarts=run.launch.max_restarts,
-    )
 
 
 def check_checkpoints(run: RunConfig) -> None:

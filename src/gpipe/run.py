@@ -1,19 +1,24 @@
 """What happens between the checked settings of a run and its record.
 
-The processes that are started for a run import this module, whichever program asked for them.
+The processes that are started for a run import this module, whichever program asked for them. What takes seconds to
+load (timm, torchvision, torch's compiler) comes inside of the functions: a process that only starts others needs none
+of it, and they wait for it.
 """
 
-from pathlib import Path
+from __future__ import annotations
 
-from gpipe import build, outcome
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from gpipe.config import RunConfig, to_plain, to_yaml
 from gpipe.launch import processes, stops
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import one_message
-from gpipe.launch.processes import Place
-from gpipe.pipeline.timeline import Timeline
-from gpipe.planning.plan import print_plan
+from gpipe.launch.processes import Place, Processes
 from gpipe.training.stop import Stopped
+
+if TYPE_CHECKING:
+    from gpipe.pipeline.timeline import Timeline
 
 
 def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
@@ -22,14 +27,16 @@ def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = T
     folder: the run's. overrides: those of the command line. hints: say in the end what to try next.
     """
     with one_message(debug=run.launch.debug):
-        build.check_checkpoints(run)
-        started = build.build_processes(run, folder)
+        if (run.trainer.resume_from, run.init_from) != (None, None):
+            from gpipe.build import check_checkpoints
+
+            check_checkpoints(run)
         if run.trainer.dry_run:
-            print_plan(build.build_plan(run, build.build_layers(run)), run.name, build.name_processes(run))
+            _print_plan(run)
             return
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
-    processes.run(train, started, run, overrides, hints)
+    processes.run(train, _processes_of(run, folder), run, overrides, hints)
 
 
 def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hints: bool) -> None:
@@ -37,6 +44,9 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
 
     Goes on where an earlier session in this folder stopped. Raises SystemExit(75) where this one was asked to stop.
     """
+    from gpipe import build, outcome
+    from gpipe.planning.plan import print_plan
+
     layers = build.build_layers(run)
     plan = build.build_plan(run, layers, place)
     if place.is_main:
@@ -59,3 +69,27 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
         pipeline.close()
         raise SystemExit(stops.STOPPED) from None
     pipeline.close()
+
+
+def _print_plan(run: RunConfig) -> None:
+    from gpipe import build
+    from gpipe.planning.plan import print_plan
+
+    print_plan(build.build_plan(run, build.build_layers(run)), run.name, build.name_processes(run))
+
+
+def _processes_of(run: RunConfig, folder: Path) -> Processes:
+    """Return how many processes the run wants, and of which kind; `folder` is the run's."""
+    return Processes(
+        num_stages=run.pipeline.num_stages,
+        num_replicas=run.launch.num_replicas,
+        num_processes=run.launch.num_processes,
+        num_threads=run.launch.num_threads,
+        device=run.launch.device.value,
+        timeout_seconds=run.pipeline.timeout_seconds,
+        folder=folder,
+        debug=run.launch.debug,
+        stages_per_device=run.pipeline.stages_per_device,
+        pin_cores=run.launch.pin_cores,
+        max_restarts=run.launch.max_restarts,
+    )

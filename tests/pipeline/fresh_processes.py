@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 
 
-def run(num_processes: int, function: Callable[..., Any], *args: Any, seconds: float = 30) -> dict[int, Any]:
+def run(
+    num_processes: int, function: Callable[..., Any], *args: Any, mute: int | None = None, seconds: float = 30
+) -> dict[int, Any]:
     """Call function(rank, *args) in processes of a Gloo group; return what those that answered returned.
 
-    Ends when all have answered or died, or after some seconds; then kills what is left. The key-value store is in this
-    process, as torchrun's is in its agent.
+    Ends when all have answered or died, or after some seconds; then kills what is left. mute: a rank that is to neither
+    answer nor die; its answer counts, but is not waited for. The key-value store is in this process, as torchrun's is
+    in its agent.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Forked from a server that has torch already: a new interpreter would take seconds.
@@ -33,17 +36,17 @@ def run(num_processes: int, function: Callable[..., Any], *args: Any, seconds: f
         processes[-1].start()
         theirs.close()
     try:
-        return _answers(pipes, time.monotonic() + seconds)
+        return _answers(pipes, mute, time.monotonic() + seconds)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _answers(pipes: dict[int, Connection], deadline: float) -> dict[int, Any]:
+def _answers(pipes: dict[int, Connection], mute: int | None, deadline: float) -> dict[int, Any]:
     answers = {}
     waiting = {pipe: rank for rank, pipe in pipes.items()}
-    while waiting and (remaining := deadline - time.monotonic()) > 0:
+    while waiting.keys() - {pipes.get(mute)} and (remaining := deadline - time.monotonic()) > 0:
         for pipe in wait(list(waiting), remaining):
             rank = waiting.pop(pipe)
             try:

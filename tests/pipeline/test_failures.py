@@ -269,8 +269,8 @@ def raise_in_one(rank: int) -> tuple[list[str], float]:
     return errors, pipeline.step
 
 
-def test_a_loss_that_is_not_finite_is_raised_on_all_and_all_go_on(processes: ProcessPool) -> None:
-    for errors, num_steps in processes.run(3, raise_in_one):
+def test_a_loss_that_is_not_finite_is_raised_on_all_and_all_go_on(pool: ProcessPool) -> None:
+    for errors, num_steps in pool.run(3, raise_in_one):
         assert len(errors) == 1 and "the loss of step 1 is inf in stage 2; nothing was updated" in errors[0]
         assert num_steps == 2
 
@@ -314,13 +314,13 @@ def test_a_process_that_hangs_is_named_also_by_those_far_away(
     action: Callable[[], None], where: str, culprit: int
 ) -> None:
     start = time.monotonic()
-    events = fresh_processes.run(4, train, 4, culprit, where, action, SILENT_SECONDS, seconds=40)
+    events = fresh_processes.run(4, train, 4, culprit, where, action, SILENT_SECONDS, mute=culprit)
     assert_named(events, {0, 1, 2, 3} - {culprit}, culprit, "does not answer: stage")
     assert max(event.time for event in events.values()) - start < SILENT_SECONDS + 2 * SECONDS
 
 
 def test_a_replica_that_hangs_is_named_in_all() -> None:
-    events = fresh_processes.run(4, train, 2, 1, "forward", stop, SILENT_SECONDS, 2, seconds=40)
+    events = fresh_processes.run(4, train, 2, 1, "forward", stop, SILENT_SECONDS, 2, mute=1)
     assert_named(events, {0, 2, 3}, 1, "stage 1 of replica 0 (rank 1, process ")
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.reliability.hosts import TRAIN, Host, two_hosts
 from tests.reliability.test_faults import GRACE_SECONDS, RUN, TIMEOUT_SECONDS, wait_for_file
-from tests.test_train import start
+from tests.train_program import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 SHAPES = {

@@ -1,6 +1,5 @@
 """Training and checkpoints with one process a stage equal those of one process that plays all stages."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 import torch
 from small_run import SmallRun, small_run, small_trainer
 from torch.distributed.device_mesh import init_device_mesh
+from train_and_save import train
 
 from gpipe.checkpoint.folder import latest_checkpoint
 from gpipe.checkpoint.manifest import Manifest
@@ -19,28 +19,7 @@ from tests.process_pool import ProcessPool
 
 pytestmark = pytest.mark.slow
 
-Done = subprocess.CompletedProcess[str]
 SCRIPT = Path(__file__).with_name("train_and_save.py")
-
-
-def torchrun(num_processes: int, folder: Path, num_replicas: int, *fault: str) -> Done:
-    """Run the script with so many processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    return subprocess.run(
-        [*command, str(SCRIPT), str(folder), str(num_replicas), *fault],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def outcome(done: Done) -> dict[str, Any]:
-    """Read what the script printed."""
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
 
 
 def latest(folder: Path) -> Path:
@@ -50,7 +29,9 @@ def latest(folder: Path) -> Path:
     return path
 
 
-def test_three_processes_go_on_where_one_stopped_and_one_reads_what_they_wrote(tmp_path: Path) -> None:
+def test_three_processes_go_on_where_one_stopped_and_one_reads_what_they_wrote(
+    tmp_path: Path, processes: ProcessPool
+) -> None:
     whole = small_trainer(tmp_path / "whole")
     summary = whole.train()
 
@@ -59,8 +40,8 @@ def test_three_processes_go_on_where_one_stopped_and_one_reads_what_they_wrote(t
     stopped.learning_rate = lambda step: 1 / 0 if step == 7 else schedule(step)
     with pytest.raises(ZeroDivisionError):
         stopped.train()
-    result = outcome(torchrun(3, tmp_path / "run", 1))
-    assert result["resumed"] and result["evaluation"] == summary.evaluation
+    for result in processes.run(3, train, tmp_path / "run"):
+        assert result["resumed"] and result["evaluation"] == summary.evaluation
     # Each stage wrote its own layers.
     assert Manifest.read(latest(tmp_path / "run")).tensors["weights"]["layers.5.bias"].file == "weights-2.safetensors"
 
@@ -97,14 +78,22 @@ def test_processes_of_two_stages_train_and_save_what_one_stage_does(tmp_path: Pa
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_replicas_write_once(tmp_path: Path) -> None:
-    outcome(torchrun(4, tmp_path, 2))
+def test_replicas_write_once(tmp_path: Path, processes: ProcessPool) -> None:
+    processes.run(4, train, tmp_path, 2)
     names = {file.name for file in latest(tmp_path).glob("weights-*")}
     assert names == {"weights-0.safetensors", "weights-1.safetensors"}
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.startswith(".")] == []
 
 
 def test_data_that_one_stage_cannot_read_ends_every_process_with_the_cause(tmp_path: Path) -> None:
-    done = torchrun(2, tmp_path, 1, "data")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode != 0
     assert "rank 0: OSError: photograph-17.png is broken" in done.stderr

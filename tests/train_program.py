@@ -1,0 +1,73 @@
+"""The program that trains, as a user starts it or in the tests' own process, and what a run leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from hydra import compose
+from safetensors.torch import load_file
+
+from gpipe.config import to_run
+from gpipe.run import start as start_run
+
+ROOT = Path(__file__).parents[1]
+TRAIN = str(ROOT / "train.py")
+TINY = (
+    "trainer.max_steps=3",
+    "trainer.batch_size=16",
+    "trainer.evaluation_batch_size=500",
+    "model.num_filters=8",
+    "data.image_size=32",
+    "schedule.warm_up_epochs=0",
+    "launch.num_threads=1",
+    "launch.device=cpu",
+    "tracking=disabled",
+)
+
+
+def start(
+    folder: Path, *arguments: str, torchrun: bool = False, warnings: str = "error"
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py in a folder, with warnings as errors, and return what came of it."""
+    program = [sys.executable, "-W", warnings, TRAIN]
+    if torchrun:
+        program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(
+        [*program, *arguments], check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def train_here(folder: Path, *overrides: str) -> None:
+    """Train in this process, in a folder like a user's: all but the start of the program. Needs `composer`."""
+    run = folder / "runs" / "train" / "now"
+    run.mkdir(parents=True)
+    start_run(to_run(compose("train", overrides=list(overrides))), run, [])
+
+
+def run_folder(folder: Path) -> Path:
+    """Return the one run's folder."""
+    (found,) = (folder / "runs").glob("*/*")
+    return found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights and averages of a run's last checkpoint, by kind and name."""
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    return {
+        f"{kind}/{name}": tensor
+        for kind in ("weights", "ema")
+        for path in checkpoint.glob(f"{kind}-*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """Return the lines of a run's log that are of steps and evaluations, without what depends on the machine."""
+    every = [json.loads(line) for line in (run_folder(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in every if "epoch" in line]
+    timed = {"examples_per_second", "step_seconds", "peak_memory_bytes", "wait_seconds", "bubble"}
+    return [{key: value for key, value in line.items() if key not in timed} for line in lines]
