@@ -13,7 +13,7 @@ quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photog
 	$(BIN)/python train.py +experiment=amoebanet_imagenet scale=laptop
 
 test: lint ## set up, then lint and run all tests
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 lint: .venv ## style, format and types

@@ -1,6 +1,7 @@
 """BLEU and chrF of a trained translation model, a language and a group of languages, by beam search in one process.
 
     python experiments/bleu.py runs/transformer_multilingual_laptop/<date> --record runs/bleu.jsonl
+    python experiments/bleu.py runs/sweep-<id>/*/checkpoints/best --record runs/bleu.jsonl
 
 The languages are ordered by the number of training pairs that the model had: the larger half is high, the smaller one
 low resource. Each language counts alike in an average. sacreBLEU's BLEU and chrF with their default settings, and
@@ -29,7 +30,7 @@ from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.decoding.scores import group_averages, score_corpus, signatures
 from gpipe.launch.errors import one_message
-from gpipe.results.records import append_record, make_record, without_places
+from gpipe.results.records import Record, append_record, make_record, without_places
 from gpipe.results.translation_runs import SCORING, resource_groups
 from gpipe.trained import TrainedModel, open_trained
 from gpipe.translate import find_device, translate_lines
@@ -116,10 +117,23 @@ def evaluate(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]
     return {"step": model.step, "seconds": seconds, **searched, **score_languages(texts, num_pairs)}
 
 
+def record_of(model: TrainedModel, results: dict[str, Any], words: list[str], device: torch.device) -> Record:
+    """Return the record of one run's scores; words: the command line that scores it alone."""
+    return make_record(
+        kind="measured",
+        command=shlex.join(["python", "experiments/bleu.py", *words]),
+        experiment=SCORING,
+        config=to_plain(model.run),
+        seed=model.run.seed,
+        results=results,
+        gpus=[torch.cuda.get_device_name()] if device.type == "cuda" else [],
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, evaluate, and record."""
+    """Read the command line; evaluate and record one run after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", help="a run's folder, or a checkpoint's")
+    parser.add_argument("runs", nargs="+", metavar="run", help="a run's folder, a checkpoint's, or checkpoints/best")
     parser.add_argument("--split", choices=SPLITS, default="test")
     parser.add_argument("--languages", nargs="+", help="codes; by default all that the model was trained on")
     parser.add_argument("--limit", type=int, help="at most so many sentences of a language, the first ones")
@@ -131,17 +145,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--limit is {options.limit}, expected 1 or more: leave it out for all sentences.")
     with one_message():
         device = find_device(Device(options.device))
-        model = open_trained(options.run, device)
-        results = evaluate(model, options)
-    print_scores(results)
-    if options.record is not None:
-        command = shlex.join(["python", "experiments/bleu.py", *(arguments or sys.argv[1:])])
-        gpus = [torch.cuda.get_device_name()] if device.type == "cuda" else []
-        record = make_record(
-            kind="measured", command=command, experiment=SCORING, config=to_plain(model.run), seed=model.run.seed,
-            results=results, gpus=gpus,
-        )  # fmt: skip
-        append_record(options.record, without_places(record))
+        for run in options.runs:
+            model = open_trained(run, device)
+            results = evaluate(model, options)
+            print_scores(results)
+            if options.record is not None:
+                words = [word for word in arguments or sys.argv[1:] if word == run or word not in options.runs]
+                append_record(options.record, without_places(record_of(model, results, words, device)))
 
 
 if __name__ == "__main__":

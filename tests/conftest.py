@@ -16,6 +16,11 @@ CONF = Path(__file__).parents[1] / "conf"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of whole programs first: they take longest, and the last file leaves the other workers idle."""
+    items.sort(key=lambda item: len(item.path.parts))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Compute with as many threads as each process of a pipeline does, so that bits can be compared."""
