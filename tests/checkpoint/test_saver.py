@@ -16,6 +16,7 @@ from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.file_image import FileImage
 from gpipe.checkpoint.folder import best_checkpoint, latest_checkpoint
 from gpipe.checkpoint.saver import Saver
+from gpipe.checkpoint.snapshot import Snapshot
 from gpipe.training.saved_state import saved_optimizer
 from tests.process_pool import ProcessPool
 
@@ -66,8 +67,8 @@ def test_what_is_written_is_what_was_when_training_went_on(tmp_path: Path, gate:
     then = run.tensors()
     saver = Saver(tmp_path, run.pipeline)
     path = begin(saver, run)
+    run.train(3, saver.wait_until_copied)
     assert gate.reached.wait(10)
-    run.train(3)
     saver.check([saver.status()])
     assert saver.is_busy and not path.exists() and latest_checkpoint(tmp_path) is None
     gate.open.set()
@@ -80,12 +81,37 @@ def test_what_is_written_is_what_was_when_training_went_on(tmp_path: Path, gate:
     assert_equal(run, undisturbed.tensors())
 
 
+def test_a_copy_that_is_late_has_nothing_of_the_forward_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, is_late, copy = small_run((1, 2, 3)), threading.Event(), Snapshot.copy
+
+    def late_copy(snapshot: Snapshot) -> None:
+        assert is_late.wait(10)
+        copy(snapshot)
+
+    def before_update() -> None:
+        is_late.set()
+        saver.wait_until_copied()
+
+    monkeypatch.setattr(Snapshot, "copy", late_copy)
+    run.train(2)
+    then, saver = run.tensors(), Saver(tmp_path, run.pipeline)
+    path = begin(saver, run)
+    run.train(1, before_update)
+    saver.wait()
+    reader = small_run(seed=1)
+    reader.load(path)
+    assert_equal(reader, then)
+    assert any(not torch.equal(then[name], now) for name, now in run.tensors().items() if "running_mean" in name)
+
+
 def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path: Path, gate: Gate) -> None:
     run = small_run()
     run.train(1)
     first, saver = run.tensors(), Saver(tmp_path, run.pipeline)
     path = begin(saver, run, 1)
-    run.train(1)
+    run.train(1, saver.wait_until_copied)
     threading.Timer(0.2, gate.open.set).start()
     begin(saver, run, 2)
     assert path.exists()

@@ -1,7 +1,7 @@
 """A small network, its data and its trainer: what the tests of checkpoints and of the trainer run."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -84,12 +84,13 @@ class SmallRun:
     optimizer: torch.optim.Optimizer
     ema: Ema
 
-    def train(self, num_steps: int) -> None:
+    def train(self, num_steps: int, before_update: Callable[[], None] = lambda: None) -> None:
         """Make a few updates."""
         loader = RandomImages()
         for _, batch in zip(range(num_steps), loader, strict=False):
             self.optimizer.zero_grad(set_to_none=True)
             self.pipeline.train_step(batch)
+            before_update()
             self.optimizer.step()
             self.ema.update(self.pipeline.step)
 

@@ -1,8 +1,10 @@
 """Save checkpoints while training goes on: each stage its own layers, the first one the rest.
 
-    save      training stands still while each process copies its tensors in memory; the leader makes a partial folder
-    thread    each process writes its files and flushes them, then part-<process>.json
+    save      each process notes its tensors; the leader makes a partial folder
+    thread    each process copies its tensors in memory, which do not change during a forward and a backward
+              each process writes its files and flushes them, then part-<process>.json
               the leader waits for all parts, writes manifest.json, renames the folder, moves `latest`, deletes old ones
+    update    of the weights: waits until the tensors are copied
     check     at the boundaries of the following steps: all processes raise an error that one had
 
 The processes need a file system that all of them see. Replicas other than the first have the same tensors and write
@@ -14,6 +16,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from gpipe.checkpoint.agreement import raise_first, together
 from gpipe.checkpoint.entries import Position
@@ -68,9 +72,11 @@ class Saver:
         results: Mapping[str, Any] | None = None,
         is_best: bool = False,
     ) -> Path:
-        """Begin to save, and return the checkpoint's folder to be; the tensors may change as soon as this returns.
+        """Begin to save, and return the checkpoint's folder to be.
 
-        Waits for the save before. `config` and `results` are JSON. is_best: point `best` to this checkpoint.
+        Weights, averages and the optimiser's state may change after `wait_until_copied`; buffers, which a forward
+        changes, as soon as this returns. Waits for the save before. `config` and `results` are JSON. is_best: point
+        `best` to this checkpoint.
         Raises CheckpointError on every process that writes, where one of them failed in this save or the one before.
         """
         path = self._folder / name_of(position.step)
@@ -79,10 +85,11 @@ class Saver:
         self.wait()
         self._num_saves += 1
         partial = self._folder / f".{path.name}.partial-{self._token}-{self._num_saves}"
-        kinds = dict(model)
+        kinds = {**model, "weights": self._without_buffers(model["weights"])}
         if optimizer is not None:
             kinds["optimizer"] = optimizer.read()
-        together(self._pipeline, lambda: self._prepare(partial, kinds))
+        together(self._pipeline, lambda: partial.mkdir() if self._pipeline.is_first else None)
+        self._snapshot.take(kinds)
         if self._pipeline.is_first:
             manifest = Manifest(
                 position=position,
@@ -106,6 +113,11 @@ class Saver:
         self._partial = partial
         self._writer.start()
         return path
+
+    def wait_until_copied(self) -> None:
+        """Wait until the tensors may change; each process calls it before it updates them."""
+        if self._writer is not None:
+            self._writer.wait_until_copied()
 
     @property
     def is_busy(self) -> bool:
@@ -144,10 +156,10 @@ class Saver:
             self._writer.give_up(seconds=1.0)
             self._writer = None
 
-    def _prepare(self, partial: Path, kinds: Kinds) -> None:
-        if self._pipeline.is_first:
-            partial.mkdir()
-        self._snapshot.take(kinds)
+    def _without_buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights, and copies of the buffers among them."""
+        parameters = dict(self._pipeline.layers.named_parameters(prefix="layers", remove_duplicate=False))
+        return {name: tensor if name in parameters else tensor.clone() for name, tensor in weights.items()}
 
     def _give_up(self) -> None:
         """Stop writing; when all processes have, free what was written: the disk may be full."""

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from gpipe.checkpoint.state import Kinds
 class Snapshot:
     """Copies of this process's tensors as they are at one moment, `<kind>-<stage>.safetensors` each.
 
+    `take` in the thread that trains, then `copy` and `write` in another one.
+
     The memory is kept and used again. Tied parameters are copied under each of their names.
 
     Args:
@@ -27,19 +30,32 @@ class Snapshot:
         self._ends = list(accumulate(partitions))
         self._images: dict[str, FileImage] = {}
         self._kinds: dict[str, str] = {}
+        self._taken: Mapping[str, dict[str, Tensor]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def take(self, kinds: Kinds) -> None:
+        """Take the tensors as they are now; until `copy` has returned they must not change."""
+        self._taken = self._parts(kinds)
+        for device in {tensor.device for part in self._taken.values() for tensor in part.values() if tensor.is_cuda}:
+            # Beside the stream that computes, which goes on meanwhile; but after what it has been given so far.
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(self) -> None:
         """Copy the tensors; when this returns they may change."""
-        parts = self._parts(kinds)
+        parts, self._taken = self._taken, {}
         for file in set(self._images) - set(parts):
             del self._images[file]
-        for file, tensors in parts.items():
-            if file not in self._images or not self._images[file].fits(tensors):
-                self._images.pop(file, None)  # before the new one takes its memory
-                self._images[file] = FileImage.of(tensors)
-            self._images[file].copy(tensors)
-        for device in {tensor.device for tensors in parts.values() for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        with ExitStack() as streams:
+            for stream in self._streams.values():
+                streams.enter_context(torch.cuda.stream(stream))  # which is the current one on its own device alone
+            for file, tensors in parts.items():
+                if file not in self._images or not self._images[file].fits(tensors):
+                    self._images.pop(file, None)  # before the new one takes its memory
+                    self._images[file] = FileImage.of(tensors)
+                self._images[file].copy(tensors)
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def write(self, folder: Path, go_on: Callable[[], bool]) -> dict[str, Any]:
         """Write the files and flush them; return their entries in a manifest, as JSON."""

@@ -21,7 +21,7 @@ class Writer:
     """Writes the files of one process, and `part-<process>.json` when they are on the disk.
 
     Args:
-        snapshot: what to write; it must not be changed until `finished`.
+        snapshot: what was taken and is to be copied and written; another may be taken when this one is done.
         partial: the folder to write into, which is there.
         process: the number of this one.
         pipeline: this process's, for messages, and for the time after which a disk that does not answer is an error.
@@ -31,7 +31,7 @@ class Writer:
         self._snapshot, self._partial, self._process, self._pipeline = snapshot, partial, process, pipeline
         self._place, self._doing = pipeline.place, f"saving after step {pipeline.step}"
         self._last_sign = time.monotonic()
-        self._given_up = threading.Event()
+        self._given_up, self._copied = threading.Event(), threading.Event()
         self._outcome: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
@@ -46,6 +46,10 @@ class Writer:
         if not is_done and silent > self._pipeline.timeout_seconds:
             return {"done": False, **as_json(OSError(f"the disk does not answer for {silent:.0f} s"), self._place)}
         return {"done": is_done, **self._outcome}
+
+    def wait_until_copied(self) -> None:
+        """Wait until the tensors may change."""
+        self._copied.wait()
 
     def wait(self, seconds: float) -> None:
         """Wait until this process has done its part, or so long."""
@@ -64,6 +68,10 @@ class Writer:
             self._outcome = as_json(error, self._place)
 
     def _write(self) -> None:
+        try:
+            self._snapshot.copy()
+        finally:
+            self._copied.set()
         part = self._snapshot.write(self._partial, self._goes_on)
         write_flushed(part_of(self._partial, self._process), json.dumps(part))
 

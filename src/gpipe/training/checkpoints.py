@@ -96,6 +96,11 @@ class Checkpoints:
                 is_best=is_best,
             )
 
+    def wait_until_copied(self) -> None:
+        """Wait until the save under way, if one is, lets weights, averages and the optimiser's state change."""
+        if self._saver is not None:
+            self._saver.wait_until_copied()
+
     def status(self) -> dict[str, Any] | None:
         """Return how this process's part of the save that is under way goes, for `check`; None where none is."""
         return self._saver.status() if self._saver is not None else None

@@ -223,6 +223,7 @@ class Trainer:
             return values, None
         if self.max_gradient_norm is not None:
             values["gradient_norm"] = self.pipeline.clip_gradients(self.max_gradient_norm)
+        self._checkpoints.wait_until_copied()
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update(self.pipeline.step)
