@@ -4,7 +4,7 @@ BIN := .venv/bin
 FAIRSEQ := fairseq==0.12.2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format notebooks lock clean
+.PHONY: help quickstart test reliability lint format notebooks lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -12,9 +12,12 @@ help: ## list the targets
 quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photographs in two processes
 	$(BIN)/python train.py +experiment=amoebanet_imagenet scale=laptop
 
-test: lint ## set up, then lint and run all tests
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not alone"
+test: lint ## set up, then lint and run the tests
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
 	$(BIN)/python -m pytest -m alone
+
+reliability: .venv ## set up, then kill, stop, starve and disconnect whole runs: a quarter of an hour
+	$(BIN)/python -m pytest -m reliability
 
 lint: .venv ## style, format and types
 	$(BIN)/ruff check .

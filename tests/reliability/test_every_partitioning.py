@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from gpipe.checkpoint.entries import Position
 from tests.process_pool import ProcessPool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.reliability
 
 PARTITIONS = {1: (6,), 2: (2, 4), 3: (1, 2, 3), 4: (1, 1, 3, 1)}
 POSITION = Position(2, 0, 2, 0)

@@ -72,7 +72,7 @@ CELLS = [
     (action, place, (row + PLACES.index(place)) % 3) for row, action in enumerate(WHERE) for place in WHERE[action]
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.reliability
 
 
 @dataclass(frozen=True)

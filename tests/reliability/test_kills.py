@@ -11,7 +11,7 @@ import pytest
 
 from tests.reliability.session import ROOT, assert_same, run_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.reliability
 SCRIPT = Path(__file__).with_name("kill_at_random.py")
 
 

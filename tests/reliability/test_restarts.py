@@ -9,7 +9,7 @@ import pytest
 from tests.reliability.test_faults import RUN, assert_ended, run_with
 from tests.reliability.test_many_hosts import results
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.reliability
 # Restarts are not about time-outs of seconds.
 UNHURRIED = (*(item for item in RUN if "timeout" not in item), "pipeline.timeout_seconds=60")
 

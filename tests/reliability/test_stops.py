@@ -10,7 +10,7 @@ import pytest
 
 from tests.reliability.session import LAUNCHES, Session, assert_same, last_step, log_of, run_folder, saved_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.reliability
 NUM_STEPS = 12  # in two epochs
 
 # As soon as this holds of the run's folder, the signal comes.

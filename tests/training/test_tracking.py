@@ -37,6 +37,17 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert read_lines(tmp_path) == [{"step": 1, "loss": None, "norms": [1.0, None], "more": {"x": None}}]
 
 
+def test_a_run_of_its_own_takes_over_the_log_of_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
+    with Tracker(tmp_path / "first", mode="disabled") as first:
+        for step in range(1, 5):
+            first.log({"step": step, "loss": step / 8})
+    with Tracker(tmp_path / "second", mode="disabled", resumed=tmp_path / "first") as second:
+        second.rewind(2)
+        second.log({"step": 3, "loss": 0.0})
+    assert [line["loss"] for line in read_lines(tmp_path / "second")] == [0.125, 0.25, 0.0]
+    assert len(read_lines(tmp_path / "first")) == 4
+
+
 def test_a_resumed_run_continues_without_gaps_or_repeats(tmp_path: Path) -> None:
     with Tracker(tmp_path, mode="disabled") as tracker:
         for step in range(1, 6):

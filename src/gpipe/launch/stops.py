@@ -109,9 +109,8 @@ class _Listener:
 
     def _receive(self, number: int, sender: int | None) -> None:
         if self._obey is not None and number == signal.SIGTERM and sender == os.getppid():
-            self._end(
-                128 + number
-            )  # torch's agent ends all processes when one has failed; its requests come by the note
+            # torch's agent ends all processes when one has failed; what it asks for comes by the note.
+            self._end(128 + number)
         if number == signal.SIGINT:
             self._look()  # it is also what the system sends when the process that started this one is gone
             now = time.monotonic()

@@ -42,12 +42,13 @@ class Tracker:
         """Begin in `folder`, or go on there; `mode` is offline (no account needed), online or disabled.
 
         `group` is the experiment, `name` the run, `config` the composed configuration as a plain dict. `resumed` is the
-        folder of the run that this one goes on from: for Weights & Biases both are one run.
+        folder of the run that this one goes on from: its log is continued, and for Weights & Biases both are one run.
         """
         if mode not in _MODES:
             raise ValueError(f"The tracking mode is {mode!r}: choose one of {', '.join(_MODES)}.")
         self._folder = folder
         self._path = folder / METRICS_FILE
+        self._earlier = None if resumed is None else resumed / METRICS_FILE
         self._enabled = enabled
         self._run: wandb.Run | None = None
         if not enabled:
@@ -120,11 +121,13 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Drop the lines after `step`, which a run that resumes there writes again, and a last line cut short.
 
-        The outcome is dropped in any case: the run is about to have another one.
+        The outcome is dropped in any case: the run is about to have another one. A new run takes over the lines of the
+        one that it goes on from.
         """
-        if not self._enabled or not self._path.exists():
+        logs = [path for path in (self._path, self._earlier) if path is not None and path.exists()]
+        if not self._enabled or not logs:
             return
-        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _is_until(line, step)]
+        kept = [line for line in logs[0].read_text(encoding="utf-8").splitlines() if _is_until(line, step)]
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         partial.replace(self._path)
