@@ -40,9 +40,5 @@ class TokenMetrics:
         if not found:
             raise ValueError("The evaluation set gave 0 tokens: check its split and its languages.")
         loss, top1 = (fmean(column) for column in zip(*found.values(), strict=True))
-        each = {
-            f"{name}/{figure}": value
-            for name, pair in found.items()
-            for figure, value in zip(("loss", "top1"), pair, strict=True)
-        }
-        return {"loss": loss, "top1": top1, **each}
+        losses = {f"{name}/loss": value for name, (value, _) in found.items()}
+        return {"loss": loss, "top1": top1, **losses, **{f"{name}/top1": value for name, (_, value) in found.items()}}
