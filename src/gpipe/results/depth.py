@@ -30,8 +30,7 @@ _TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BL
 def deep_or_wide(records: Sequence[Record]) -> str:
     """Return how a deep and a wide model of equal size do, by resource group, means and deviations over the seeds.
 
-    The loss and the accuracy of all are over all tokens of the validation set, those of a group the means over its
-    languages, and so are all scores. Differences are between models of the same seed.
+    Every number of a model is a mean over languages. Differences are between models of the same seed.
     """
     tables = []
     for data, (deep, wide) in deep_and_wide(records).items():

@@ -1,6 +1,7 @@
 """Loss and token accuracy over an evaluation set of sentences, in all and a language."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from gpipe.training.metrics import correct_in_top
 
 
 class TokenMetrics:
-    """Counts over a whole evaluation set; every target token but padding counts once.
+    """Counts over a whole evaluation set; in a language every target token but padding counts alike.
 
-    languages: their names, in the order of the numbers that the targets give.
+    languages: their names, in the order of the numbers that the targets give. Each that has tokens counts alike in the
+    average, as in the paper's: the few sentences of a poor one weigh as much as the many of a rich one.
     """
 
     def __init__(self, languages: Sequence[str], padding_index: int = 1) -> None:
@@ -32,14 +34,11 @@ class TokenMetrics:
         self._sums = self._sums.to(logits.device).index_add(0, targets["language"].to(logits.device), rows)
 
     def compute(self) -> dict[str, float]:
-        """Return loss (nats a token) and top1 over all tokens, and "<language>/loss" and "<language>/top1" of each."""
-        sums = self._sums.tolist()
-        total = [sum(column) for column in zip(*sums, strict=True)]
-        if total[0] == 0:
+        """Return "<language>/loss" (nats a token) and "<language>/top1", and their means over the languages."""
+        rows = zip(self._languages, self._sums.tolist(), strict=True)
+        found = {name: (loss / count, right / count) for name, (count, loss, right) in rows if count}
+        if not found:
             raise ValueError("The evaluation set gave 0 tokens: check its split and its languages.")
-        named = [("", total), *((f"{name}/", row) for name, row in zip(self._languages, sums, strict=True) if row[0])]
-        return {
-            f"{prefix}{figure}": value / num_tokens
-            for prefix, (num_tokens, loss, right) in named
-            for figure, value in (("loss", loss), ("top1", right))
-        }
+        loss, top1 = (fmean(column) for column in zip(*found.values(), strict=True))
+        losses = {f"{name}/loss": value for name, (value, _) in found.items()}
+        return {"loss": loss, "top1": top1, **losses, **{f"{name}/top1": value for name, (_, value) in found.items()}}
