@@ -10,11 +10,12 @@ tokenizer.model beside them, where the experiments of translation look for it. O
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from gpipe.data import CORPORA, Tokenizer
+from gpipe.launch.errors import one_message
 
 
 def lines(folder: Path, max_lines: int) -> Iterator[str]:
@@ -27,16 +28,17 @@ def lines(folder: Path, max_lines: int) -> Iterator[str]:
             yield pair.target
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write and describe the vocabulary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vocabulary-size", type=int, default=64_000, help="tokens in all, four of them special")
     parser.add_argument("--max-lines", type=int, default=100_000, help="pairs of a language that count")
-    arguments = parser.parse_args()
-    folder = CORPORA["parallel_text"].find_root("parallel_text", arguments.folder)
-    found = lines(folder, arguments.max_lines)
-    tokenizer = Tokenizer.train(found, arguments.vocabulary_size, folder / "tokenizer.model")
+    options = parser.parse_args(arguments)
+    with one_message():
+        folder = CORPORA["parallel_text"].find_root("parallel_text", options.folder)
+        found = lines(folder, options.max_lines)
+        tokenizer = Tokenizer.train(found, options.vocabulary_size, folder / "tokenizer.model")
     print(f"{tokenizer.path}: {tokenizer.vocabulary_size:,} tokens, SHA-256 {tokenizer.sha256}")
 
 
