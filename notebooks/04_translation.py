@@ -135,7 +135,9 @@ def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) 
         show(tell_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
         return
     _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, figure, label in zip(axes, ("loss", "chrf"), ("least loss, nats a token", "chrF, test set"), strict=True):
+    for axis, figure, label in zip(
+        axes, ("loss", "chrf"), ("least loss, nats a token", "chrF of the test set"), strict=True
+    ):
         draw_languages(axis, by_language(many, figure), by_language(one, figure), pairs)
         axis.set_ylabel(label)
     if axes[0].get_legend_handles_labels()[0]:
@@ -165,7 +167,8 @@ def tell_gain(setting: str) -> str:
     values: dict[str, list[float]] = {}
     for languages in compared(records)[setting].values():
         for language, (one, many) in languages.items():
-            values.setdefault(language, []).append((one["loss"] or 0) - (many["loss"] or 0))
+            both = [model.best("loss", language) or 0 for model in (one, many)]
+            values.setdefault(language, []).append(both[0] - both[1])
     gains = {language: fmean(of) for language, of in values.items()}
     better = sum(gain > 0 for gain in gains.values())
     data = setting.rpartition(", ")[2]
@@ -224,7 +227,9 @@ for (data, _), sides in deep_and_wide(records).items():
     pairs = training_pairs(records, data)
     groups = resource_groups(pairs) if pairs else {"all": []}
     _, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for axis, figure, label in zip(axes, ("loss", "chrf"), ("least loss, nats a token", "chrF, test set"), strict=True):
+    for axis, figure, label in zip(
+        axes, ("loss", "chrf"), ("least loss, nats a token", "chrF of the test set"), strict=True
+    ):
         draw_sides(axis, sides, figure, groups)
         axis.set_ylabel(label)
     for side, name, color, marker in SIDES:

@@ -43,7 +43,7 @@ def test_the_deep_model_stands_beside_the_wide_one_by_resource_group() -> None:
     assert table[0] == ["loss", "all", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2", "reproduced"]
     assert table[1][:3] == ["loss", "high", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low", "3.500 ± 0.707"]
     assert table[3][4:] == ["+0.00% ± 0.00%", "2", "not reproduced"]
-    chrf = [row for row in table if row[0] == "chrF"]
+    chrf = [row for row in table if row[0] == "chrF, beam 4"]
     assert chrf[0][4:] == ["-2.00 ± 0.00", "2", "not reproduced"] and chrf[2][2:4] == ["10.00 ± 0.00"] * 2
 
 

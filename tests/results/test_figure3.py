@@ -84,14 +84,27 @@ def test_scores_of_both_are_compared_and_a_diverged_training_is_left_out() -> No
         scored(runs[0], {"sw": 20.0, "cy": 40.0}, PAIRS), scored(runs[1], {"sw": 30.0}, PAIRS),
         scored(runs[2], {"cy": 20.0}, PAIRS),
     ]  # fmt: skip
-    chrf = [row for row in cells(figure3_low_resource(records)) if row[0] == "chrF"]
-    assert chrf[0] == ["chrF", "0", "2", "25.00", "30.00", "+5.00", "1", ""]
+    chrf = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("chrF")]
+    assert chrf[0] == ["chrF, beam 4", "0", "2", "25.00", "30.00", "+5.00", "1", ""]
     assert chrf[1][-1] == "reproduced"
     languages = cells(figure3_languages(records))
     assert languages == [
         ["sw", "100", "1", "3.000", "2.000", "30.0", "20.0", "15.0", "10.0"],
         ["cy", "300", "1", "2.500", "3.000", "20.0", "40.0", "10.0", "20.0"],
     ]
+
+
+def test_scores_of_every_beam_are_compared_and_the_languages_show_the_narrowest() -> None:
+    one, two, _ = pair(0, 3.0, 2.5)
+    found = [scored(run, {"sw": chrf}, PAIRS, beam) for run, beam, chrf in (
+        (one, 4, 10.0), (two, 4, 12.0), (one, 1, 30.0), (two, 1, 20.0), (one, 4, 11.0)
+    )]  # fmt: skip
+    table = cells(figure3_low_resource([one, two, *found]))
+    assert [row[:5] for row in table if row[0].startswith("chrF") and row[1] == "0"] == [
+        ["chrF, greedy", "0", "1", "20.00", "30.00"],
+        ["chrF, beam 4", "0", "1", "12.00", "11.00"],
+    ]
+    assert cells(figure3_languages([one, two, *found]))[0][5:] == ["20.0", "30.0", "10.0", "15.0"]
 
 
 def test_of_two_trainings_alike_the_later_counts_with_its_scores() -> None:

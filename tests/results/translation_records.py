@@ -40,13 +40,13 @@ def trained(
     return make_record(kind="measured", command="c", experiment=experiment, config=config, seed=seed, results=found)
 
 
-def scored(run: Record, chrf: Mapping[str, float], pairs: Mapping[str, int]) -> Record:
+def scored(run: Record, chrf: Mapping[str, float], pairs: Mapping[str, int], beam: int = 4) -> Record:
     """The record of the scores of a training's translations, with half the chrF as BLEU."""
     languages = {
         language: {"num_train_pairs": pairs[language], "chrf": value, "bleu": value / 2}
         for language, value in chrf.items()
     }
-    results = {"languages": languages}
+    results = {"num_beams": beam, "languages": languages}
     return make_record(
         kind="measured", command="c", experiment="bleu", config=run.config, seed=run.seed, results=results
     )

@@ -13,8 +13,10 @@ from gpipe.results.translation_runs import (
     GROUPS,
     SCORER,
     Trained,
+    beams,
     mean,
     resource_groups,
+    searched,
     spread,
     training_pairs,
     trainings,
@@ -30,20 +32,23 @@ _TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BL
 def deep_or_wide(records: Sequence[Record]) -> str:
     """Return how a deep and a wide model of equal size do, by resource group, means and deviations over the seeds.
 
-    Every number of a model is a mean over languages. Differences are between models of the same seed.
+    Every number of a model is a mean over languages, scores with the narrowest beam. Differences are between models
+    of the same seed.
     """
     tables = []
     for data, (deep, wide) in deep_and_wide(records).items():
         groups = resource_groups(training_pairs(records, data[0]))
         both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
         seeds = sorted(deep.keys() & wide.keys())
+        search = ", ".join(searched(beam) for beam in beams((*deep.values(), *wide.values()))[:1])
         rows = []
         for name, group in itertools.product(_FIGURES, GROUPS):
             values = [[found[name, group] for found in models.values()] for models in both]
             gains = [_minus(both[0][seed][name, group], both[1][seed][name, group]) for seed in seeds]
             cells = [*(spread(of, _FIGURES[name]) for of in values), spread(gains, _FIGURES[name], "+")]
             judged = verdict(-gain if name == "loss" else gain for gain in gains if gain is not None)
-            rows.append([_TITLES[name], group, *cells, str(len(seeds)), judged or f"not run: {SCORER}"])
+            title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
+            rows.append([title, group, *cells, str(len(seeds)), judged or f"not run: {SCORER}"])
         names = [next(iter(models.values())).model for models in (deep, wide)]
         tables.append(markdown([data[0], "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
     return "\n".join(tables) or not_run(_COMMAND.format("deep_or_wide"))
@@ -98,7 +103,7 @@ def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, floa
     for run in records:
         if run.experiment == DEEP_TRAINING and run.kind == "measured":
             model, rate = run.config["model"], run.config["optimizer"]["learning_rate"]
-            ways = found.setdefault(f"{Trained(run, None).setting}, learning rate {rate:g}", {})
+            ways = found.setdefault(f"{Trained(run, {}).setting}, learning rate {rate:g}", {})
             ways.setdefault((model["scale_feedforward"], model["logit_limit"]), {})[run.seed] = run
     return {
         setting: {way: [run for _, run in sorted(ways[way].items())] for way in sorted(ways, key=_order)}

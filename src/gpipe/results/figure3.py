@@ -1,5 +1,6 @@
 """The tables of section 5 of the paper and its figure 3: one model of all languages, beside a model of each."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -11,7 +12,9 @@ from gpipe.results.translation_runs import (
     DEEP_OR_WIDE,
     SCORER,
     Trained,
+    beams,
     mean,
+    searched,
     spread,
     training_pairs,
     trainings,
@@ -27,6 +30,9 @@ _COMMANDS = (
     f"train.py -m +experiment={PAPER_SCALE} scale=laptop seed=0,1,2 and train.py -m +experiment=bilingual scale=laptop"
 )
 _UNITS = {"M": 1e6, "B": 1e9}
+
+Pairs = Mapping[str, tuple[Trained, Trained]]
+"""The bilingual and the multilingual model of a seed, by the bilingual one's language."""
 
 
 def figure3_models(records: Sequence[Record], paper: Paper) -> str:
@@ -66,8 +72,8 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
     tables = []
     for setting, seeds in compared(records).items():
         rows = []
-        for figure in _FIGURES:
-            means = {seed: found for seed in sorted(seeds) if (found := _means(seeds[seed].values(), figure))}
+        for figure in _figures(seeds.values()):
+            means = {seed: found for seed in sorted(seeds) if (found := _means(seeds[seed], figure))}
             rows += [
                 [figure.title, str(seed), str(found.num_languages), *_cells([found], figure), ""]
                 for seed, found in means.items()
@@ -82,16 +88,20 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
 
 
 def figure3_languages(records: Sequence[Record]) -> str:
-    """Return the same language by language, means over the seeds, the languages with the fewest pairs first."""
+    """Return the same language by language, means over the seeds, the languages with the fewest pairs first.
+
+    Scores are those of the narrowest beam.
+    """
     tables = []
     for setting, seeds in compared(records).items():
         pairs, rows = training_pairs(records, setting.rpartition(", ")[2]), []
+        figures = [_LOSS, *(_Figure(name, title, ".1f") for name, title in _SCORES.items())]
         languages = {language for found in seeds.values() for language in found}
         for language in sorted(languages, key=lambda language: (pairs.get(language, 0), language)):
             both = [found[language] for found in seeds.values() if language in found]
             cells = [
-                written(mean(pair[place][name] for pair in both), form)
-                for name, form in (("loss", ".3f"), ("chrf", ".1f"), ("bleu", ".1f"))
+                written(mean(figure.of(pair[place], language) for pair in both), figure.form)
+                for figure in figures
                 for place in (0, 1)
             ]
             rows.append([language, written(pairs.get(language), ","), str(len(both)), *cells])
@@ -122,16 +132,30 @@ class _Figure:
     name: str
     title: str
     form: str
+    beam: int | None = None
     less_is_better: bool = False
     is_judged: bool = True
 
+    def of(self, one: Trained, language: str) -> float | None:
+        """Return the figure of a model on a language."""
+        if self.name in _SCORES:
+            return one.score(self.name, language, self.beam)
+        return one.best(self.name, language if self.is_judged else None)
 
-_FIGURES = (
-    _Figure("loss", "least loss, nats a token", ".3f", less_is_better=True),
-    _Figure("chrf", "chrF", ".2f"),
-    _Figure("bleu", "BLEU", ".2f"),
-    _Figure("steps", "steps to the least loss", ".0f", is_judged=False),
-)
+
+_SCORES = {"chrf": "chrF", "bleu": "BLEU"}
+_LOSS = _Figure("loss", "least loss, nats a token", ".3f", less_is_better=True)
+_STEPS = _Figure("step", "steps to the least loss", ".0f", is_judged=False)
+
+
+def _figures(seeds: Iterable[Pairs]) -> list[_Figure]:
+    """Return the figures to compare: scores by the beams that there are."""
+    found = beams(one for pairs in seeds for pair in pairs.values() for one in pair)
+    scores = [
+        _Figure(name, f"{title}, {searched(beam)}", ".2f", beam)
+        for beam, (name, title) in itertools.product(found, _SCORES.items())
+    ]
+    return [_LOSS, *(scores or [_Figure(name, title, ".2f") for name, title in _SCORES.items()]), _STEPS]
 
 
 @dataclass(frozen=True)
@@ -149,32 +173,21 @@ class _Means:
         return -difference if figure.less_is_better else difference
 
 
-Figures = Mapping[str, float | None]
-"""loss, chrf and bleu of a model on a language, and the steps after which its loss over all languages was least."""
-
-
-def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Figures, Figures]]]]:
-    """Return the bilingual and the multilingual model's figures by setting, seed and language.
+def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
+    """Return the bilingual and the multilingual model by setting, seed and language.
 
     Only languages that both have with the same seed are in it.
     """
     multilingual = {(one.setting, one.run.seed): one for one in multilingual_trainings(records)}
-    found: dict[str, dict[int, dict[str, tuple[Figures, Figures]]]] = {}
+    found: dict[str, dict[int, dict[str, tuple[Trained, Trained]]]] = {}
     for one in trainings(records, BILINGUAL):
         other = multilingual.get((one.setting, one.run.seed))
         if other is None or one.languages is None or len(one.languages) != 1:
             continue
         language = one.languages[0]
-        both = figures_of(one, language), figures_of(other, language)
-        if None not in (both[0]["loss"], both[1]["loss"]):
-            found.setdefault(one.setting, {}).setdefault(one.run.seed, {})[language] = both
+        if None not in (_LOSS.of(one, language), _LOSS.of(other, language)):
+            found.setdefault(one.setting, {}).setdefault(one.run.seed, {})[language] = one, other
     return found
-
-
-def figures_of(trained: Trained, language: str) -> Figures:
-    """Return a model's figures on a language."""
-    scores = {name: trained.score(name, language) for name in ("chrf", "bleu")}
-    return {"loss": trained.best("loss", language), "steps": trained.best("step"), **scores}
 
 
 def planned_models(records: Sequence[Record], part: str) -> dict[tuple[int, ...], dict[str, Any]]:
@@ -196,9 +209,9 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
     return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
 
 
-def _means(languages: Iterable[tuple[Figures, Figures]], figure: _Figure) -> _Means | None:
+def _means(languages: Pairs, figure: _Figure) -> _Means | None:
     """Return the means of a figure over the languages that have it of both models, None without any."""
-    found = [(one[figure.name], two[figure.name]) for one, two in languages]
+    found = [(figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()]
     pairs = [(one, two) for one, two in found if one is not None and two is not None]
     if not pairs:
         return None

@@ -16,13 +16,13 @@ GROUPS = ("all", "high", "low")
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that came to its end, and the record of its translations' scores, None where there is none.
+    """A training that came to its end, and the records of its translations' scores by the beam that searched for them.
 
-    A language is None for all together.
+    A language is None for all together, and a beam None for the narrowest that there is.
     """
 
     run: Record
-    scored: Record | None
+    scored: Mapping[int, Record]
 
     @property
     def model(self) -> str:
@@ -50,9 +50,9 @@ class Trained:
         """Return a figure of the evaluation at the end."""
         return _figure(self._last, figure, None)
 
-    def score(self, name: str, language: str) -> float | None:
+    def score(self, name: str, language: str, beam: int | None = None) -> float | None:
         """Return a score of a language's translations, from 0 to 100."""
-        score: float | None = self._scores.get(language, {}).get(name)
+        score: float | None = self._scores(beam).get(language, {}).get(name)
         return score
 
     def evaluated(self) -> list[str]:
@@ -62,15 +62,15 @@ class Trained:
 
     def pairs(self) -> dict[str, int]:
         """Return the number of training pairs of each language whose translations were scored."""
-        return {language: scores["num_train_pairs"] for language, scores in self._scores.items()}
+        return {language: scores["num_train_pairs"] for language, scores in self._scores(None).items()}
 
     @property
     def _last(self) -> Mapping[str, float]:
         return next(iter(self.run.results["evaluation"].values()), {})
 
-    @property
-    def _scores(self) -> Mapping[str, Mapping[str, Any]]:
-        return {} if self.scored is None else self.scored.results["languages"]
+    def _scores(self, beam: int | None) -> Mapping[str, Mapping[str, Any]]:
+        record = self.scored.get(min(self.scored, default=0) if beam is None else beam)
+        return {} if record is None else record.results["languages"]
 
 
 def _figure(figures: Mapping[str, float], figure: str, language: str | None) -> float | None:
@@ -80,13 +80,14 @@ def _figure(figures: Mapping[str, float], figure: str, language: str | None) -> 
 def trainings(records: Sequence[Record], experiment: str) -> list[Trained]:
     """Return an experiment's trainings that came to their end, in the order of the records.
 
-    Of those with the same model, data, languages, mini-batch and seed the last one counts; so it does of scores.
+    Of those with the same model, data, languages, mini-batch and seed the last one counts; so it does of scores with
+    the same beam.
     """
     scored = [record for record in records if record.experiment == SCORING and record.kind == "measured"]
     found: dict[object, Trained] = {}
     for run in records:
         if run.experiment == experiment and run.kind == "measured" and run.results.get("evaluation"):
-            one = Trained(run, next((record for record in reversed(scored) if _is_of(record, run)), None))
+            one = Trained(run, {record.results["num_beams"]: record for record in scored if _is_of(record, run)})
             key = one.setting, one.languages, run.config["trainer"]["batch_size"], run.seed
             found.pop(key, None)
             found[key] = one
@@ -94,7 +95,7 @@ def trainings(records: Sequence[Record], experiment: str) -> list[Trained]:
 
 
 def _is_of(scored: Record, run: Record) -> bool:
-    one, other = Trained(scored, None), Trained(run, None)
+    one, other = Trained(scored, {}), Trained(run, {})
     same = (scored.seed, one.languages) == (run.seed, other.languages)  # most differ in these
     return same and same_settings(scored.config, run.config)
 
@@ -104,8 +105,18 @@ def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for record in records:
         if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
-            found |= Trained(record, record).pairs()
+            found |= {language: row["num_train_pairs"] for language, row in record.results["languages"].items()}
     return found
+
+
+def beams(found: Iterable[Trained]) -> list[int]:
+    """Return the beams that searched for the translations of any of the trainings, the narrowest first."""
+    return sorted({beam for one in found for beam in one.scored})
+
+
+def searched(beam: int) -> str:
+    """Say how translations were searched for."""
+    return "greedy" if beam == 1 else f"beam {beam}"
 
 
 def resource_groups(pairs: Mapping[str, int]) -> dict[str, list[str]]:
