@@ -3,11 +3,10 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from small_run import small_trainer
+from small_run import small_run, small_trainer
 
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from gpipe.checkpoint.folder import latest_checkpoint, newest_first
@@ -95,8 +94,14 @@ def test_where_all_are_damaged_nothing_starts_anew_without_a_word(tmp_path: Path
 
 def test_another_model_s_checkpoint_is_no_damage(tmp_path: Path, messages: list[str]) -> None:
     interrupted(tmp_path)
-    other: Any = small_trainer(tmp_path, (2, 4), ema=None)
-    other.optimizer = torch.optim.SGD(list(other.pipeline.named_parameters()), 0.1)
+    pipeline = small_run((2, 4)).pipeline
+    other = small_trainer(
+        tmp_path,
+        (2, 4),
+        pipeline=pipeline,
+        optimizer=torch.optim.SGD(list(pipeline.named_parameters()), 0.1),
+        ema=None,
+    )
     with pytest.raises(CheckpointError, match="but this run uses SGD"):
         other.resume()
     assert messages == []
