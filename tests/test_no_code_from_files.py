@@ -82,7 +82,8 @@ def test_no_program_loads_code_from_a_file(path: Path) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        "import pickle", "from pickle import loads", "import yaml", "from yaml import YAMLError, load", "import tarfile", "import torch; torch.load(path)",
+        "import pickle", "from pickle import loads", "import yaml", "from yaml import YAMLError, load",
+        "import tarfile", "import torch; torch.load(path)",
         "np.load(path)", "np.load(path, allow_pickle=True)", "np.load(path, allow_pickle=flag)", "eval(text)",
         "exec(text)", "dist.broadcast_object_list(values)", "hydra.utils.instantiate(config)", "os.system(text)",
         "subprocess.run(text, shell=True)", "shutil.unpack_archive(path)", "torch.hub.load(path)",

@@ -50,13 +50,13 @@ class Board:
                 self._known[key] = found
         return self._known.get(key)
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def _ask(self, question: Callable[[], Any]) -> Any:
         if self._is_given_up:
             return None
         thread = threading.get_ident()
         self._under_way[thread] = time.monotonic()
         try:
-            return call()
+            return question()
         except RuntimeError:  # the store is gone together with its process
             return None
         finally:
