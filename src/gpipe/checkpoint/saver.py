@@ -29,7 +29,7 @@ from gpipe.checkpoint.state import Kinds, OptimizerState
 from gpipe.checkpoint.writer import LeadingWriter, Writer
 from gpipe.pipeline.engine import Pipeline
 
-_GRACE_SECONDS = 3.0  # after training has failed; a process must end within the pipeline's time-out and 5 seconds
+_GRACE_SECONDS = 2.0  # after training has failed; a process must end within the pipeline's time-out and 5 seconds
 _ROUND_SECONDS = 0.02
 
 

@@ -1,10 +1,12 @@
 """Mini-batches of images for one process of the training."""
 
 import multiprocessing
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from typing import Any, TypeAlias
 
@@ -217,8 +219,10 @@ def _worker_context() -> BaseContext:
 def _end_with_parent(worker: int) -> None:  # noqa: ARG001 - torch passes it
     """Let the system kill this worker when its fork server ends, which does as soon as the training process is gone.
 
-    By itself a worker looks for its parent every five seconds, and not while it decodes, hangs or is stopped.
+    By itself a worker looks for its parent every five seconds, and not while it decodes, hangs or is stopped. And it
+    keeps the fork server alive, which ends when nobody has a certain pipe open any more.
     """
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # the stub lacks it
     # Has no effect where the system is not Linux.
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]  # the stub lacks it
 

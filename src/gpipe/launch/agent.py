@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 3  # for a process that does not end by SIGTERM
 _TELLING_SECONDS = 3.5  # for the others to find out what the one that ended was doing, and to say so
-_LEAVING_SECONDS = 1.0  # once somebody has said it
+_LEAVING_SECONDS = 0.5  # once somebody has said it
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,10 @@ class Agent(LocalElasticAgent):
         """
         ended = [rank for rank, child in enumerate(self._children) if not child.is_alive()]
         if not ended and self._first_end is None:
+            context = self._pcontext
+            assert isinstance(context, MultiprocessContext)
+            if any(queue.empty() for queue in context._ret_vals.values()):
+                return RunResult(state=WorkerState.HEALTHY)  # torch's would end the others of one that ends just now
             result: RunResult = super()._monitor_workers(worker_group)
             return result
         if self._first_end is None:

@@ -43,9 +43,11 @@ def _speak(error: Exception, folder: Path | None, full: bool) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / ERROR_FILE).open("x", encoding="utf-8") as file:
                 file.write(f"error: {message}\n\n{trace}")
+            message += f"\n(traceback: {folder / ERROR_FILE})"
         except FileExistsError:
             return
-        message += f"\n(traceback: {folder / ERROR_FILE})"
+        except OSError as full_disk:  # which may be what the message is about
+            message += f"\n(the traceback could not be kept: {full_disk})"
     elif os.environ.get("LOCAL_RANK", "0") != "0":
         return
     print(trace if full else f"error: {message}", file=sys.stderr, flush=True)

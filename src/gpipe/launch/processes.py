@@ -30,6 +30,7 @@ from gpipe.launch.agent import Agent, End
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
 from gpipe.launch.network import choose_interface
+from gpipe.launch.store import join_store
 
 # In which all processes must have come: they start at different speeds, the more so on a busy machine.
 _START_SECONDS = 120.0
@@ -210,8 +211,9 @@ def _join(processes: Processes) -> Place:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    seconds = max(processes.timeout_seconds, _START_SECONDS)
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    timeout = timedelta(seconds=max(processes.timeout_seconds, _START_SECONDS))
+    store, rank, size = join_store(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
 
 

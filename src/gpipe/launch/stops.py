@@ -49,7 +49,8 @@ class _Listener:
         if hasattr(signal, "sigtimedwait"):
             self.block()
             # Python up to 3.12 takes the block away when it starts this process, so it is started beforehand.
-            resource_tracker.ensure_running()
+            with _unheard():
+                resource_tracker.ensure_running()
             self.block()
             threading.Thread(target=self._wait, name="stops", daemon=True).start()
 
@@ -131,6 +132,22 @@ class _Listener:
         with suppress(OSError):
             if text := self._obey.read_text(encoding="utf-8"):
                 self.ask(text)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Let the resource tracker that starts in the body say nothing of semaphores that were left to it.
+
+    It would have the last word of a run whose processes were killed, after the one that names the cause.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 _listener: _Listener | None = None  # signals are one for a whole process

@@ -226,7 +226,8 @@ class Pipeline:
             plan = make_plan(self._schedule, *shape, tuple(self._stages), self.stages_per_device)
             self._tied.start_step()
             self._executor.train(plan, self.step, loss, clock)
-            self._tied.finish_step()
+            with self.doing("adding up the gradients of tied parameters"):
+                self._tied.finish_step()
             totals, notes = self._conclude(loss, note)
             self._commit()
             timeline = self._gathered_timeline(clock) if record_timeline else None

@@ -21,7 +21,7 @@ from gpipe.pipeline.board import Board
 from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
-_GRACE_SECONDS = 1.0  # for a process to hear of a failure by itself before its connections are cut
+_GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
 _EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
 _LOOKS_PER_TIMEOUT = 8  # a chain of many stages is long to follow, and need not be followed often
