@@ -267,10 +267,11 @@ def build_trainer(
     if trainer.resume():
         progress.message(f"going on after step {pipeline.step}")
         return trainer
-    tracker.rewind(0)  # what an earlier session did before it saved anything is done again
     if settings.resume_from is not None:
         trainer.resume(_find_kindred("trainer.resume_from", settings.resume_from, kept))
-    elif run.init_from is not None:
+        return trainer
+    tracker.rewind(0)  # what an earlier session did before it saved anything is done again
+    if run.init_from is not None:
         trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
     return trainer
 

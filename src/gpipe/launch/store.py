@@ -4,8 +4,8 @@ import secrets
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _LOOK_SECONDS = 0.02
 
@@ -15,7 +15,7 @@ def join_store(timeout: timedelta) -> tuple[Store, int, int]:
 
     Raises what torch does, or TimeoutError, where the others do not come in time.
     """
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     return fresh_part(store, rank, size, timeout), rank, size
 
