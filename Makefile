@@ -17,7 +17,7 @@ test: lint ## set up, then lint and run the tests
 	$(BIN)/python -m pytest -m alone
 
 reliability: .venv ## set up, then kill, stop, starve and disconnect whole runs: a quarter of an hour
-	$(BIN)/python -m pytest -m reliability
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m reliability
 
 lint: .venv ## style, format and types
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ WHERE = {
     "kill": PLACES,
     "hang": PLACES,
     "stop": PLACES,
-    "exit": ("forward", "loading", "save"),  # ends like kill
+    "exit": ("forward", "save"),  # ends like kill
     "allocate": ("forward", "backward"),
     "memory": ("loading", "evaluation", "save"),
 }

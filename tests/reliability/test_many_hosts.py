@@ -14,7 +14,7 @@ from tests.reliability.hosts import TRAIN, Host, two_hosts
 from tests.reliability.test_faults import GRACE_SECONDS, RUN, TIMEOUT_SECONDS, wait_for_file
 from tests.train_program import start
 
-pytestmark = pytest.mark.reliability
+pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("hosts")]  # there is one cable
 SHAPES = {
     "four stages": ("pipeline.num_stages=4",),
     "two replicas of two stages": ("pipeline.num_stages=2", "launch.num_replicas=2"),
