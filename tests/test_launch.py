@@ -191,6 +191,7 @@ def parent_of(function: str, folder: Path) -> subprocess.Popen[str]:
     return parent
 
 
+@pytest.mark.reliability
 @pytest.mark.parametrize("numbers", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]], ids=["SIGKILL", "SIGINT twice"])
 def test_ending_the_parent_at_once_leaves_no_orphan(tmp_path: Path, numbers: list[signal.Signals]) -> None:
     with parent_of("hang", tmp_path) as parent:
@@ -204,6 +205,7 @@ def test_ending_the_parent_at_once_leaves_no_orphan(tmp_path: Path, numbers: lis
         assert said.startswith("error: interrupted, nothing was saved\n")  # Python tells of semaphores after it
 
 
+@pytest.mark.reliability
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_parent_waits_for_processes_that_it_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     with parent_of("stop", tmp_path) as parent:
