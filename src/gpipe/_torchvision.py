@@ -7,13 +7,13 @@ sets, transforms and models and for all of timm; its compiled operators (detecti
 
 import importlib
 
-from torch.library import Library
+from torch import library
 
 _MISSING_OPERATOR = "operator torchvision::nms does not exist"
 _ARGUMENTS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 # The declarations last only as long as this object does.
-_declarations: Library | None = None
+_declarations: library.Library | None = None
 
 
 def import_torchvision() -> None:
@@ -28,7 +28,7 @@ def import_torchvision() -> None:
         # Never unconditionally: where the compiled operators exist, declaring them again aborts the process.
         if _declarations is not None or str(error) != _MISSING_OPERATOR:
             raise
-        _declarations = Library("torchvision", "DEF")
+        _declarations = library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             _declarations.define(operator + _ARGUMENTS)
         importlib.import_module("torchvision")
