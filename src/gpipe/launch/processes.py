@@ -5,6 +5,8 @@ python train.py launch.num_processes=4   four are started here, on this host
 torchrun --nproc-per-node 4 train.py     four are adopted, on one host or on many
 """
 
+import atexit
+import gc
 import logging
 import math
 import multiprocessing
@@ -128,6 +130,7 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
 def _start(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
     """Start the processes with torch's elastic agent, and wait; it ends all as soon as one fails."""
     error_file = processes.folder / ERROR_FILE
+    atexit.register(gc.freeze)  # searching what dies anyway for cycles takes a second in which the run seems to go on
     with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet(), _signals_restored():
         note = Path(logs) / "stop"
         stops.listen().pass_on(note)

@@ -21,6 +21,7 @@ from gpipe.pipeline.board import Board
 from gpipe.pipeline.failure import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
+_URGENT_LOOK_SECONDS = 0.1  # once something has failed
 _GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
 _EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
@@ -156,6 +157,14 @@ class Watch:
                 self._failure, self._failure_seen = error, now
         return self._end_wait(wait, now)
 
+    @property
+    def pause_seconds(self) -> float:
+        """Until the next look."""
+        if self._failure is not None:
+            return _URGENT_LOOK_SECONDS
+        until_search = self._next_search - time.monotonic()
+        return min(until_search, _LOOK_SECONDS) if until_search > 0 else _LOOK_SECONDS
+
     def look_after_board(self) -> bool:
         """See whether the board, in a process of one host, still answers; return whether to look again.
 
@@ -247,6 +256,7 @@ def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float)
 
 def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool], closed: threading.Event) -> None:
     while (watch := reference()) is not None and look(watch):
+        pause_seconds = watch.pause_seconds
         del watch  # a pipeline that nobody uses any more must not be kept alive
-        if closed.wait(_LOOK_SECONDS):
+        if closed.wait(pause_seconds):
             return
