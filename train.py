@@ -1,9 +1,11 @@
 """Train a model through a pipeline: compose the settings, start the processes, build, train. See `--help`."""
 # ruff: noqa: E402
 
-from gpipe.launch import stops
+from gpipe.launch import collector, stops
 
-stops.listen()  # before anything that takes its time to load: a stop at any moment is one in good order
+# Before anything that takes its time to load: a stop at any moment is one in good order.
+stops.listen()
+collector.rest()
 
 import os
 from contextlib import suppress

@@ -224,6 +224,29 @@ def leave_when_asked(status: int) -> None:
         raise SystemExit(status)
 
 
+LOADING = """
+import multiprocessing, time
+from gpipe.launch import stops
+
+stops.listen()  # in the other process too, which imports this program
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    print(child.pid)
+"""
+
+
+def test_a_program_that_ends_ends_the_processes_that_load_its_data(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LOADING)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(
+        command, env=os.environ | PYTHONPATH, capture_output=True, text=True, timeout=MANY_SECONDS, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not is_running(int(done.stdout))
+
+
 def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))

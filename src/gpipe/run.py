@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpipe.config import RunConfig, to_plain, to_yaml
-from gpipe.launch import processes, stops
+from gpipe.launch import collector, processes, stops
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import one_message
 from gpipe.launch.processes import Place, Processes
@@ -47,6 +47,7 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
     from gpipe import build, outcome
     from gpipe.planning.plan import print_plan
 
+    collector.work()
     layers = build.build_layers(run)
     plan = build.build_plan(run, layers, place)
     if place.is_main:

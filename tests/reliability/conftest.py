@@ -1,6 +1,26 @@
-"""Let the tests here share small_run.py with those of training."""
+"""Let the tests here share small_run.py with those of training, and all of them one undisturbed run."""
 
+import fcntl
+import os
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.reliability.session import Session, run_folder
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a session that nobody disturbed; the processes of pytest-xdist share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "whole"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            session = Session(folder, "one process")
+            assert session.status() == 0, session.said()
+            session.close()
+    return run_folder(folder)

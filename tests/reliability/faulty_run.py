@@ -3,6 +3,11 @@
 The program runs as a user starts it; in the process of one rank, at one moment, the damage is done by a hook of a
 layer, by the loader, by a worker of the loader, or while a checkpoint is flushed.
 """
+# ruff: noqa: E402
+
+from gpipe.launch import collector
+
+collector.rest()  # as train.py does, which this stands for
 
 import json
 import os
@@ -18,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe import build, run
+from gpipe import run
 from gpipe.launch.processes import Place
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +105,7 @@ def in_loader(loader: Any, action: Callable[[], None]) -> None:
 
 
 class WorkerTransform:
-    """A transform that does damage at an image of the first mini-batches, in the process that decodes it."""
+    """A transform that does damage at an image of the first mini-batch, in the process that decodes it."""
 
     def __init__(self, transform: Any, action: str, folder: Path) -> None:
         self.transform, self.action, self.folder = transform, action, folder
@@ -108,7 +113,7 @@ class WorkerTransform:
 
     def __call__(self, image: Any) -> Tensor:
         self.calls += 1
-        if self.calls == 40:
+        if self.calls == 8:
             do(self.action, self.folder)
         return self.transform(image)
 
@@ -129,6 +134,18 @@ def in_save(action: Callable[[], None]) -> None:
     os.fsync = fsync
 
 
+def before_save(checkpoints: Any, folder: Path) -> None:
+    """Note when the first checkpoint is begun, on a disk that is full already."""
+    save = checkpoints.save
+
+    def noted(*args: Any, **settings: Any) -> None:
+        if not (folder / "damage").exists():
+            (folder / "damage").write_text(repr(time.time()))
+        save(*args, **settings)
+
+    checkpoints.save = noted
+
+
 def train(place: Place, folder: Path, *args: Any) -> None:
     """Train with the fault planted in the process of its rank."""
     fault = json.loads(os.environ["GPIPE_FAULT"])
@@ -139,6 +156,8 @@ def train(place: Place, folder: Path, *args: Any) -> None:
 
 
 def _plant(place: str, action: str, folder: Path) -> None:
+    from gpipe import build  # which the process that starts the others needs not load
+
     build_pipeline, build_trainer = build.build_pipeline, build.build_trainer
 
     def act() -> None:
@@ -161,6 +180,8 @@ def _plant(place: str, action: str, folder: Path) -> None:
             (folder / "damage").write_text(repr(time.time()))
             bytes_left = 100 if trainer.pipeline.is_first else 2000  # the first process keeps the log
             resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, resource.RLIM_INFINITY))
+        elif action == "note":
+            before_save(trainer._checkpoints, folder)
         elif place == "save":
             in_save(act)
         return trainer

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.reliability.hosts import TRAIN, Host, two_hosts
-from tests.reliability.test_faults import GRACE_SECONDS, RUN, TIMEOUT_SECONDS, wait_for_file
+from tests.reliability.test_faults import GRACE_SECONDS, RUN, TIMEOUT_SECONDS, UNHURRIED_SECONDS, wait_for_file
 from tests.train_program import start
 
 pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("hosts")]  # there is one cable
@@ -19,11 +19,7 @@ SHAPES = {
     "four stages": ("pipeline.num_stages=4",),
     "two replicas of two stages": ("pipeline.num_stages=2", "launch.num_replicas=2"),
 }
-# Without time-outs of seconds.
-UNHURRIED = (
-    *(item for item in RUN if "timeout" not in item and "num_stages" not in item),
-    "pipeline.timeout_seconds=60",
-)
+UNHURRIED = (*(item for item in RUN if "num_stages" not in item), f"pipeline.timeout_seconds={UNHURRIED_SECONDS}")
 
 
 @pytest.fixture
@@ -66,6 +62,7 @@ def test_two_hosts_train_as_one_does(shape: tuple[str, ...], hosts: tuple[Host, 
 def test_a_host_that_is_gone_ends_the_run(gone: int, hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Host 0 has the rendezvous, and the store where processes leave word; nobody hears of it when it goes."""
     shape = (*RUN, "pipeline.num_stages=4", "trainer.max_steps=100000", "trainer.num_epochs=100000")
+    shape += (f"pipeline.timeout_seconds={TIMEOUT_SECONDS}",)
     programs = [host.start(i, tmp_path, TRAIN, *shape) for i, host in enumerate(hosts)]
     rest, agent = hosts[1 - gone], programs[1 - gone]
     try:

@@ -20,15 +20,6 @@ SHAPES: dict[str, tuple[str, tuple[str, ...], bool]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    session = Session(tmp_path_factory.mktemp("whole"), "one process")
-    assert session.status() == 0, session.said()
-    session.close()
-    return run_folder(session.folder)
-
-
 @pytest.fixture
 def begin() -> Iterator[Callable[..., Session]]:
     sessions: list[Session] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.session import LAUNCHES, Session, assert_same, last_step, log_of, run_folder, saved_steps
+from tests.reliability.session import LAUNCHES, Session, assert_same, last_step, run_folder, saved_steps
 
 pytestmark = pytest.mark.reliability
 NUM_STEPS = 12  # in two epochs
@@ -30,16 +30,6 @@ STOPS = [
     ("launched", "evaluation", signal.SIGUSR1),
     ("launched", "save", signal.SIGINT),
 ]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    session = Session(tmp_path_factory.mktemp("whole"), "one process")
-    assert session.status() == 0, session.said()
-    session.close()
-    assert last_step(run_folder(session.folder)) == NUM_STEPS
-    return run_folder(session.folder)
 
 
 @pytest.fixture
@@ -77,6 +67,7 @@ def test_a_signal_at_any_moment_stops_it_and_the_same_command_goes_on(
     session.wait_for(MOMENTS[moment])
     session.send(number)
     check_stopped(session, launch, number)
+    assert last_step(whole) == NUM_STEPS
     again = begin(launch, *every)
     assert again.status() == 0, again.said()
     assert "going on in runs/train/" in again.said()
@@ -120,22 +111,10 @@ def test_a_second_interrupt_ends_it_at_once(begin: Callable[..., Session], launc
     assert "error: interrupted, nothing was saved\n" in session.said()
 
 
-@pytest.mark.parametrize("launch", ["one process", "launched"])
-def test_a_time_limit_stops_by_itself(begin: Callable[..., Session], launch: str) -> None:
-    session = begin(launch, "trainer.max_hours=0.00001")
+def test_a_time_limit_stops_by_itself(begin: Callable[..., Session]) -> None:
+    session = begin("launched", "trainer.max_hours=0.00001")
     assert session.status() == 75, session.said()
     assert "stopped by trainer.max_hours=1e-05 before the first step: the same command again goes on." in session.said()
-
-
-def test_a_new_start_can_be_asked_for(whole: Path, begin: Callable[..., Session]) -> None:
-    session = begin("one process")
-    session.wait_for(MOMENTS["step"])
-    session.send(signal.SIGTERM)
-    check_stopped(session, "one process", signal.SIGTERM)
-    again = begin("one process", "trainer.resume=never")
-    assert again.status() == 0 and "going on" not in again.said()
-    (new,) = (path.parent for path in again.folder.glob("runs/*/*/record.json"))
-    assert log_of(new) == log_of(whole)
 
 
 def test_a_job_that_submitit_warns_of_its_time_limit_is_saved_queued_again_and_goes_on(

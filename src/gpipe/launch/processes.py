@@ -5,8 +5,6 @@ python train.py launch.num_processes=4   four are started here, on this host
 torchrun --nproc-per-node 4 train.py     four are adopted, on one host or on many
 """
 
-import atexit
-import gc
 import logging
 import math
 import multiprocessing
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from gpipe.launch import stops
+from gpipe.launch import collector, stops
 from gpipe.launch.agent import Agent, End
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, one_message
@@ -130,7 +128,7 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
 def _start(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
     """Start the processes with torch's elastic agent, and wait; it ends all as soon as one fails."""
     error_file = processes.folder / ERROR_FILE
-    atexit.register(gc.freeze)  # searching what dies anyway for cycles takes a second in which the run seems to go on
+    collector.work()
     with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet(), _signals_restored():
         note = Path(logs) / "stop"
         stops.listen().pass_on(note)

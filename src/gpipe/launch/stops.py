@@ -43,7 +43,9 @@ class _Listener:
         self._interrupted: float | None = None
         self._pass_on: Path | None = None
         self._obey: Path | None = None
+        self._told_by: set[int] = set()  # SIGTERM's senders
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="stops", daemon=True)
         self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         if hasattr(signal, "sigtimedwait"):
@@ -52,7 +54,7 @@ class _Listener:
             with _unheard():
                 resource_tracker.ensure_running()
             self.block()
-            threading.Thread(target=self._wait, name="stops", daemon=True).start()
+            self._thread.start()
 
     def block(self) -> None:
         """Leave the signals to the thread."""
@@ -61,6 +63,8 @@ class _Listener:
     def close(self) -> None:
         """Leave the signals to whoever had them before."""
         self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()  # else it could take a signal from a listener that comes after this one
         for number, handler in self._handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -109,9 +113,9 @@ class _Listener:
             self._look()
 
     def _receive(self, number: int, sender: int | None) -> None:
-        if self._obey is not None and number == signal.SIGTERM and sender == os.getppid():
-            # torch's agent ends all processes when one has failed; what it asks for comes by the note.
-            self._end(128 + number)
+        if number == signal.SIGTERM and sender is not None:
+            self._told_by.add(sender)
+            self._look()
         if number == signal.SIGINT:
             self._look()  # it is also what the system sends when the process that started this one is gone
             now = time.monotonic()
@@ -124,9 +128,13 @@ class _Listener:
 
     def _look(self) -> None:
         """Look for the note of the process that started this one, and for that process."""
+        parent = multiprocessing.parent_process()  # which is not known yet while this one starts
+        if parent is not None and parent.pid in self._told_by:
+            # torch's agent ends its processes by SIGTERM, what it asks of them comes by the note; and a training
+            # process ends so those that load its data. That is no failure of theirs.
+            self._end(0)
         if self._obey is None:
             return
-        parent = multiprocessing.parent_process()
         if parent is not None and os.getppid() != parent.pid:
             self._end(INTERRUPTED)
         with suppress(OSError):
