@@ -85,6 +85,11 @@ def raise_error() -> None:
     raise Broken("on purpose")
 
 
+def raise_many_lines() -> None:
+    now()
+    raise Broken("on purpose,\nwhere a worker was")
+
+
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -232,6 +237,11 @@ def test_an_error_in_loading_data_ends_all_processes_with_the_cause(culprit: int
         else:
             place = f"rank {culprit}, stage {culprit}, between two steps"
             assert (event.stage, event.text) == (culprit, f"{place}: Broken: on purpose")
+
+
+def test_the_place_of_an_error_of_many_lines_comes_last(pool: ProcessPool) -> None:
+    _, event = assert_all_stopped(pool.run(2, train, 2, 0, "data", raise_many_lines), 0)
+    assert event.text == "Broken: on purpose,\nwhere a worker was\n(in rank 0, stage 0, between two steps)"
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "data"])

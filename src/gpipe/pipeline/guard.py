@@ -83,7 +83,10 @@ class Guard:
             return
         if not isinstance(error, PipelineError):
             error.add_note(place)
-            error = PipelineError(f"{place}: {type(error).__name__}: {error}", stage=self._processes.stage)
+            what = f"{type(error).__name__}: {error}"
+            # After many lines, such as the traceback of a process that loads data, nobody looks for the place above.
+            text = f"{what}\n(in {place})" if "\n" in what else f"{place}: {what}"
+            error = PipelineError(text, stage=self._processes.stage)
         elif not isinstance(error, PeerFailure | NonFiniteError):  # of the latter all processes say the same
             error.args = (f"rank {self._processes.rank}, {error}",)
         self._broken = str(error)
