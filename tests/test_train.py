@@ -85,7 +85,7 @@ def test_the_first_hint_goes_on_from_the_runs_checkpoint(
     assert "trainer.max_steps=6" in arguments
     arguments = [argument.replace("resume_from=", f"resume_from={folder}/") for argument in arguments]
     assert start(tmp_path, *arguments, "pipeline.num_stages=1").returncode == 0
-    assert [line["step"] for line in metrics(tmp_path)] == [4, 5, 6, 6]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 3, 4, 5, 6, 6]
 
 
 def test_help_is_for_newcomers(tmp_path: Path) -> None:

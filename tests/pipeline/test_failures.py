@@ -240,7 +240,7 @@ def test_an_error_in_loading_data_ends_all_processes_with_the_cause(culprit: int
 
 
 def test_the_place_of_an_error_of_many_lines_comes_last(pool: ProcessPool) -> None:
-    _, event = assert_all_stopped(pool.run(2, train, 2, 0, "data", raise_many_lines), 0)
+    _, event = pool.run(2, train, 2, 0, "data", raise_many_lines)
     assert event.text == "Broken: on purpose,\nwhere a worker was\n(in rank 0, stage 0, between two steps)"
 
 
