@@ -148,6 +148,7 @@ def test_one_more_than_the_limit_ends_the_run(files: ImageFiles, broken: tuple[i
     batches = loader(files, 2, shuffle=False, num_workers=num_workers)
     with pytest.raises(BrokenImage, match=r"^cannot decode .*\.png: .*; remove or replace it, or raise data\.max_"):
         list(batches)
+    batches.close()
 
 
 def test_a_class_of_broken_images_alone_ends_the_run(files: ImageFiles) -> None:

@@ -1,5 +1,6 @@
 """The loader: its batches are a function of the seed, whoever decodes them and wherever one starts."""
 
+import multiprocessing
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_the_same_epoch_again_is_the_same(make) -> None:
     list(loader)
     loader.set_epoch(0)
     assert_equal_batches(list(loader), first_time)
+
+
+def test_a_loader_that_is_closed_ends_its_workers_at_once_and_may_go_on_with_new_ones(make) -> None:
+    before = set(multiprocessing.active_children())
+    helped = make(num_workers=2)
+    left = iter(helped)  # in the middle of an iteration, which nobody goes on with
+    next(left)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    helped.close()
+    assert not set(multiprocessing.active_children()) - before
+    assert_equal_batches(list(helped), list(make()))
+    helped.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -34,6 +34,9 @@ class EpochPosition:
         self.epoch = epoch
         self.start_batch = 0
 
+    def close(self) -> None:
+        """End what an iteration keeps for the next one."""
+
     def __len__(self) -> int:
         """Return the number of mini-batches an epoch, whatever start_batch is."""
         return self._num_batches

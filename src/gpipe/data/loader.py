@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from typing import Any, TypeAlias
@@ -82,7 +83,10 @@ class ImageLoader(EpochLoader):
         self._images: Iterable[_Answer] | None = None
         if load_images:
             samples = _TransformedImages(image_set, transform, seed, max_broken_images)
-            self._images = _data_loader(samples, self._requests, num_workers, pin_memory, prefetch_factor)
+            self._open = partial(_data_loader, samples, self._requests, num_workers, pin_memory, prefetch_factor)
+            self._images = self._open()
+        # Not within the iteration: an iteration that was left does not keep the worker processes alive then.
+        self._answers: Iterator[_Answer] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the mini-batches from start_batch on."""
@@ -90,12 +94,22 @@ class ImageLoader(EpochLoader):
         self.wait_seconds = 0.0
         self.num_replaced = 0
         self._requests[:] = requests
-        images = None if self._images is None else iter(self._images)
+        if self._images is not None:
+            self._answers = iter(self._images)
         for _, indices in requests:
             started = time.perf_counter()
-            answer = None if images is None else next(images)
+            answer = None if self._images is None else next(self._answers)
             self.wait_seconds += time.perf_counter() - started
             yield self._accepted(answer, indices), torch.from_numpy(self._labels[indices])
+
+    def close(self) -> None:
+        """End the worker processes; another iteration starts new ones.
+
+        Left to Python's collector, they would take five seconds each: it takes their queues before it tells them.
+        """
+        if self._images is not None:
+            self._answers = iter(())
+            self._images = self._open()
 
     def _accepted(self, answer: _Answer | None, indices: NDArray[np.int64]) -> torch.Tensor | None:
         """Return the images of the answer to a request of `indices`, after a word on each that is newly found broken.

@@ -26,6 +26,9 @@ class Loader(Protocol):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch (from 0) of the next iteration."""
 
+    def close(self) -> None:
+        """End what an iteration keeps for the next one, such as processes."""
+
     def __len__(self) -> int:
         """Return the number of mini-batches an epoch, whatever `start_batch` is."""
 

@@ -167,16 +167,22 @@ class Trainer:
                 self._train_epoch()
             self._checkpoints.finish()
         except Stopped:
+            self._close_loaders()
             raise
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one. A CheckpointError is another's perhaps.
             self.pipeline.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
             self._checkpoints.abandon()
-            raise
+            raise  # with loaders whose processes may hang: who ends this process ends them too
+        self._close_loaders()
         peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
         return self._totals.summary(
             self.pipeline.step, self._epoch, max(peaks, default=None), self.examples, self.num_untimed_steps
         )
+
+    def _close_loaders(self) -> None:
+        for loader in (self.train_loader, *self.evaluation_loaders.values()):
+            loader.close()
 
     def _train_epoch(self) -> None:
         """Train on what is left of the current epoch."""
