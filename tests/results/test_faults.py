@@ -47,7 +47,7 @@ def test_in_short_a_fault_has_one_row_with_the_median_and_the_longest_time() -> 
 
 def test_without_a_record_the_tables_say_so() -> None:
     for table in (faults, faults_in_short, faults_run):
-        assert table([]).startswith("Not run: python -m pytest tests/reliability/test_faults.py")
+        assert table([]).startswith("Not run: make reliability")
 
 
 def test_the_program_makes_one_record_and_renders_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

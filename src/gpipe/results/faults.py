@@ -1,7 +1,7 @@
 """What a fault comes to: the table of what the tests of tests/reliability saw.
 
-GPIPE_FAULT_RECORDS=faults.jsonl python -m pytest tests/reliability/test_faults.py   the tests write a line each
-python -m gpipe.results.faults faults.jsonl                                          makes them the record, and renders
+GPIPE_FAULT_RECORDS=$PWD/faults.jsonl make reliability   the tests of faults, two at a time, write a line each
+python -m gpipe.results.faults faults.jsonl              makes them the record, and renders
 """
 
 import json
@@ -16,7 +16,7 @@ from gpipe.results.tables import markdown, named, newest, not_run, provenance
 
 EXPERIMENT = "faults"
 RECORDS = Path("tests/reliability/runs.jsonl")
-_COMMAND = "python -m pytest tests/reliability/test_faults.py"
+_COMMAND = "make reliability"
 _PLACES = ("forward", "backward", "loading", "worker", "evaluation", "save", "log")
 _FAULTS = {
     "raise": "an error is raised",
