@@ -164,7 +164,7 @@ def record(ended: Ended, place: str, action: str, stage: str) -> None:
         "stage": stage,
         "seconds": round(ended.seconds, 2),
         "timeout_seconds": ended.timeout_seconds,
-        "said": _without_numbers(ended.said),
+        "said": _message(ended.said),
         "steps_done": max((line["step"] for line in steps), default=0),
         "steps_saved": saved,
     }
@@ -172,10 +172,12 @@ def record(ended: Ended, place: str, action: str, stage: str) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _without_numbers(said: str) -> str:
-    """Return the first message, without what differs from machine to machine."""
-    first = next(line for line in said.splitlines() if line.startswith("error: "))
-    return re.sub(r"process \d+ on [\w.-]+", "process <pid> on <host>", first.removeprefix("error: "))
+def _message(said: str) -> str:
+    """Return the first message in a line, with its place, and without what differs from machine to machine."""
+    lines = said.splitlines()
+    first = next(line for line in lines if line.startswith("error: "))
+    place = next((f" {line}" for line in lines if line.startswith("(in ")), "")
+    return re.sub(r"process \d+ on [\w.-]+", "process <pid> on <host>", first.removeprefix("error: ")) + place
 
 
 @pytest.mark.parametrize(("action", "place", "stage"), CELLS)
