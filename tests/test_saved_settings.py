@@ -38,18 +38,19 @@ def test_settings_come_back_as_they_were(overrides: list[str]) -> None:
     ("section", "change", "said"),
     [
         ("model", {"colour": "red"}, "no ModelConfig has the keys"),
-        ("trainer", None, "KeyError: 'trainer'"),
+        ("trainer", "none", "no TrainerConfig has the keys"),
         ("pipeline", {"rematerialize": "sometimes"}, "Invalid value 'sometimes'"),
+        ("seed", 1.5, "'1.5' of type 'float'"),
+        ("init_from", ["a"], "list"),
+        ("name", None, "NoneType"),
     ],
 )
-def test_settings_of_another_program_are_refused_in_a_sentence(
-    section: str, change: dict[str, Any] | None, said: str
-) -> None:
+def test_settings_of_another_program_are_refused_in_a_sentence(section: str, change: Any, said: str) -> None:
     saved = to_plain(to_run(compose("train")))
-    if change is None:
-        del saved[section]
-    else:
+    if isinstance(change, dict):
         saved[section] |= change
+    else:
+        saved[section] = change
     with pytest.raises(ConfigError) as raised:
         from_plain(saved)
     message = str(raised.value)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from hydra import compose
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from small_run import small_layers, small_run
 
 from gpipe.checkpoint import files
@@ -20,6 +22,8 @@ from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.header import MAX_HEADER_BYTES, Form, check_header
 from gpipe.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, sealed
 from gpipe.checkpoint.plain_layers import load_layers
+from gpipe.config import ConfigError, to_plain, to_run
+from gpipe.config.saved import from_plain
 
 MOST_BYTES = 4 * 2**20  # of Python's memory; the manifests here have a hundredth of that
 RELAXED = settings(
@@ -45,6 +49,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = small_run((3, 3))
     run.train(1)
     return run.save(tmp_path_factory.mktemp("good"), Position(1, 0, 1, 0), config={"model": {"width": 8}})
+
+
+@pytest.fixture
+def plain(composer: None) -> dict[str, Any]:
+    """The settings of a run as a manifest has them."""
+    return json.loads(json.dumps(to_plain(to_run(compose("train")))))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -203,3 +213,18 @@ def test_a_header_of_safetensors_itself_is_good(good: Path) -> None:
     manifest = Manifest.read(good)
     for name in manifest.files:
         check_header(good / name, manifest.forms_in(name))
+
+
+@given(data=st.data())
+@RELAXED
+def test_settings_that_were_changed(plain: dict[str, Any], data: st.DataObject) -> None:
+    """The settings in a manifest: those of a run, which come back as they are, or one sentence."""
+    content, said = mutated(plain, data), ""
+    try:
+        run = from_plain(content)
+    except ConfigError as error:
+        said = str(error)
+    else:
+        OmegaConf.structured(run)  # the types are those of the schema
+        assert from_plain(json.loads(json.dumps(to_plain(run)))) == run
+    assert "\n" not in said

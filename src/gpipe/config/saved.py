@@ -24,7 +24,9 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
         )
     try:
         parts = {field.name: _part(hints[field.name], plain[field.name]) for field in fields(RunConfig)}
-        return RunConfig(**parts)
+        run = RunConfig(**parts)
+        OmegaConf.structured(run)  # which checks the types of what is no section, too
+        return run
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, OmegaConfBaseException) as error:
