@@ -247,6 +247,26 @@ def test_a_program_that_ends_ends_the_processes_that_load_its_data(tmp_path: Pat
     assert not is_running(int(done.stdout))
 
 
+COLLECTING = """
+import gc
+from gpipe.launch import collector
+
+collector.rest()
+assert not gc.isenabled()
+collector.work()
+kept = gc.get_freeze_count()
+assert gc.isenabled() and kept > 1000
+collector.work()
+assert gc.get_freeze_count() == kept
+"""
+
+
+def test_only_what_was_loaded_while_the_collector_rested_is_never_searched(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COLLECTING]
+    done = subprocess.run(command, env=os.environ | PYTHONPATH, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))

@@ -14,6 +14,7 @@ def rest() -> None:
 
 
 def work() -> None:
-    """Collect again, without ever searching what is there already."""
-    gc.freeze()
-    gc.enable()
+    """Collect again, without ever searching what is there already; nothing changes where it does not rest."""
+    if not gc.isenabled():  # else garbage, of a job of a sweep perhaps, would stay for ever
+        gc.freeze()
+        gc.enable()
