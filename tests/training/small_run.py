@@ -40,7 +40,10 @@ class RandomImages:
         self.images[torch.arange(num_images), 0, self.labels, :] += 2.0
         self.batch_size, self.shuffle = batch_size, shuffle
         self.epoch, self.start_batch, self.wait_seconds = 0, 0, 0.0
-        self.num_fetched, self.num_replaced = 0, 0
+        self.num_fetched, self.num_replaced, self.num_closed = 0, 0, 0
+
+    def close(self) -> None:
+        self.num_closed += 1
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, from its first mini-batch on."""

@@ -56,6 +56,7 @@ def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
     ask_at(run, 3)
     error = stopped(run)
     assert error.step == 4 and not error.is_saved
+    assert run.train_loader.num_closed == run.evaluation_loaders["test"].num_closed == 1
     assert str(error).endswith("after step 4: nothing is saved (trainer.keep_checkpoints=null).")
 
 
@@ -63,6 +64,7 @@ def test_a_stop_in_the_last_step_comes_too_late(tmp_path: Path) -> None:
     run = small_trainer(tmp_path)
     ask_at(run, 11)
     assert run.train().num_steps == 12
+    assert run.train_loader.num_closed == run.evaluation_loaders["test"].num_closed == 1
 
 
 def test_a_stop_at_the_end_of_an_epoch_has_its_evaluation(tmp_path: Path) -> None:
