@@ -9,9 +9,11 @@ from gpipe.results.faults import faults, faults_in_short, faults_run, main, read
 from gpipe.results.records import Record, make_record, read_records
 
 
-def row(fault: str, place: str, stage: str, seconds: float, done: int = 3, saved: int = 2) -> dict[str, object]:
+def row(
+    fault: str, place: str, stage: str, seconds: float, done: int = 3, saved: int = 2, timeout: float = 5.0
+) -> dict[str, object]:
     return {
-        "fault": fault, "place": place, "stage": stage, "seconds": seconds, "timeout_seconds": 5.0,
+        "fault": fault, "place": place, "stage": stage, "seconds": seconds, "timeout_seconds": timeout,
         "said": "rank 1 | stage 1: on purpose", "steps_done": done, "steps_saved": saved,
     }  # fmt: skip
 
@@ -37,11 +39,13 @@ def test_each_fault_and_place_has_a_row_in_the_order_of_a_step() -> None:
     ]
 
 
-def test_in_short_a_fault_has_one_row_with_the_median_and_the_longest_time() -> None:
-    lines = faults_in_short([record(ROWS)]).splitlines()[2:]
-    assert [line.split(" | ")[:3] for line in lines] == [
-        ["| an error is raised", "loading data", "1.0 (1.0)"],
-        ["| SIGKILL", "forward, save", "3.0 (4.0)"],
+def test_in_short_a_fault_has_a_row_a_time_out_with_the_median_and_the_longest_time() -> None:
+    patient = row("kill", "worker", "first", 16.0, timeout=15.0)
+    lines = faults_in_short([record([patient, *ROWS])]).splitlines()[2:]
+    assert [line.split(" | ")[:4] for line in lines] == [
+        ["| an error is raised", "loading data", "5", "1.0 (1.0)"],
+        ["| SIGKILL", "forward, save", "5", "3.0 (4.0)"],
+        ["| SIGKILL", "a worker that loads data", "15", "16.0 (16.0)"],
     ]
 
 
@@ -59,7 +63,7 @@ def test_the_program_makes_one_record_and_renders_the_readme(tmp_path: Path, mon
         main(["rows.jsonl"])
     (made,) = read_records(tmp_path / "tests" / "reliability" / "runs.jsonl")
     assert made.results["rows"] == ROWS
-    assert "| SIGKILL | forward, save | 3.0 (4.0) |" in (tmp_path / "README.md").read_text()
+    assert "| SIGKILL | forward, save | 5 | 3.0 (4.0) |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_fault_that_the_table_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -53,24 +53,27 @@ def faults(records: Sequence[Record]) -> str:
 
 
 def faults_in_short(records: Sequence[Record]) -> str:
-    """Return the same by fault alone: places, seconds, and one message of each fault."""
+    """Return the same by fault and time-out alone: places, seconds, and one message of each."""
     record = newest(list(records), EXPERIMENT)
     if record is None:
         return not_run(_COMMAND)
+    groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
+    for row in sorted(record.results["rows"], key=_order):
+        groups.setdefault((list(_FAULTS).index(row["fault"]), row["timeout_seconds"]), []).append(row)
     rows = []
-    for fault, name in _FAULTS.items():
-        group = sorted((row for row in record.results["rows"] if row["fault"] == fault), key=_order)
-        if not group:
-            continue
+    for (fault, timeout), group in sorted(groups.items()):
+        name = list(_FAULTS.values())[fault]
         seconds = [row["seconds"] for row in group]
         places = ", ".join(dict.fromkeys(_WHERE.get(row["place"], row["place"]) for row in group))
         middle, most = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
-        rows.append([name, places, f"{middle} ({most})", f"`{group[0]['said'].replace('|', '/')}`", _lost(group[0])])
-    return markdown(["fault", "tried in", "all ended after, s: median (most)", "what the user sees", "lost"], rows)
+        said = f"`{group[0]['said'].replace('|', '/')}`"
+        rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", said, _lost(group[0])])
+    header = ["fault", "tried in", "time-out, s", "all ended after, s: median (most)", "what the user sees", "lost"]
+    return markdown(header, rows)
 
 
 def faults_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest record, and its time-out."""
+    """Return the command, date and hardware of the newest record."""
     return provenance(newest(list(records), EXPERIMENT), _COMMAND)
 
 
@@ -100,7 +103,7 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 1:
         raise SystemExit(__doc__)
     rows = read_rows(Path(arguments[0]))
-    config = {"timeout_seconds": rows[0]["timeout_seconds"], "num_stages": 3, "save_every_steps": 2}
+    config = {"num_stages": 3, "save_every_steps": 2}
     record = make_record(
         kind="measured", command=_COMMAND, experiment=EXPERIMENT, config=config, seed=0, results={"rows": rows}
     )
