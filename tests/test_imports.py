@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "training": {"checkpoint", "pipeline", GUARD},
     "decoding": {"models", FAIRSEQ_GUARD},
     "planning": {"pipeline"},
-    "results": set(),
+    "results": {"config"},
     "launch": {"pipeline", "environment_secrets"},
     "workloads": {"config", "pipeline", "models", "data", "training"},
     "build": {"checkpoint", "config", "pipeline", "models", "training", "planning", "launch", "workloads"},

@@ -6,6 +6,7 @@ the dataclasses.
 """
 
 from gpipe.config.checks import ConfigError
+from gpipe.config.composed import compose_plain
 from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import newest_run
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, Tie, TransformerLMConfig, TranslationModelConfig, Variant
@@ -71,6 +72,7 @@ __all__ = [
     "TranslationDataConfig",
     "TranslationModelConfig",
     "Variant",
+    "compose_plain",
     "newest_run",
     "read_yaml",
     "refuse_overruled_data",

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gpipe.results.claims import NOT_RUN, Claim, judged
 from gpipe.results.figure3 import PARAMETERS, planned_models
 from gpipe.results.records import Record
-from gpipe.results.tables import markdown, named, not_run
+from gpipe.results.tables import Paper, markdown, named, not_run
 from gpipe.results.translation_runs import (
     DEEP_OR_WIDE,
     GROUPS,
@@ -20,8 +21,8 @@ from gpipe.results.translation_runs import (
     spread,
     training_pairs,
     trainings,
-    verdict,
 )
+from gpipe.results.verdict import Interval, over_seeds_and_parts
 
 DEEP_TRAINING = "deep_training_laptop"
 _COMMAND = "train.py -m +experiment={} scale=laptop"
@@ -43,15 +44,49 @@ def deep_or_wide(records: Sequence[Record]) -> str:
         search = ", ".join(searched(beam) for beam in beams((*deep.values(), *wide.values()))[:1])
         rows = []
         for name, group in itertools.product(_FIGURES, GROUPS):
-            values = [[found[name, group] for found in models.values()] for models in both]
-            gains = [_minus(both[0][seed][name, group], both[1][seed][name, group]) for seed in seeds]
-            cells = [*(spread(of, _FIGURES[name]) for of in values), spread(gains, _FIGURES[name], "+")]
-            judged = verdict(-gain if name == "loss" else gain for gain in gains if gain is not None)
+            values = [[mean(found[name, group].values()) for found in models.values()] for models in both]
+            gains = {seed: _gains(*(models[seed][name, group] for models in both)) for seed in seeds}
+            means = [mean(found.values()) for found in gains.values()]
+            cells = [*(spread(of, _FIGURES[name]) for of in values), spread(means, _FIGURES[name], "+")]
+            interval = _interval(name, gains)
             title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
-            rows.append([title, group, *cells, str(len(seeds)), judged or f"not run: {SCORER}"])
+            verdict = f"not run: {SCORER}" if interval is None else interval.written(_FIGURES[name])
+            rows.append([title, group, *cells, str(len(seeds)), verdict])
         names = [next(iter(models.values())).model for models in (deep, wide)]
         tables.append(markdown([data[0], "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
     return "\n".join(tables) or not_run(_COMMAND.format("deep_or_wide"))
+
+
+def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
+    """Return what became of the paper's claims on depth at laptop scale, beside what it prints of its own models."""
+    bleu = {row["num_layers"]: row["bleu_read_off_by_third_party"] for row in paper}
+    rows = []
+    for data, (deep, wide) in deep_and_wide(records).items():
+        low = resource_groups(training_pairs(records, data[0]))["low"]
+        found: list[tuple[str, Interval | None]] = []
+        for name in ("loss", "chrf", "bleu"):
+            both = [{seed: _figures(one, name, low) for seed, one in models.items()} for models in (deep, wide)]
+            gains = {seed: _gains(*(models[seed] for models in both)) for seed in sorted(deep.keys() & wide.keys())}
+            found.append((_TITLES[name], _interval(name, gains)))
+        rows.append(
+            Claim(
+                "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)",
+                f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
+                "; ".join(f"{title} {interval.mean:+.2f}" for title, interval in found if interval is not None),
+                verdict=judged(found, ".2f"),
+            )
+        )
+    for ways in deep_trainings(records).values():
+        outcomes = Counter(itertools.chain.from_iterable(map(became, runs) for runs in ways.values()))
+        rows.append(
+            Claim(
+                "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)",
+                "without them, gradients that destroy the learning progress",
+                "; ".join(f"{text}: {count} of {outcomes.total()} runs" for text, count in outcomes.items()),
+                verdict=_deep_verdict(ways),
+            )
+        )
+    return rows
 
 
 def deep_or_wide_models(records: Sequence[Record]) -> str:
@@ -160,21 +195,46 @@ def _order(way: tuple[bool, float | None]) -> tuple[bool, bool, float]:
     return not scaled, limit is None, limit or 0
 
 
-def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], float | None]:
-    """Return the figures of a training by figure and group; None where there is none."""
-    found: dict[tuple[str, str], float | None] = {}
-    for name, group in itertools.product(_FIGURES, GROUPS):
-        if name in ("chrf", "bleu"):
-            found[name, group] = mean(one.score(name, language) for language in groups[group])
-        elif group == "all":
-            found[name, group] = one.best(name)
-        else:
-            found[name, group] = mean(one.best(name, language) for language in groups[group])
-    return found
+def _deep_verdict(ways: Mapping[tuple[bool, float | None], Sequence[Record]]) -> str:
+    """Return the verdict on the gain in final loss of both measures over neither, seed by seed."""
+    losses = [
+        {
+            run.seed: next(iter(run.results["evaluation"].values()))["loss"]
+            for run in runs
+            if "failure" not in run.results
+        }
+        for (scaled, limit), runs in ways.items()
+        if scaled == (limit is not None)
+    ]
+    if len(losses) != 2:
+        return NOT_RUN
+    gains = {seed: {"": losses[1][seed] - losses[0][seed]} for seed in sorted(losses[0].keys() & losses[1].keys())}
+    return judged([("final loss", over_seeds_and_parts(gains))], ".3f")
 
 
-def _minus(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one - other
+def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return the figures of a training by figure and group, language by language."""
+    return {(name, group): _figures(one, name, groups[group]) for name, group in itertools.product(_FIGURES, GROUPS)}
+
+
+def _figures(one: Trained, name: str, languages: Iterable[str]) -> dict[str, float]:
+    """Return a figure of a training on each of the languages that have it."""
+    get = one.score if name in ("chrf", "bleu") else one.best
+    found = {language: get(name, language) for language in languages}
+    return {language: value for language, value in found.items() if value is not None}
+
+
+def _gains(deep: Mapping[str, float], wide: Mapping[str, float]) -> dict[str, float]:
+    """Return the difference of two trainings on each language that both have."""
+    return {language: deep[language] - wide[language] for language in deep if language in wide}
+
+
+def _interval(name: str, gains: Mapping[int, Mapping[str, float]]) -> Interval | None:
+    """Return the interval of differences over seeds and languages; of a loss, less is a gain."""
+    sign = -1 if name == "loss" else 1
+    return over_seeds_and_parts(
+        {seed: {language: sign * gain for language, gain in found.items()} for seed, found in gains.items()}
+    )
 
 
 TABLES = named(deep_or_wide, deep_or_wide_models, deep_training)

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from gpipe.results import paper_scale
+from gpipe.results.claims import NOT_RUN, Claim, judged
+from gpipe.results.printed import rounds_to
 from gpipe.results.records import Record
 from gpipe.results.tables import Paper, markdown, named, newest, not_run, provenance
 from gpipe.results.translation_runs import (
     DEEP_OR_WIDE,
     SCORER,
+    SCORING,
     Trained,
     beams,
     mean,
@@ -18,49 +22,97 @@ from gpipe.results.translation_runs import (
     spread,
     training_pairs,
     trainings,
-    verdict,
     written,
 )
+from gpipe.results.verdict import Interval, over_seeds_and_parts
 
 PARAMETERS = "translation_parameters"
-PAPER_SCALE = "transformer_multilingual"
+PAPER_SCALE = ("transformer_multilingual", "deep_or_wide")
+NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
+"""Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
 MULTILINGUAL = "transformer_multilingual_laptop"
 BILINGUAL = "bilingual_laptop"
 _COMMANDS = (
-    f"train.py -m +experiment={PAPER_SCALE} scale=laptop seed=0,1,2 and train.py -m +experiment=bilingual scale=laptop"
+    f"train.py -m +experiment={PAPER_SCALE[0]} scale=laptop seed=0,1,2 and "
+    "train.py -m +experiment=bilingual scale=laptop"
 )
-_UNITS = {"M": 1e6, "B": 1e9}
+_NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
 
 Pairs = Mapping[str, tuple[Trained, Trained]]
 """The bilingual and the multilingual model of a seed, by the bilingual one's language."""
 
 
 def figure3_models(records: Sequence[Record], paper: Paper) -> str:
-    """Return the paper's models: its parameters and ours, and its average BLEU as read off figure 1(b) beside ours."""
+    """Return the paper's parameters beside our counts for each way of tying, and average BLEU beside ours.
+
+    The paper does not print its BLEU: a third party read it off figure 1(b).
+    """
     planned = planned_models(records, "models")
     if not planned:
         return not_run(f"experiments/{PARAMETERS}.py")
-    runs = trainings(records, PAPER_SCALE)
+    runs = _paper_scale_trainings(records)
     rows = []
     for row in paper:
-        shape = tuple(int(row[name]) for name in ("num_layers", "feedforward_size", "num_heads"))
+        shape = _shape(row)
         plan = planned[shape]
-        ours, bleu = plan["parameters"], _paper_scale_bleu(runs, shape)
-        count = as_number(row["parameters"])
+        counts = {int(tables): count for tables, count in plan["parameters_by_tables"].items()}
+        agreeing = [str(tables) for tables, count in counts.items() if rounds_to(count, row["parameters"])]
         rows.append(
             [
                 f"T({', '.join(map(str, shape))})",
                 row["parameters"],
-                f"{ours:,}",
-                f"{ours / count - 1:+.2%}",
+                *(f"{counts[tables]:,}" for tables in NUM_TABLES),
+                " and ".join(agreeing) or "none",
                 str(plan["num_stages"]),
                 f"{plan['parameter_bytes'] / 2**30:.2f}",
-                row["bleu"],
-                bleu or "not run",
+                row["bleu_read_off_by_third_party"],
+                _paper_scale_bleu(runs, shape) or NOT_RUN,
             ]
         )
-    header = ["model", "parameters: paper", "ours, planned", "off the paper", "K", "GiB of weights, planned"]
-    return markdown([*header, "BLEU: paper, read off", "ours, measured"], rows)
+    header = ["model", "parameters: paper", *(f"ours, planned, {name}" for name in NUM_TABLES.values())]
+    header += ["tables whose count rounds to the paper's", "K", "GiB of weights, 2 tables, planned"]
+    return markdown([*header, "BLEU: third party's reading", "BLEU: ours, measured"], rows)
+
+
+def figure3_other_settings(records: Sequence[Record]) -> str:
+    """Return the runs that bear a paper-scale name, but not its settings."""
+    return paper_scale.other_settings(records, PAPER_SCALE, _differences)
+
+
+def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
+    """Return the largest model beside the paper's, and the claims of section 5 at laptop scale."""
+    largest = paper[-1]
+    reading = f"BLEU {largest['bleu_read_off_by_third_party']}, a third party's reading"
+    planned = planned_models(records, "models").get(_shape(largest))
+    bleu = _paper_scale_bleu(_paper_scale_trainings(records), _shape(largest))
+    rows = [
+        Claim(
+            f"the largest of the models of 102 languages, T({', '.join(map(str, _shape(largest)))}) (section 5)",
+            f"{largest['parameters']} parameters; {reading}",
+            f"BLEU {bleu}" if bleu else NOT_RUN,
+            planned=f"{planned['parameters'] / 1e9:.2f}B parameters" if planned else "",
+        )
+    ]
+    for seeds in compared(records).values():
+        narrowest = min(beams(one for pairs in seeds.values() for pair in pairs.values() for one in pair), default=None)
+        found = {
+            figure.title: (figure, _gain(seeds, figure))
+            for figure in _figures(seeds.values())
+            if figure.is_judged and figure.beam in (None, narrowest)
+        }
+        rows.append(
+            Claim(
+                "one model of 102 languages beats one per language where examples are few, at laptop scale (section 5)",
+                "better on nearly all languages",
+                "; ".join(
+                    f"{title} {interval.mean:+{figure.form}}"
+                    for title, (figure, interval) in found.items()
+                    if interval is not None
+                ),
+                verdict=judged(((title, interval) for title, (_, interval) in found.items()), ".2f"),
+            )
+        )
+    return rows
 
 
 def figure3_low_resource(records: Sequence[Record]) -> str:
@@ -79,7 +131,8 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
                 for seed, found in means.items()
             ]
             rows.append([figure.title, f"all {len(means)}", "", *_cells(list(means.values()), figure)])
-            rows[-1].append(verdict(found.gain(figure) for found in means.values()) if figure.is_judged else "")
+            interval = _gain(seeds, figure) if figure.is_judged else None
+            rows[-1].append("" if interval is None else interval.written(figure.form))
             if not means:
                 rows[-1][-1] = f"not run: {SCORER}"
         header = [setting, "seed", "languages", "bilingual", "multilingual", "difference", "multilingual is better on"]
@@ -167,11 +220,6 @@ class _Means:
     num_better: int
     num_languages: int
 
-    def gain(self, figure: _Figure) -> float:
-        """Return by how much the multilingual model is better."""
-        difference = self.multilingual - self.bilingual
-        return -difference if figure.less_is_better else difference
-
 
 def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
     """Return the bilingual and the multilingual model by setting, seed and language.
@@ -194,18 +242,29 @@ def planned_models(records: Sequence[Record], part: str) -> dict[tuple[int, ...]
     """Return the rows of a part of the newest plan by the model's L, H and A; empty without one."""
     record = newest(list(records), PARAMETERS)
     rows = [] if record is None else record.results[part]
-    return {tuple(row[name] for name in ("num_layers", "feedforward_size", "num_heads")): row for row in rows}
+    return {_shape(row): row for row in rows}
 
 
-def as_number(printed: str) -> float:
-    """Return a number printed with a unit, such as 408M or 1.24B."""
-    return float(printed[:-1]) * _UNITS[printed[-1]]
+def _shape(row: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(row[name]) for name in ("num_layers", "feedforward_size", "num_heads"))
+
+
+def _differences(run: Record) -> list[str]:
+    """Return in which settings a run departs from the paper-scale one of its model, or from that of T(6, 8192, 16)."""
+    name = "_".join(map(str, _shape(run.config["model"])))
+    model = f"translation_t{name}" if name in _NAMES else "translation_t6_8192_16"
+    return paper_scale.differences(run, [f"+experiment={run.experiment}", f"model={model}"])
+
+
+def _paper_scale_trainings(records: Sequence[Record]) -> list[Trained]:
+    counting = paper_scale.paper_scale(records, PAPER_SCALE, _differences)
+    scores = [record for record in records if record.experiment == SCORING]
+    return [one for experiment in PAPER_SCALE for one in trainings([*counting, *scores], experiment)]
 
 
 def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
     """Return the average BLEU of the trainings of a model at the paper's scale, with its deviation."""
-    names = ("num_layers", "feedforward_size", "num_heads")
-    found = [one for one in runs if tuple(one.run.config["model"][name] for name in names) == shape]
+    found = [one for one in runs if _shape(one.run.config["model"]) == shape]
     return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
 
 
@@ -219,6 +278,20 @@ def _means(languages: Pairs, figure: _Figure) -> _Means | None:
     return _Means(fmean(one for one, _ in pairs), fmean(two for _, two in pairs), better, len(pairs))
 
 
+def _gain(seeds: Mapping[int, Pairs], figure: _Figure) -> Interval | None:
+    """Return the interval of the multilingual model's gain over seeds and languages, None without any."""
+    gains: dict[int, dict[str, float]] = {}
+    for seed, languages in seeds.items():
+        both = {
+            language: (figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()
+        }
+        sign = -1 if figure.less_is_better else 1
+        gains[seed] = {
+            language: sign * (two - one) for language, (one, two) in both.items() if one is not None and two is not None
+        }
+    return over_seeds_and_parts(gains)
+
+
 def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
     """Write the means of one or several seeds."""
     both = [[found.bilingual for found in means], [found.multilingual for found in means]]
@@ -229,4 +302,4 @@ def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
 
 
 BESIDE_PAPER = named(figure3_models)
-TABLES = named(figure3_low_resource, figure3_languages, figure3_run)
+TABLES = named(figure3_other_settings, figure3_low_resource, figure3_languages, figure3_run)

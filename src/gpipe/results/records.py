@@ -16,12 +16,12 @@ SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 KINDS = ("measured", "simulated", "planned", "not run")
 # What may differ between two runs of the same settings: where they run and what watches them.
-_WHEREABOUTS = {
+WHEREABOUTS = {
     "launch", "tracking", "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
     "data.num_workers", "data.prefetch_factor",
 }  # fmt: skip
 # What changes how fast a training is, and what it leaves behind, but not what is trained.
-_EFFORTS = _WHEREABOUTS | {
+_EFFORTS = WHEREABOUTS | {
     "pipeline.partition_by", "pipeline.partitions", "pipeline.objective", "pipeline.memory_limit_bytes",
     "pipeline.timeout_seconds", "trainer.save_every_steps", "trainer.keep_checkpoints", "trainer.timeline_every_steps",
     "trainer.num_untimed_steps", "trainer.non_finite", "trainer.max_skipped_steps",
@@ -145,7 +145,7 @@ def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
 
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Say whether two runs' settings, as JSON, describe the same training, wherever it runs."""
-    return _without(_WHEREABOUTS, one) == _without(_WHEREABOUTS, other)
+    return _without(WHEREABOUTS, one) == _without(WHEREABOUTS, other)
 
 
 def same_training(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe.results import (
+    bubble,
     checkpoint_cost,
     depth,
     faults,
@@ -28,7 +29,9 @@ from gpipe.results import (
     tables,
     utilization,
 )
+from gpipe.results.claims import Claim, claims_table
 from gpipe.results.curve import read_curve, read_training
+from gpipe.results.deviations import deviations_table
 from gpipe.results.jobs import Job
 from gpipe.results.records import (
     RECORD_FILE,
@@ -45,26 +48,46 @@ from gpipe.results.tables import TableFunction
 RUNS_FILE = "runs.jsonl"
 PAPER_FILE = "paper.csv"
 METRICS_FILE = "metrics.jsonl"
-_CLAIMS = (table1, table2, table3, table4, table5, figure3)
-BESIDE_PAPER = {name: table for claim in _CLAIMS for name, table in claim.BESIDE_PAPER.items()}
-_PARTS = (tables, faults, schedules, planned_memory, peers, depth, utilization, checkpoint_cost, *_CLAIMS)
+INDEX = Path("reproductions") / "README.md"
+CLAIMS: dict[str, tuple[Any, ...]] = {
+    "bubble": (bubble,),
+    "table1_model_size": (table1,),
+    "table2_throughput": (table2,),
+    "table3_slow_links": (table3,),
+    "table4_imagenet_and_transfer": (table4,),
+    "figure3_multilingual": (figure3, depth),
+    "table5_batch_size": (table5,),
+}
+"""The page of each claim, and the modules that make its rows of the table of claims."""
+_TABLES_BESIDE_PAPER = (table1, table2, table3, table4, table5, figure3)
+BESIDE_PAPER = {name: table for part in _TABLES_BESIDE_PAPER for name, table in part.BESIDE_PAPER.items()}
+_PARTS = (tables, faults, schedules, planned_memory, peers, depth, utilization, checkpoint_cost, *_TABLES_BESIDE_PAPER)
 EVERY_TABLE = {name: table for part in _PARTS for name, table in part.TABLES.items()}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(readme: Path, records: list[Record], tables: Mapping[str, TableFunction] = EVERY_TABLE) -> str:
+def rendered(
+    readme: Path,
+    records: list[Record],
+    tables: Mapping[str, TableFunction] = EVERY_TABLE,
+    own: Mapping[str, str] | None = None,
+) -> str:
     """Return a README with each of its tables made from records, and from the paper's numbers in paper.csv beside it.
 
-    A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; `tables` says how to make each of them.
-    Raises ValueError where the README asks for a table that nobody can make, or for none.
+    A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; `tables` says how to make each of them,
+    and `own` has those that are not made from this page's records alone. Raises ValueError where the README asks for a
+    table that nobody can make, or for none.
     """
 
     def fill(block: re.Match[str]) -> str:
         name = block["name"]
+        if own is not None and name in own:
+            return f"{block[1]}{own[name]}{block[3]}"
         if name in BESIDE_PAPER:
             return f"{block[1]}{BESIDE_PAPER[name](records, read_paper(readme.parent))}{block[3]}"
         if name not in tables:
-            raise ValueError(f"{readme} asks for the table {name!r}; there are {', '.join((*tables, *BESIDE_PAPER))}.")
+            known = ", ".join((*tables, *BESIDE_PAPER, *(own or ())))
+            raise ValueError(f"{readme} asks for the table {name!r}; there are {known}.")
         return f"{block[1]}{tables[name](records)}{block[3]}"
 
     text, count = _BLOCK.subn(fill, readme.read_text(encoding="utf-8"))
@@ -77,6 +100,11 @@ def read_paper(folder: Path) -> list[dict[str, str]]:
     """Read the paper's numbers that a reproduction stands beside: the rows of its paper.csv."""
     with (folder / PAPER_FILE).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def _read_paper_if_there(root: Path, page: str) -> list[dict[str, str]]:
+    folder = root / "reproductions" / page
+    return read_paper(folder) if (folder / PAPER_FILE).exists() else []
 
 
 def read_run(folder: Path) -> Record:
@@ -94,20 +122,45 @@ def _curves(folder: Path) -> dict[str, Any]:
 def readmes(root: Path) -> dict[Path, list[Record]]:
     """Return each README below the repository's root that shows results, with the records that it shows.
 
-    That of a reproduction shows its own; the one at the root may show all.
+    That of a reproduction shows its own; the one at the root and the index of the reproductions may show all.
     """
     folders = sorted(path.parent for path in (root / "reproductions").glob(f"*/{RUNS_FILE}"))
     found = {folder / "README.md": read_records(folder / RUNS_FILE) for folder in folders}
     every = [record for records in found.values() for record in records]
     if (of_tests := root / "tests" / "reliability" / RUNS_FILE).exists():  # of no claim of the paper
         every += read_records(of_tests)
-    return {**found, root / "README.md": every}
+    return {**found, **{path: every for path in (root / "README.md", root / INDEX) if path.exists()}}
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Return the text that each README below the repository's root should have, with its tables made anew."""
+    found = readmes(root)
+    claimed = claims_by_page(root, found.get(root / "README.md", []))
+    own: dict[Path, dict[str, str]] = {}
+    for readme in found:
+        page = readme.parent.name
+        own[readme] = {
+            "claims": claims_table([(page, claimed.get(page, []))]),
+            "deviations": deviations_table(root, page),
+        }
+    own[root / "README.md"] = {"claims": claims_table(claimed.items(), links="reproductions/")}
+    own[root / INDEX] = {"claims": claims_table(claimed.items(), links=""), "deviations": deviations_table(root, None)}
+    return {readme: rendered(readme, records, own=own[readme]) for readme, records in found.items()}
+
+
+def claims_by_page(root: Path, records: Sequence[Record]) -> dict[str, list[Claim]]:
+    """Return the claims of each page that is there, by its folder's name, from the records of all pages."""
+    return {
+        page: [claim for part in parts for claim in part.claims(records, _read_paper_if_there(root, page))]
+        for page, parts in CLAIMS.items()
+        if (root / "reproductions" / page).is_dir()
+    }
 
 
 def render(root: Path) -> None:
     """Rewrite the tables of every README from the records."""
-    for readme, records in readmes(root).items():
-        readme.write_text(rendered(readme, records), encoding="utf-8")
+    for readme, text in pages(root).items():
+        readme.write_text(text, encoding="utf-8")
 
 
 def add_record(root: Path, name: str, record: Record) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpipe.results.claims import NOT_RUN, Claim
 from gpipe.results.records import Record
 from gpipe.results.speed_ups import Key, Paper, grid, grid_speeds, key_of, measured_speeds, over_base
 from gpipe.results.tables import markdown, not_run, provenance
 
 PROGRAM = "experiments/table2_throughput.py"
 KINDS = ("planned", "simulated")
+TOLERANCE = 0.2
 Models = Sequence[Mapping[str, Any]]
 """The models of a grid, with their cells."""
 
@@ -33,6 +35,44 @@ def beside_paper(
         rows.append([*names(row), row["speed_up"], *ours, *(ratio(other.get(key)) for other in others)])
     header = [name for column in columns for name in (column, "off the paper")]
     return markdown(["model", "K", "M", "paper", *header, *further], rows)
+
+
+def cells_claim(records: Sequence[Record], paper: Paper, experiments: tuple[str, str], table: str) -> Claim:
+    """Return how many cells of the paper's table are within 20 % of the paper's speed-up: a row of the claims.
+
+    The cells from which the speed-ups are counted are left out. experiments: of the grid, and of the measured runs.
+    table: its name in the paper.
+    """
+    rows = [row for row in paper if float(row["speed_up"]) != 1]
+    kinds = [
+        over_base(grid_speeds(grid(records, experiments[0], kind), "fits"), paper) for kind in ("simulated", "planned")
+    ]
+    columns = [over_base(measured_speeds(records, experiments[1], "fixed", paper), paper), *kinds]
+    near = [
+        sum(abs(column.get(key_of(row), 0) / float(row["speed_up"]) - 1) <= TOLERANCE for row in rows)
+        for column in columns
+    ]
+    cells = [f"{number} of {len(rows)}" if column else "" for number, column in zip(near, columns, strict=True)]
+    text = f"speed-ups within {TOLERANCE:.0%} of the paper's ({table})"
+    return Claim(text, f"{len(rows)} cells", cells[0] or NOT_RUN, cells[1], cells[2])
+
+
+def ratio_claim(
+    records: Sequence[Record],
+    paper: Paper,
+    experiments: tuple[str, str],
+    text: str,
+    printed: str,
+    cells: tuple[Key, Key],
+) -> Claim:
+    """Return the ratio of two cells' throughputs: a row of the claims. printed: the paper's own."""
+    speeds = [
+        measured_speeds(records, experiments[1], "fixed", paper),
+        *(grid_speeds(grid(records, experiments[0], kind), "fits") for kind in ("simulated", "planned")),
+    ]
+    one, other = cells
+    ours = [ratio(found[one] / found[other]) if one in found and other in found else "" for found in speeds]
+    return Claim(text, printed, ours[0] or NOT_RUN, ours[1], ours[2])
 
 
 def with_batch(records: Sequence[Record], paper: Paper, experiments: tuple[str, str], batch: str) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gpipe.results.paper_scale import Differences, paper_scale
+from gpipe.results.paper_scale import differences as settings_that_differ
 from gpipe.results.records import Record
 
 Paper = Sequence[Mapping[str, str]]
@@ -13,6 +15,7 @@ Key = tuple[str, int, int]
 # The mini-batches of conf/experiment/table2_throughput.yaml: these a micro-batch where they grow with M, or equal ones.
 MICROBATCH_SIZE = 4
 EQUAL_BATCH_SIZE = 128
+_RECIPES = {"amoebanet": "table2_amoebanet_d", "transformer_lm": "table2_transformer_lm"}
 
 
 def key_of(row: Mapping[str, str]) -> Key:
@@ -57,14 +60,38 @@ def measured_runs(records: Iterable[Record], experiment: str, batch: str) -> lis
 
 
 def measured_speeds(records: Iterable[Record], experiment: str, batch: str, paper: Paper) -> dict[Key, float]:
-    """Return the measured examples a second under the paper's titles."""
+    """Return the measured examples per second of the runs with the paper-scale settings, under the paper's titles."""
     titles = {row["model"]: row["title"] for row in paper}
     speeds: dict[Key, float] = {}
-    for run in measured_runs(records, experiment, batch):
+    counting = paper_scale(records, [experiment], held_against(paper))
+    for run in measured_runs(counting, experiment, batch):
         family, num_stages, num_microbatches = _cell(run)
         if (speed := run.examples_per_second) is not None:
             speeds[titles[family], num_stages, num_microbatches] = speed
     return speeds
+
+
+def held_against(paper: Paper) -> Differences:
+    """Return what holds a run against the paper-scale one of its cell: with micro-batches of 4, or equal mini-batches.
+
+    A run of no cell of the paper is held against its model's first one.
+    """
+    cells: dict[str, list[tuple[int, int]]] = {}
+    for row in paper:
+        cells.setdefault(row["model"], []).append((int(row["num_stages"]), int(row["num_microbatches"])))
+
+    def differences(run: Record) -> list[str]:
+        family, *cell = _cell(run)
+        if family not in cells:
+            return [f"model.family: {family} (paper scale: {' or '.join(cells)})"]
+        num_stages, num_microbatches = tuple(cell) if tuple(cell) in cells[family] else cells[family][0]
+        command = [f"+experiment={run.experiment}", f"recipe={_RECIPES[family]}"]
+        command += [f"pipeline.num_stages={num_stages}", f"pipeline.num_microbatches={num_microbatches}"]
+        if _has_batch(run, "equal"):
+            command.append(f"trainer.batch_size={EQUAL_BATCH_SIZE}")
+        return settings_that_differ(run, command)
+
+    return differences
 
 
 def _has_batch(run: Record, batch: str) -> bool:

@@ -6,6 +6,8 @@ Memory of ours and torchgpipe's is in GiB; the paper's stands as it prints it.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpipe.results.claims import NOT_RUN, Claim
+from gpipe.results.printed import as_number, as_printed
 from gpipe.results.records import Record
 from gpipe.results.tables import Paper, markdown, named, not_run, provenance
 
@@ -15,7 +17,6 @@ ON_GPU = f"{PROGRAM} on a machine with a GPU"
 CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
 MEASURED_CUT = "memory"
 _GIB = 2**30
-_UNITS = {"M": 1e6, "B": 1e9}
 
 
 def table1_parameters(records: Sequence[Record], paper: Paper) -> str:
@@ -124,10 +125,42 @@ def table1_measured_run(records: Sequence[Record]) -> str:
     return provenance(_newest(records, "measured", "columns"), ON_GPU)
 
 
-def as_printed(count: int, like: str) -> str:
-    """Write a number with the unit and the decimals of another one, such as 82M or 1.05B."""
-    decimals = len(like[:-1].partition(".")[2])
-    return f"{count / _UNITS[like[-1]]:.{decimals}f}{like[-1]}"
+def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
+    """Return how much larger a model pipelines hold, and how many of the paper's ten models fit."""
+    columns, measured = _columns(records, "planned"), _columns(records, "measured")
+    pair = [("amoebanet", "Pipeline-8"), ("amoebanet", "Naive-1")]
+    larger, smaller = (as_number(row["parameters"]) for key in pair for row in paper if _key(row) == key)
+    rows = [
+        Claim(
+            "25 times larger on 8 accelerators: AmoebaNet-D (abstract of the paper's first version)",
+            f"25; Table 1's own numbers give {larger / smaller:.0f}",
+            planned=_larger(columns, pair) if columns else "",
+        )
+    ]
+    fitting = [
+        cut
+        for cut in CUTS
+        for column in columns.values()
+        if max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) <= column["memory_bytes"]
+    ]
+    planned = "; ".join(f"{fitting.count(cut)} with {name}" for cut, name in CUTS.items()) if columns else ""
+    found = list(measured.values())
+    fits = sum(
+        "out_of_memory" not in column and max(column["peak_bytes"]) <= column["memory_bytes"] for column in found
+    )
+    tried = f"{fits} of {len(found)} tried" if found else NOT_RUN
+    return [*rows, Claim("models that fit their accelerators (Table 1)", f"{len(paper)}", tried, planned=planned)]
+
+
+def _larger(columns: Mapping[tuple[str, str], Mapping[str, Any]], pair: Sequence[tuple[str, str]]) -> str:
+    """Write by how much the larger of two planned models exceeds the smaller, and whether each fits."""
+    larger, smaller = (columns[key] for key in pair)
+    fits = [
+        fit(max(device["peak_bytes"] for device in column["cuts"][MEASURED_CUT]["devices"]), column["memory_bytes"])
+        for column in (larger, smaller)
+    ]
+    times = larger["parameters"] / smaller["parameters"]
+    return f"{times:.1f}; the larger {fits[0]}, the smaller {fits[1]}"
 
 
 def fit(peak_bytes: int, memory_bytes: int) -> str:

@@ -1,10 +1,15 @@
 """The tables of the paper's Table 5: what larger mini-batches bring."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
+from gpipe.results import paper_scale
+from gpipe.results.claims import NOT_RUN, Claim, judged
+from gpipe.results.paper_scale import Differences
 from gpipe.results.records import Record
 from gpipe.results.tables import Paper, markdown, named, not_run, provenance
-from gpipe.results.translation_runs import SCORER, Trained, beams, mean, searched, spread, trainings, verdict
+from gpipe.results.translation_runs import SCORER, SCORING, Trained, beams, mean, searched, spread, trainings
+from gpipe.results.verdict import Interval, over_seeds
 
 PAPER_SCALE = "batch_size"
 LAPTOP = "batch_size_laptop"
@@ -12,8 +17,8 @@ _COMMAND = "train.py -m +experiment=batch_size scale=laptop"
 
 
 def table5(records: Sequence[Record], paper: Paper) -> str:
-    """Return the paper's BLEU and negative log-likelihood beside ours, a row a mini-batch."""
-    sizes = _by_size(trainings(records, PAPER_SCALE))
+    """Return the paper's BLEU and negative log-likelihood beside ours, a row per mini-batch."""
+    sizes = _by_size(_paper_scale_trainings(records, paper))
     rows = []
     for row in paper:
         runs = list(sizes.get(int(row["batch_tokens"]), {}).values())
@@ -21,6 +26,39 @@ def table5(records: Sequence[Record], paper: Paper) -> str:
         cells = [row["bleu"], ours[0] or "not run", row["nll"], ours[1] or "not run", str(len(runs))]
         rows.append([row["title"], *cells])
     return markdown(["tokens a mini-batch", "BLEU: paper", "ours", "NLL: paper", "ours", "runs"], rows)
+
+
+def table5_other_settings(records: Sequence[Record], paper: Paper) -> str:
+    """Return the runs that bear the paper-scale name, but not its settings."""
+    return paper_scale.other_settings(records, [PAPER_SCALE], _held_against(paper))
+
+
+def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
+    """Return what the largest mini-batch gains over the smallest, and what larger ones gain at laptop scale."""
+    sizes = _by_size(_paper_scale_trainings(records, paper))
+    ends = [sizes.get(int(row["batch_tokens"]), {}) for row in (paper[0], paper[-1])]
+    scores = [spread([bleu(one) for one in seeds.values()], ".2f") for seeds in ends]
+    gained = [_minus(bleu(ends[1][seed]), bleu(ends[0][seed])) for seed in sorted(ends[0].keys() & ends[1].keys())]
+    rows = [
+        Claim(
+            f"from {paper[0]['title']} to {paper[-1]['title']} tokens per mini-batch BLEU rises (Table 5)",
+            f"{paper[0]['bleu']} to {paper[-1]['bleu']}",
+            " to ".join(scores) if all(scores) else NOT_RUN,
+            verdict=judged([("BLEU", over_seeds([gain for gain in gained if gain is not None]))], ".2f"),
+        )
+    ]
+    for small in small_runs(records).values():
+        steps = list(itertools.pairwise(small))
+        found = [(f"{one:,} to {other:,}", _gain(small[one], small[other])) for one, other in steps]
+        rows.append(
+            Claim(
+                "larger mini-batches lower the NLL, at laptop scale (Table 5)",
+                f"{paper[0]['nll']} to {paper[-1]['nll']}",
+                " to ".join(spread([one.last("loss") for one in small[size].values()], ".2f") for size in small),
+                verdict=judged(found, ".2f"),
+            )
+        )
+    return rows
 
 
 def table5_laptop(records: Sequence[Record]) -> str:
@@ -34,8 +72,7 @@ def table5_laptop(records: Sequence[Record]) -> str:
         for size, seeds in sizes.items():
             runs = list(seeds.values())
             steps = {one.run.results["num_steps"] for one in runs}
-            both = [(smaller[seed], one) for seed, one in seeds.items() if seed in smaller]
-            gains = [_minus(before.last("loss"), one.last("loss")) for before, one in both]
+            interval = _gain(smaller, seeds)
             rows.append(
                 [
                     setting,
@@ -44,10 +81,10 @@ def table5_laptop(records: Sequence[Record]) -> str:
                     ", ".join(f"{number:,}" for number in sorted(steps)),
                     str(len(runs)),
                     spread([one.last("loss") for one in runs], ".3f"),
-                    spread(gains, ".3f", "+"),
+                    spread(_gains(smaller, seeds), ".3f", "+"),
                     spread([bleu(one) for one in runs], ".2f"),
                     spread([chrf(one) for one in runs], ".2f"),
-                    verdict(gains),
+                    "" if interval is None else interval.written(".3f"),
                 ]
             )
             smaller = seeds
@@ -91,6 +128,33 @@ def _by_size(found: Iterable[Trained]) -> dict[int, dict[int, Trained]]:
     return {size: dict(sorted(seeds.items())) for size, seeds in sorted(sizes.items())}
 
 
+def _held_against(paper: Paper) -> Differences:
+    """Return what holds a run against the paper-scale one with its mini-batch, or with the nearest of the paper's."""
+    sizes = [int(row["batch_tokens"]) for row in paper]
+
+    def differences(run: Record) -> list[str]:
+        size = min(sizes, key=lambda size: abs(size - run.config["trainer"]["batch_size"]))
+        return paper_scale.differences(run, [f"+experiment={PAPER_SCALE}", f"trainer.batch_size={size}"])
+
+    return differences
+
+
+def _paper_scale_trainings(records: Sequence[Record], paper: Paper) -> list[Trained]:
+    counting = paper_scale.paper_scale(records, [PAPER_SCALE], _held_against(paper))
+    return trainings([*counting, *(record for record in records if record.experiment == SCORING)], PAPER_SCALE)
+
+
+def _gains(smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> list[float]:
+    """Return by how much the NLL of a larger mini-batch is lower, seed by seed."""
+    seeds = [seed for seed in larger if seed in smaller]
+    gains = [_minus(smaller[seed].last("loss"), larger[seed].last("loss")) for seed in seeds]
+    return [gain for gain in gains if gain is not None]
+
+
+def _gain(smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> Interval | None:
+    return over_seeds(_gains(smaller, larger))
+
+
 def _all(sizes: dict[int, dict[int, Trained]]) -> list[Trained]:
     return [one for seeds in sizes.values() for one in seeds.values()]
 
@@ -99,5 +163,5 @@ def _minus(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one - other
 
 
-BESIDE_PAPER = named(table5)
+BESIDE_PAPER = named(table5, table5_other_settings)
 TABLES = named(table5_laptop, table5_run)

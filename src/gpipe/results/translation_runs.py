@@ -146,14 +146,3 @@ def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
 def written(value: float | None, form: str) -> str:
     """Write a number, and nothing where there is none."""
     return "" if value is None else f"{value:{form}}"
-
-
-def verdict(gains: Iterable[float | None]) -> str:
-    """Say whether every seed's gain is one: reproduced, not reproduced, or how many seeds say so; "" without seeds."""
-    found = [gain for gain in gains if gain is not None]
-    if not found:
-        return ""
-    better = sum(gain > 0 for gain in found)
-    if better == len(found):
-        return "reproduced"
-    return "not reproduced" + (f", {better} of {len(found)} seeds" if better else "")

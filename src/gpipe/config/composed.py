@@ -1,0 +1,38 @@
+"""Settings as an experiment in conf/ has them, composed without starting a run."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe.config.checks import ConfigError
+from gpipe.config.run import register_schemas, to_plain, to_run
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+
+
+def compose_plain(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that these overrides compose to, as JSON-able dicts; also while another run is composed.
+
+    Raises ConfigError for wrong values and for what conf/ does not have.
+    """
+    return _compose_plain(tuple(overrides))
+
+
+@cache
+def _compose_plain(overrides: tuple[str, ...]) -> dict[str, Any]:
+    register_schemas()
+    around = GlobalHydra.instance().hydra  # that of a sweep, whose end renders the pages
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return to_plain(to_run(compose("train", overrides=list(overrides))))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(overrides)} does not compose: {str(error).splitlines()[0]}") from error
+    finally:
+        GlobalHydra.instance().hydra = around

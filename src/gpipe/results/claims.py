@@ -1,0 +1,48 @@
+"""The claims of the paper in one line each: its number beside what was measured, simulated and planned here."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpipe.results.tables import markdown
+from gpipe.results.verdict import Interval
+
+NOT_RUN = "not run"
+NO_TEST = "no test: the paper gives no number"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row: `text` says what is claimed and where, `paper` is the paper's number, the rest are ours.
+
+    A number that was only planned or simulated has no verdict.
+    """
+
+    text: str
+    paper: str
+    measured: str = NOT_RUN
+    simulated: str = ""
+    planned: str = ""
+    verdict: str = NOT_RUN
+
+
+def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None = None) -> str:
+    """Return the rows of several pages; with `links`, the path to the pages' folders, each leads to its page."""
+    rows = [
+        [
+            claim.text if links is None else f"[{claim.text}]({links}{page})",
+            claim.paper,
+            claim.measured,
+            claim.simulated,
+            claim.planned,
+            claim.verdict,
+        ]
+        for page, claims in pages
+        for claim in claims
+    ]
+    return markdown(["claim", "the paper", "measured here", "simulated", "planned", "verdict"], rows)
+
+
+def judged(intervals: Iterable[tuple[str, Interval | None]], form: str) -> str:
+    """Write the verdicts of several figures, by their names; that of nothing is "not run"."""
+    found = [(name, interval.written(form)) for name, interval in intervals if interval is not None]
+    return "; ".join(f"{name}: {text}" if name else text for name, text in found) or NOT_RUN

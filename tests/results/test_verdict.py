@@ -1,0 +1,86 @@
+"""A verdict follows from an interval that chance excludes zero from one time in twenty."""
+
+from math import inf, sqrt
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gpipe.results.verdict import Interval, over_runs_and_images, over_seeds, over_seeds_and_parts
+
+
+@pytest.mark.parametrize("gains", [(1.0, 2.0, 4.0), (-3.0, -2.5, -2.0, -2.2, -2.1)])
+def test_over_seeds_it_is_students_interval(gains: tuple[float, ...]) -> None:
+    # The standard error over all draws is s / sqrt(n) * sqrt((n - 1) / n): what remains is the t-test's interval.
+    found = over_seeds(gains)
+    expected = stats.t.interval(0.95, len(gains) - 1, np.mean(gains), np.std(gains, ddof=1) / sqrt(len(gains)))
+    assert found is not None and found.mean == pytest.approx(np.mean(gains))
+    assert (found.low, found.high) == pytest.approx(expected, rel=0.02)
+
+
+def test_three_seeds_that_agree_by_chance_are_no_verdict() -> None:
+    found = over_seeds([0.1, 0.9, 2.0])
+    assert found is not None and found.verdict == "undecided" and found.low < 0
+    alike = over_seeds([0.9, 1.0, 1.1])
+    assert alike is not None and alike.verdict == "reproduced"
+    worse = over_seeds([-0.9, -1.0, -1.1])
+    assert worse is not None and worse.verdict == "contradicted"
+
+
+def test_one_seed_decides_nothing() -> None:
+    found = over_seeds([5.0])
+    assert found == Interval(5.0, -inf, inf)
+    assert found.written(".1f") == "undecided: one seed has no interval"
+    assert over_seeds([]) is None and over_seeds_and_parts({0: {}}) is None
+
+
+def test_the_interval_stands_beside_the_verdict() -> None:
+    assert Interval(0.2, 0.1, 0.3).written(".2f") == "reproduced [+0.10, +0.30]"
+    assert Interval(0.2, -0.1, 0.5).written(".1%") == "undecided [-10.0%, +50.0%]"
+
+
+@pytest.mark.parametrize(("num_seeds", "num_parts"), [(3, 1), (6, 1), (3, 30), (6, 3)])
+@pytest.mark.parametrize("between_seeds", [0.0, 1.0], ids=["seeds alike", "seeds differ"])
+def test_without_an_effect_one_experiment_in_twenty_has_a_verdict(
+    num_seeds: int, num_parts: int, between_seeds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpipe.results.verdict.NUM_DRAWS", 400)
+    random = np.random.RandomState(1)
+    num_experiments, decided = 400, 0
+    for _ in range(num_experiments):
+        table = random.randn(num_seeds, num_parts) + between_seeds * random.randn(num_seeds, 1)
+        table += random.randn(1, num_parts) if num_parts > 1 else 0
+        gains = {seed: {str(part): value for part, value in enumerate(row)} for seed, row in enumerate(table)}
+        found = over_seeds_and_parts(gains)
+        decided += found is not None and found.verdict != "undecided"
+    # Five in a hundred, and three standard deviations of this number of experiments.
+    assert decided / num_experiments <= 0.05 + 3 * sqrt(0.05 * 0.95 / num_experiments)
+
+
+def test_languages_that_differ_widen_the_interval() -> None:
+    alike = over_seeds_and_parts({seed: {"a": 1.0, "b": 1.0, "c": 1.0} for seed in range(3)})
+    apart = over_seeds_and_parts({seed: {"a": -1.0, "b": 1.0, "c": 3.0} for seed in range(3)})
+    assert alike is not None and apart is not None and alike.mean == apart.mean == 1.0
+    assert alike.verdict == "reproduced" and apart.verdict == "undecided"
+
+
+def test_a_language_that_a_seed_lacks_is_left_out() -> None:
+    found = over_seeds_and_parts({0: {"a": 1.0, "b": 3.0}, 1: {"a": 2.0}})
+    assert found is not None and found.mean == 2.0
+
+
+def test_one_run_is_judged_by_its_test_images() -> None:
+    found = over_runs_and_images([0.84], 50_000, 0.839)
+    error = sqrt(0.84 * 0.16 / 50_000)
+    assert found is not None and found.verdict == "undecided"
+    assert (found.low, found.high) == pytest.approx((0.001 - 1.96 * error, 0.001 + 1.96 * error), abs=error / 20)
+    better = over_runs_and_images([0.85], 50_000, 0.839)
+    assert better is not None and better.verdict == "reproduced"
+    assert over_runs_and_images([], 100, 0.5) is None
+
+
+def test_runs_that_differ_widen_the_interval_of_an_accuracy() -> None:
+    alike = over_runs_and_images([0.9] * 5, 10_000, 0.88)
+    apart = over_runs_and_images([0.8, 0.85, 0.9, 0.95, 1.0], 10_000, 0.88)
+    assert alike is not None and apart is not None
+    assert alike.verdict == "reproduced" and apart.verdict == "undecided"
