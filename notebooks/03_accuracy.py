@@ -75,8 +75,9 @@ show("What there is:", markdown(["experiment", "data sets", "kind", "records"], 
 # ## 1. Table 4 of the paper
 #
 # The paper's model is AmoebaNet-B (18,512), cut into four partitions, for images of 480 px. A number of ours stands
-# here only if that model was trained with the paper's settings, and a transfer only if it was fine-tuned. The smaller
-# runs further down never enter this picture.
+# here only if its settings equal those of the paper-scale experiment, and a transfer only if it was fine-tuned. The
+# program compares all settings but data set, seed, initial weights and where the run was launched. The smaller runs
+# further down never enter this picture.
 
 
 # %%
@@ -133,7 +134,9 @@ missing = {row["data"]: why_not(row["data"]) for row in paper if not paper_scale
 show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} data sets.", *tell_missing(missing))
 
 # %% [markdown]
-# "Deviation" is the sample standard deviation over the runs. "Reproduced" means at most half a point below the paper.
+# "Deviation" is the sample standard deviation over the runs. Each verdict follows from
+# [the stated test](../reproductions/README.md#the-test-behind-a-verdict): a bootstrap over runs and test images of how far
+# our accuracy is above the paper's less half a point.
 # Where a run is missing, these two commands make it, the second for all seven transfers with five seeds each; section
 # 4 says what they cost.
 #

@@ -7,6 +7,8 @@ from gpipe.pipeline.timeline import simulate
 from gpipe.results.records import Record, make_record
 from gpipe.results.table2 import (
     GRID,
+    LAPTOP,
+    claims,
     table2,
     table2_breakdown,
     table2_equal,
@@ -15,9 +17,11 @@ from gpipe.results.table2 import (
     table2_laptop,
     table2_laptop_equal,
     table2_law,
+    table2_other_settings,
     table2_partitions,
     table2_run,
 )
+from tests.results.paper_scale_records import composed
 
 LONG_AGO = "2020-01-01T00:00:00+00:00"
 SHARES = {"computing": 0.5, "recomputation": 0.25, "bubble": 0.125, "imbalance": 0.125, "transfer": 0.0, "update": 0.0}
@@ -48,12 +52,18 @@ def grid(kind: str, **speeds: float) -> Record:
     return make_record(kind=kind, command="c", experiment=GRID, config={}, seed=0, results={"models": models})
 
 
-def run(k: int, m: int, batch_size: int, speed: float, experiment: str = "table2_throughput") -> Record:
+def run(k: int, m: int, batch_size: int, speed: float) -> Record:
+    """A run with the paper-scale settings."""
+    cell = [f"pipeline.num_stages={k}", f"pipeline.num_microbatches={m}", f"trainer.batch_size={batch_size}"]
+    return composed("+experiment=table2_throughput", *cell, init_from=None, examples_per_second=speed)
+
+
+def small_run(k: int, m: int, batch_size: int, speed: float) -> Record:
     model = {"family": "amoebanet", "variant": "d", "num_layers": 6, "num_filters": 32}
     pipeline = {"num_stages": k, "num_microbatches": m}
     config = {"model": model, "pipeline": pipeline, "trainer": {"batch_size": batch_size}}
     results = {"examples_per_second": speed, "bubble": 0.25}
-    return make_record(kind="measured", command="c", experiment=experiment, config=config, seed=0, results=results)
+    return make_record(kind="measured", command="c", experiment=LAPTOP, config=config, seed=0, results=results)
 
 
 def cells(table: str) -> list[list[str]]:
@@ -84,7 +94,25 @@ def test_measured_runs_with_growing_and_with_equal_mini_batches_are_apart() -> N
 
 
 def test_small_models_do_not_count_as_the_papers() -> None:
-    assert cells(table2_fixed([run(2, 1, 4, 10.0, "table2_throughput_laptop")], PAPER))[0][-1] == "not run"
+    assert cells(table2_fixed([small_run(2, 1, 4, 10.0)], PAPER))[0][-1] == "not run"
+
+
+def test_a_cell_that_the_paper_does_not_have_stands_among_other_settings() -> None:
+    (row,) = cells(table2_other_settings([run(2, 1, 4, 10.0), run(4, 1, 4, 9.0)], PAPER))
+    assert row[-1] == "pipeline.num_stages: 4 (paper scale: 2)"
+
+
+def test_the_claims_have_a_column_for_each_kind() -> None:
+    titles = {"A": "AmoebaNet-D (18,256)", "T": "Transformer-48"}
+    paper = [one | {"title": titles[one["title"]]} for one in PAPER]
+    paper.append(paper[-1] | {"num_stages": "2", "speed_up": "1.8"})
+    planned = grid("planned", fits_seconds=5.0, fixed_seconds=5.0)
+    planned.results["models"][0]["model"] = titles["A"]
+    headline, amoebanet, _, near = claims([planned, run(2, 1, 4, 10.0), run(8, 32, 128, 45.0)], paper)
+    assert (headline.paper, headline.measured, headline.simulated, headline.planned) == ("3.5", "not run", "", "")
+    assert (amoebanet.paper, amoebanet.measured, amoebanet.planned) == ("4", "4.50", "5.00")
+    assert (near.paper, near.measured, near.simulated, near.planned) == ("3 cells", "1 of 3", "", "0 of 3")
+    assert {claim.verdict for claim in claims([planned], paper)} == {"not run"}
 
 
 def test_runs_of_another_machine_than_the_newest_ones_are_left_out() -> None:
@@ -125,7 +153,7 @@ def test_where_the_time_goes_stands_beside_the_bubbles_formula() -> None:
 
 def test_the_laptops_speeds_are_told_over_both_bases() -> None:
     runs = [(1, 1, 4, 8.0), (2, 1, 4, 4.0), (2, 4, 16, 10.0), (1, 4, 128, 5.0)]
-    records = [run(*one, "table2_throughput_laptop") for one in runs]
+    records = [small_run(*one) for one in runs]
     growing = cells(table2_laptop(records))
     assert [line[1:] for line in growing] == [
         ["1", "1", "4", "8.0", "2.00", "1.00", "25.0%"],

@@ -1,6 +1,7 @@
 """Table 5: the paper's numbers beside ours, and whether larger mini-batches are better."""
 
 from gpipe.results.table5 import LAPTOP, PAPER_SCALE, table5, table5_laptop, table5_run
+from tests.results.paper_scale_records import composed
 from tests.results.translation_records import cells, scored, trained
 
 PAPER = [
@@ -10,7 +11,8 @@ PAPER = [
 
 
 def test_the_papers_numbers_stand_beside_ours_or_not_run() -> None:
-    run = trained(PAPER_SCALE, 0, {}, loss=2.5, batch_size=1_000_000, languages=["de"])
+    figures = {"evaluation": {"valid": {"loss": 2.5}}}
+    run = composed(f"+experiment={PAPER_SCALE}", "trainer.batch_size=1000000", **figures)
     small = trained(LAPTOP, 0, {}, loss=2.5, batch_size=260_000)
     rows = cells(table5([run, small, scored(run, {"de": 60.0}, {"de": 1})], PAPER))
     assert rows == [
@@ -31,7 +33,7 @@ def test_each_mini_batch_is_compared_with_the_next_smaller_one_seed_by_seed() ->
     )]  # fmt: skip
     assert [row[5] for row in rows] == ["3.000 ± 0.000", "2.250 ± 0.354", "2.000 ± 1.414"]
     assert [row[6] for row in rows] == ["", "+0.750 ± 0.354", "+0.250 ± 1.061"]
-    assert [row[-1] for row in rows] == ["", "reproduced", "not reproduced, 1 of 2 seeds"]
+    assert [row[-1].partition(" ")[0] for row in rows] == ["", *["undecided"] * 2]
     assert rows[1][7:9] == ["15.00", "30.00"]
 
 

@@ -1,6 +1,7 @@
 """Settings as an experiment in conf/ has them, composed without starting a run."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def compose_plain(overrides: Sequence[str]) -> dict[str, Any]:
 
     Raises ConfigError for wrong values and for what conf/ does not have.
     """
-    return _compose_plain(tuple(overrides))
+    return deepcopy(_compose_plain(tuple(overrides)))  # the cached one is nobody's to change
 
 
 @cache

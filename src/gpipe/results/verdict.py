@@ -10,6 +10,7 @@ interval excludes zero one time in twenty (tests/results/test_verdict.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf, isinf, sqrt
 
 import numpy as np
@@ -60,9 +61,7 @@ def over_seeds_and_parts(gains: Mapping[int, Mapping[str, float]]) -> Interval |
     table = np.array([[gains[seed].get(name, np.nan) for name in names] for seed in seeds])
     is_there = (~np.isnan(table)).astype(np.float64)
     values = np.nan_to_num(table)
-    # A RandomState, unlike a Generator, draws the same numbers in every version of numpy: pages do not change by it.
-    random = np.random.RandomState(0)
-    seed_counts, part_counts = (_draws(random, number) for number in table.shape)
+    seed_counts, part_counts = _counts(len(seeds), len(names), num_draws=NUM_DRAWS)
     draws = _weighted(seed_counts, values, part_counts) / np.maximum(_weighted(seed_counts, is_there, part_counts), 1)
     fewest = min(len(seeds), len(names)) if len(names) > 1 else len(seeds)
     return _interval(float(values.sum() / is_there.sum()), float(draws.std()), fewest)
@@ -76,9 +75,11 @@ def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least:
     """
     if not accuracies:
         return None
-    random = np.random.RandomState(0)  # as above
-    counts = _draws(random, len(accuracies))
-    right = random.binomial(num_images, np.asarray(accuracies), size=(NUM_DRAWS, len(accuracies))) / num_images
+    (counts,) = _counts(len(accuracies), num_draws=NUM_DRAWS)
+    right = (
+        np.random.RandomState(1).binomial(num_images, np.asarray(accuracies), size=(NUM_DRAWS, len(accuracies)))
+        / num_images
+    )
     error = float((counts * right).sum(axis=1).std() / len(accuracies))
     gain = float(np.mean(accuracies)) - at_least
     if len(accuracies) > 1:
@@ -96,9 +97,12 @@ def _interval(mean: float, error: float, number: int) -> Interval:
     return Interval(mean, mean - reach, mean + reach)
 
 
-def _draws(random: np.random.RandomState, number: int) -> NDArray[np.float64]:
-    """Return how often each of `number` things is in each draw: [NUM_DRAWS, number]."""
-    return random.multinomial(number, [1 / number] * number, size=NUM_DRAWS).astype(np.float64)
+@cache
+def _counts(*numbers: int, num_draws: int) -> list[NDArray[np.float64]]:
+    """Return for several numbers of things how often each thing is in each draw: [num_draws, number] each."""
+    # A RandomState, unlike a Generator, draws the same numbers in every version of numpy: pages do not change by it.
+    random = np.random.RandomState(0)
+    return [random.multinomial(number, [1 / number] * number, num_draws).astype(np.float64) for number in numbers]
 
 
 def _weighted(
