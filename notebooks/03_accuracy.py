@@ -135,8 +135,9 @@ show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} dat
 
 # %% [markdown]
 # "Deviation" is the sample standard deviation over the runs. Each verdict follows from
-# [the stated test](../reproductions/README.md#the-test-behind-a-verdict): a bootstrap over runs and test images of how far
-# our accuracy is above the paper's less half a point.
+# [the stated test](../reproductions/README.md#the-test-behind-a-verdict): a bootstrap over runs and test images of how
+# far our accuracy is above the paper's less half a point.
+#
 # Where a run is missing, these two commands make it, the second for all seven transfers with five seeds each; section
 # 4 says what they cost.
 #

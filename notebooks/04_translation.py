@@ -64,10 +64,10 @@ show("What there is:", markdown(["experiment", "kind", "records"], rows) if rows
 # %% [markdown]
 # ## 1. The paper's models
 #
-# The number of parameters is the paper's. BLEU is the average over the 102 languages. The paper does not print it: a third
-# party read it off figure 1(b). Of the two models of 1.3 billion parameters the deep one is better. The table has our own
-# counts of parameters, for each way of tying the three embedding-sized tables. The paper's 25 billion examples are not
-# public, so that nobody else can make its points.
+# The number of parameters is the paper's. BLEU is the average over the 102 languages. The paper does not print it: a
+# third party read it off figure 1(b). Of the two models of 1.3 billion parameters the deep one is better. The table has
+# our own counts of parameters, for each way of tying the three embedding-sized tables. The paper's 25 billion examples
+# are not public, so that nobody else can make its points.
 
 # %%
 _, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
@@ -189,8 +189,8 @@ def tell_gain(setting: str) -> str:
 show(*map(tell_gain, compared(records)), figure3_low_resource(records))
 
 # %% [markdown]
-# Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict), a paired bootstrap over
-# seeds and languages; its 95 % interval stands beside it. The languages of this comparison have hundreds of pairs
+# Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict), a paired bootstrap
+# over seeds and languages; its 95 % interval stands beside it. The languages of this comparison have hundreds of pairs
 # where the paper's have ten thousand or more, and they share many of their English sentences. That helps a
 # multilingual model more than the paper's data would. The README has a row a language.
 #

@@ -143,7 +143,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         for column in columns.values()
         if max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) <= column["memory_bytes"]
     ]
-    planned = "; ".join(f"{fitting.count(cut)} with {name}" for cut, name in CUTS.items()) if columns else ""
+    planned = "; ".join(f"{name}: {fitting.count(cut)}" for cut, name in CUTS.items()) if columns else ""
     found = list(measured.values())
     fits = sum(
         "out_of_memory" not in column and max(column["peak_bytes"]) <= column["memory_bytes"] for column in found
