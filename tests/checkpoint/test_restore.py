@@ -26,28 +26,32 @@ def save(folder: Path, run: SmallRun, *, with_ema: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("partitions", [(6,), (1, 2, 3)])
-def test_everything_but_the_classifier_is_taken(
+def test_everything_but_the_classifier_begins_with_the_averages(
     tmp_path: Path, pretrained: SmallRun, partitions: tuple[int, ...]
 ) -> None:
     run = small_run(partitions, seed=1, num_classes=3)
     before, given = run.tensors(), pretrained.tensors()
+    assert not torch.equal(given["ema: layers.0.0.weight"], given["weights: layers.0.0.weight"])
+    assert not torch.equal(given["ema: layers.0.1.running_mean"], given["weights: layers.0.1.running_mean"])
     run.begin(save(tmp_path, pretrained), replaced=HEAD)
     found = run.tensors()
     assert found.keys() == before.keys()
-    for name, tensor in found.items():
-        source = before if name.partition(": ")[2] in HEAD else given
-        assert torch.equal(tensor, source[name]), name
-    assert not torch.equal(found["ema: layers.0.0.weight"], found["weights: layers.0.0.weight"])
+    for key, tensor in found.items():
+        name = key.partition(": ")[2]
+        assert torch.equal(tensor, before[key] if name in HEAD else given[f"ema: {name}"]), key
     assert found["weights: layers.0.1.num_batches_tracked"] == 3
     assert run.pipeline.step == 0
 
 
-def test_averages_begin_with_the_weights_where_the_checkpoint_has_none(tmp_path: Path, pretrained: SmallRun) -> None:
+def test_everything_begins_with_the_weights_where_the_checkpoint_has_no_averages(
+    tmp_path: Path, pretrained: SmallRun
+) -> None:
     run = small_run(seed=1)
     run.begin(save(tmp_path, pretrained, with_ema=False))
-    found = run.tensors()
+    found, given = run.tensors(), pretrained.tensors()
     for name in run.pipeline.layers.state_dict(prefix="layers."):
-        assert torch.equal(found[f"ema: {name}"], found[f"weights: {name}"]), name
+        assert torch.equal(found[f"ema: {name}"], given[f"weights: {name}"]), name
+        assert torch.equal(found[f"weights: {name}"], given[f"weights: {name}"]), name
 
 
 def test_the_layers_of_all_stages_that_differ_are_named_with_the_settings(tmp_path: Path, pretrained: SmallRun) -> None:

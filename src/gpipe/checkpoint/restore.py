@@ -54,22 +54,23 @@ def load_weights(
     replaced: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Begin with the weights, the statistics and the averages of a checkpoint; `replaced` tensors stay as they are.
+    """Begin with the model that a checkpoint's run evaluated; `replaced` tensors stay as they are.
 
-    The averages begin with the weights where the checkpoint has none. `settings` are this model's, as JSON: where the
-    layers differ, the message names the settings that do.
+    Weights and statistics, and their averages where this run keeps any, begin with the averages of the checkpoint, or
+    with its weights where it has no averages. `settings` are this model's, as JSON: where the layers differ, the message
+    names the settings that do.
     """
     manifest = _read_manifest(path, pipeline, settings)
     _refuse_partly_replaced(pipeline, replaced)
-    sources = {"weights": "weights", "ema": "ema" if "ema" in manifest.tensors else "weights"}
+    source = "ema" if "ema" in manifest.tensors else "weights"
     own = {
         kind: {name: tensor for name, tensor in tensors.items() if name not in replaced}
         for kind, tensors in model.items()
     }
-    _refuse_differences(path, pipeline, manifest, {"weights": own["weights"]}, replaced, settings)
-    loaded = _read(path, pipeline, manifest, {sources[kind]: list(tensors) for kind, tensors in own.items()})
+    _refuse_differences(path, pipeline, manifest, {source: own["weights"]}, replaced, settings)
+    loaded = _read(path, pipeline, manifest, {source: list(own["weights"])})
     _refuse_untied(path, pipeline, loaded)
-    _copy({kind: loaded[sources[kind]] for kind in own}, own)
+    _copy(dict.fromkeys(own, loaded[source]), own)
     return manifest
 
 

@@ -40,6 +40,7 @@ class AmoebaNetConfig(ModelConfig):
     drop_path: the rate at the end of training, to which it rises linearly from 0.
     auxiliary_weight: of the auxiliary head's loss; the head exists in training only.
     batch_norm_momentum: the weight of a new mini-batch, which is 1 minus TensorFlow's decay.
+    min_microbatch_size: a run is refused where batch norm would see fewer images of a micro-batch at once.
     """
 
     family: str = "amoebanet"
@@ -52,6 +53,7 @@ class AmoebaNetConfig(ModelConfig):
     drop_path: float = MISSING
     batch_norm_momentum: float = MISSING
     batch_norm_epsilon: float = MISSING
+    min_microbatch_size: int = MISSING
 
     def __post_init__(self) -> None:
         """Refuse settings that are wrong in themselves."""
@@ -65,6 +67,7 @@ class AmoebaNetConfig(ModelConfig):
         momentum = self.batch_norm_momentum
         require(0 < momentum <= 1, "model.batch_norm_momentum", momentum, "the weight of a new mini-batch in (0, 1]")
         above("model.batch_norm_epsilon", self.batch_norm_epsilon, 0)
+        at_least("model.min_microbatch_size", self.min_microbatch_size, 1)
 
 
 @dataclass

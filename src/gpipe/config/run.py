@@ -43,8 +43,8 @@ class RunConfig:
     """Everything that a run is: what is trained on what, how, and in which processes.
 
     name: the experiment's, and the folder below runs/. seed: of weights, masks, order and augmentation.
-    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from, or the folder of several
-        runs, of which the newest counts; null draws them.
+    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from, its moving averages if it
+        has any; or the folder of several runs, of which the newest counts; null draws them.
     reproduction: the folder in reproductions/ that a sweep adds its records to; null adds them to none.
     """
 
@@ -85,6 +85,29 @@ class RunConfig:
             )
         size = self.trainer.batch_size
         require(size % replicas == 0, "trainer.batch_size", size, f"a multiple of launch.num_replicas={replicas}")
+        if isinstance(self.model, AmoebaNetConfig):
+            self._check_microbatches(self.model.min_microbatch_size)
+
+    def _check_microbatches(self, least: int, num_normalized_together: int = 1) -> None:
+        """Refuse micro-batches that leave batch norm fewer than `least` images.
+
+        All mini-batches of training are full ones. num_normalized_together: replicas that share statistics.
+        """
+        size, replicas = self.trainer.batch_size, self.launch.num_replicas
+        num_microbatches = self.pipeline.num_microbatches
+        found = smallest_microbatch(size // replicas, num_microbatches) * num_normalized_together
+        if found < least:
+            per_replica = f" on each of launch.num_replicas={replicas}" if replicas > 1 else ""
+            raise ConfigError(
+                f"trainer.batch_size={size} makes micro-batches of {found} images{per_replica} with "
+                f"pipeline.num_microbatches={num_microbatches}, expected at least model.min_microbatch_size={least} for "
+                "batch norm: raise trainer.batch_size, or lower pipeline.num_microbatches or model.min_microbatch_size."
+            )
+
+
+def smallest_microbatch(num_examples: int, num_microbatches: int) -> int:
+    """Return the number of examples of the smallest micro-batch of a mini-batch, which is cut evenly."""
+    return num_examples // min(num_examples, num_microbatches)
 
 
 def register_schemas(run: type[RunConfig] = RunConfig) -> None:
@@ -112,6 +135,8 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
     OmegaConf.register_new_resolver("by_size", by_size, replace=True)
+    OmegaConf.register_new_resolver("by_name", by_name, replace=True)
+    OmegaConf.register_new_resolver("statistics_weight", statistics_weight, replace=True)
     OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
 
@@ -122,6 +147,21 @@ def by_size(size: int, values: Mapping[int, Any]) -> Any:
     if not fitting:
         raise ConfigError(f"the size is {size}, expected {min(values)} or more: choose a larger one, or set the value.")
     return values[max(fitting)]
+
+
+def by_name(setting: str, name: str, values: Mapping[str, Any]) -> Any:
+    """Return the value under a name. Raises ConfigError where there is none; `setting` is what to set instead."""
+    if name not in values:
+        raise ConfigError(f"{name} is none of {', '.join(values)}, from which {setting} follows: set {setting}=... .")
+    return values[name]
+
+
+def statistics_weight(num_examples: int, batch_size: int) -> float:
+    """Return the weight of a new mini-batch in batch norm's moving averages when a small data set is fine-tuned on.
+
+    One minus the momentum max(1 - 10 / s, 0.9) of Kornblith et al. (2019), with s whole mini-batches per epoch.
+    """
+    return min(10 / max(1, num_examples // batch_size), 0.1)
 
 
 def to_run(composed: DictConfig) -> RunConfig:

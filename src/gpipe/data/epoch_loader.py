@@ -58,7 +58,10 @@ def _count_batches(num_examples: int, batch_size: int, num_replicas: int, drop_l
     mini_batch_size = batch_size * num_replicas
     remainder = num_examples % mini_batch_size
     if num_examples == 0 or (drop_last and num_examples < mini_batch_size):
-        raise ValueError(f"{num_examples} {noun}s make no mini-batch of {mini_batch_size}: choose a smaller batch size")
+        raise ValueError(
+            f"{num_examples} {noun}s make no mini-batch of {mini_batch_size}: lower trainer.batch_size to at most "
+            f"{num_examples}, or add {noun}s"
+        )
     if 0 < remainder < num_replicas and not drop_last:
         raise ValueError(
             f"the last mini-batch has {remainder} {noun}(s) for {num_replicas} replicas: "

@@ -150,8 +150,9 @@ class Trainer:
         return True
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
-        """Begin with the weights and averages of another run's checkpoint, all but the tensors called `replaced`.
+        """Begin with what another run evaluated: the averages of its checkpoint, or its weights where it has none.
 
+        The tensors called `replaced` stay as they are.
         Raises CheckpointError where the checkpoint is damaged, or another model's.
         """
         self._checkpoints.load_weights(path, replaced)

@@ -87,7 +87,11 @@ class ImageClassification:
         return EvaluationMetrics()
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
-        """Return the loaders of the training and the test images; only the first stage's decode images."""
+        """Return the loaders of the training and the test images; only the first stage's decode images.
+
+        Training leaves out an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over
+        a few images, or over one. Each epoch leaves out other images.
+        """
         run = self.run
         training, evaluation = self._transforms()
         loader = partial(
@@ -106,6 +110,7 @@ class ImageClassification:
             shuffle=True,
             replica_index=pipeline.replica_index,
             num_replicas=pipeline.num_replicas,
+            drop_last=True,
         )
         test_loader = loader(self._sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
         return train_loader, {"test": test_loader}

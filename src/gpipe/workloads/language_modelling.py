@@ -74,6 +74,7 @@ class LanguageModelling:
             shuffle=True,
             replica_index=pipeline.replica_index,
             num_replicas=pipeline.num_replicas,
+            drop_last=True,  # all steps have the same number of tokens
         )
         test_set = self._open("test", data.num_test)
         test_loader = TokenLoader(test_set, run.trainer.evaluation_batch_size, run.seed, shuffle=False)
