@@ -49,9 +49,11 @@ def training_transform(
     1 - color_jitter to 1 + color_jitter; 0 is off. cutout: the side of a grey square as a share of the image's; 0 is
     off. Raises ValueError for settings out of range.
 
-    Deviation: the public TPU code's jitter ranges differ by property and include the hue; here one range, as in timm.
-    Deviation: the cutout lies within the image; DeVries and Taylor's may hang over the border, and is then smaller. The
-    paper does not say how large its was.
+    Deviation: the colour jitter has one range for brightness, contrast and saturation, as in timm, where the public TPU
+    code's ranges differ by property and include the hue.
+
+    Deviation: the cutout square lies within the image, where DeVries and Taylor's may hang over the border, and is then
+    smaller. The paper does not say where its squares lie.
     """
     _check_size(image_size, channels)
     _check_crop(crop_scale, crop_aspect)

@@ -21,8 +21,10 @@ class Linear(nn.Linear):
 class Softmax(nn.Linear):
     """Fully connected layer with bias that makes the logits; the softmax itself is the loss's.
 
-    Weights of variance 1 / fan-in, bias 0. Deviation: the public TPU code of AmoebaNet takes 2 / fan-out, which with
-    few classes starts at a loss far above chance.
+    Weights of variance 1 / fan-in, bias 0.
+
+    Deviation: AmoebaNet's softmax layer starts with weights of variance 1 / fan-in, where the public TPU code takes
+    2 / fan-out, which with few classes starts at a loss far above chance.
     """
 
     def reset_parameters(self) -> None:

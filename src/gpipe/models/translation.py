@@ -7,20 +7,28 @@
     2L + 2              the decoder's last norm
     2L + 3              softmax layer, without bias
 
-The parameters, with model dimension 1,024, attention channels 64 x A, biases in all other fully connected layers, and
-two tables (the embeddings are one) of 64,000 rows, beside the paper's:
+The parameters beside those that the paper prints, with model dimension 1,024, attention channels 64 x A, biases in all
+other fully connected layers and 64,000 rows per table. How many tables there are is what `tied` says: 3 with "none", 2
+with "inputs" or "output", 1 with "all".
 
-    T(6, 8192, 16)        408,145,920    408M
-    T(24, 8192, 16)     1,239,355,392    1.24B
-    T(12, 16384, 32)    1,239,171,072    1.24B
-    T(32, 16384, 32)    3,085,996,032    3.09B
-    T(64, 16384, 32)    6,040,915,968    6.04B
+                        paper      3 tables         2 tables         1 table
+    T(6, 8192, 16)      400M     473,681,920      408,145,920      342,609,920
+    T(24, 8192, 16)     1.3B   1,304,891,392    1,239,355,392    1,173,819,392
+    T(12, 16384, 32)    1.3B   1,304,707,072    1,239,171,072    1,173,635,072
+    T(32, 16384, 32)    3B     3,151,532,032    3,085,996,032    3,020,460,032
+    T(64, 16384, 32)    6B     6,106,451,968    6,040,915,968    5,975,379,968
 
-65,536 rows, the other reading of the paper's 64k, would make the first 411M.
+No column rounds to all five: the first misses 400M, the second both 1.3B, the third all but 3B and 6B.
 
-Deviation: the paper does not say where its layer norms stand, nor which tables are one; the norms are in front of what
-they normalise, with one more behind each half (fairseq's normalize_before). It does not say either by which number of
-layers the feed-forward weights are scaled down: by L, the layers of one half.
+Behind each half stands one more layer norm, as with fairseq's normalize_before.
+
+Deviation: the paper says only that the feed-forward layers' initialisation is scaled down with the number of layers, after
+Fixup; we scale both matrices of each feed-forward layer by 1 / L, with L layers in each half. Fixup itself (Zhang et al.
+2019) scales the weight layers inside a residual branch of m layers by L^(-1 / (2m - 2)), starts the last of them at zero,
+and adds scalar biases and multipliers.
+
+Deviation: what the paper says of clipped logits leaves open whether they are clipped in evaluation; we clip them hard, and
+in training only, as Lingvo does.
 """
 
 from torch import nn
@@ -69,8 +77,8 @@ def translation_transformer(
         dropout: of the embeddings and of what each part of a layer adds.
         tied: which tables are one parameter: "none"; "inputs", those of the source and of the target; "output", those
             of the target and of the softmax layer; "all".
-        scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size, after Fixup (Zhang
-            et al. 2019), so that a deep model can be trained.
+        scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size, so that a deep model
+            can be trained.
         logit_limit: the largest magnitude of a logit in training mode; None for any.
         soft_limit: approach the limit, as limit x tanh(logit / limit), instead of cutting off there.
         padding_index: the token that fills up the shorter sentences of a batch.
