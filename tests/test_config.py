@@ -31,7 +31,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
 GROUPS = ("model", "data", "pipeline", "optimizer", "launch", "tracking")
 # What an experiment cannot do without and does not choose.
-GIVEN = {"transfer": ["init_from=null"], "transfer_table": ["init_from=null"]}
+GIVEN = {name: ["init_from=null"] for name in ("transfer", "transfer_kornblith", "transfer_table")}
 # What a choice goes with that is not for the default model or data, by the beginning of its name.
 PARTNER = {
     "transformer_lm": "data=random_tokens",
@@ -96,8 +96,8 @@ def test_amoebanet_imagenet_is_the_recipe_of_the_paper() -> None:
             "learning_rate": 0.00125, "times_batch_size": True,
         },
         "schedule": {"name": "exponential", "warm_up_epochs": 3.0, "decay_rate": 0.97, "decay_epochs": 3.0},
-        "ema": {"decay": 0.9999},
-        "trainer": {"label_smoothing": 0.1},
+        "ema": {"decay": 0.9999, "warm_up": True},
+        "trainer": {"label_smoothing": 0.1, "autocast": "bfloat16", "evaluation_autocast": "none"},
     }  # fmt: skip
     assert {part: {key: run[part][key] for key in values} for part, values in expected.items()} == expected
 

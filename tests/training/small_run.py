@@ -39,7 +39,7 @@ class RandomImages:
         self.images = torch.randn(num_images, 1, 6, 6, generator=generator)
         self.images[torch.arange(num_images), 0, self.labels, :] += 2.0
         self.batch_size, self.shuffle = batch_size, shuffle
-        self.epoch, self.start_batch, self.wait_seconds = 0, 0, 0.0
+        self.epoch, self.start_batch, self.stride, self.wait_seconds = 0, 0, 1, 0.0
         self.num_fetched, self.num_replaced, self.num_closed = 0, 0, 0
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class RandomImages:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, from its first mini-batch on."""
-        self.epoch, self.start_batch = epoch, 0
+        self.epoch, self.start_batch, self.stride = epoch, 0, 1
 
     def __len__(self) -> int:
         return math.ceil(len(self.labels) / self.batch_size)
@@ -57,7 +57,7 @@ class RandomImages:
         if self.shuffle:
             order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(self.epoch))
         self.wait_seconds = 0.0
-        for indices in order.split(self.batch_size)[self.start_batch :]:
+        for indices in order.split(self.batch_size)[self.start_batch :: self.stride]:
             self.num_fetched += 1
             self.wait_seconds += 0.25
             yield self.images[indices], self.labels[indices]

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,9 @@ def test_evaluation_uses_the_averages_and_counts_every_image(tmp_path: Path) -> 
     with torch.no_grad():
         for layer in trainer.ema.module.values():
             outputs = layer(outputs)
-    expected = EvaluationMetrics()
-    expected.update(outputs, loader.labels)
-    assert summary.evaluation["test"] == pytest.approx(expected.compute(), rel=1e-5)
+    metrics = EvaluationMetrics()
+    expected = metrics.compute(metrics.measure(outputs, loader.labels))
+    assert summary.evaluation["test"] == pytest.approx(expected, rel=1e-5)
     assert evaluate(trainer.pipeline, loader) != summary.evaluation["test"]
 
 
@@ -173,17 +174,17 @@ def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
 
         given = iter([3.0, 2.0, 2.5, 2.0, 1.0])
 
-        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-            pass
+        def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(1, dtype=torch.float64)
 
-        def compute(self) -> dict[str, float]:
+        def compute(self, sums: torch.Tensor) -> dict[str, float]:
             return {"loss": next(self.given)}
 
-    trainer = small_trainer(tmp_path, num_epochs=9, make_metrics=Losses, patience=2)
+    trainer = small_trainer(tmp_path, num_epochs=9, metrics=Losses(), patience=2)
     summary = trainer.train()
     assert (summary.num_steps, summary.least_loss) == (16, {"loss": 2.0, "step": 8})
     assert next(Losses.given) == 1.0
-    again = small_trainer(tmp_path, num_epochs=9, make_metrics=Losses, patience=2)
+    again = small_trainer(tmp_path, num_epochs=9, metrics=Losses(), patience=2)
     assert again.resume() and again.train().num_steps == 16  # what has ended stays so
     assert small_trainer(tmp_path / "patient", num_epochs=2, patience=2).train().num_steps == 8
 
@@ -215,11 +216,11 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     losses = iter([3.0, 1.0, 2.0, 4.0])
 
     class Losses(EvaluationMetrics):
-        def compute(self) -> dict[str, float]:
-            return super().compute() | {"loss": next(losses)}
+        def compute(self, sums: torch.Tensor) -> dict[str, float]:
+            return super().compute(sums) | {"loss": next(losses)}
 
     settings = {"evaluate_every_epochs": None, "evaluate_every_steps": 3, "save_every_steps": 5}
-    small_trainer(tmp_path, make_metrics=Losses, keep_checkpoints=1, **settings).train()
+    small_trainer(tmp_path, metrics=Losses(), keep_checkpoints=1, **settings).train()
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000006", "step-00000012"]
     assert best_checkpoint(folder) == folder / "step-00000006" == find_checkpoint(folder / "best")
@@ -243,14 +244,21 @@ def test_the_log_has_every_step_with_its_settings(tmp_path: Path) -> None:
     assert [line["wait_seconds"] for line in lines] == [0.25] * 12
 
 
-def test_autocast_reaches_the_layers_in_training_and_evaluation(tmp_path: Path) -> None:
-    trainer = small_trainer(tmp_path, num_epochs=1, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+@pytest.mark.parametrize(("training", "evaluation"), [(True, True), (True, False), (False, True)])
+def test_autocast_reaches_the_layers_in_training_and_evaluation(
+    tmp_path: Path, training: bool, evaluation: bool
+) -> None:
+    autocast, evaluation_autocast = (
+        partial(torch.autocast, "cpu", torch.bfloat16, on) for on in (training, evaluation)
+    )
+    trainer = small_trainer(tmp_path, num_epochs=1, autocast=autocast, evaluation_autocast=evaluation_autocast)
     assert trainer.ema is not None
     seen: list[tuple[bool, torch.dtype]] = []
     for layers in (trainer.pipeline.layers, trainer.ema.module):
         layers["5"].register_forward_hook(lambda layer, _, output: seen.append((layer.training, output.dtype)))
     trainer.train()
-    assert set(seen) == {(True, torch.bfloat16), (False, torch.bfloat16)}
+    dtypes = {True: torch.bfloat16, False: torch.float32}
+    assert set(seen) == {(True, dtypes[training]), (False, dtypes[evaluation])}
     assert all(parameter.dtype == torch.float32 for parameter in trainer.pipeline.parameters())
 
 

@@ -57,8 +57,8 @@ def load_weights(
     """Begin with the model that a checkpoint's run evaluated; `replaced` tensors stay as they are.
 
     Weights and statistics, and their averages where this run keeps any, begin with the averages of the checkpoint, or
-    with its weights where it has no averages. `settings` are this model's, as JSON: where the layers differ, the message
-    names the settings that do.
+    with its weights where it has no averages. `settings` are this model's, as JSON: where the layers differ, the
+    message names the settings that do.
     """
     manifest = _read_manifest(path, pipeline, settings)
     _refuse_partly_replaced(pipeline, replaced)

@@ -43,8 +43,8 @@ class RunConfig:
     """Everything that a run is: what is trained on what, how, and in which processes.
 
     name: the experiment's, and the folder below runs/. seed: of weights, masks, order and augmentation.
-    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from, its moving averages if it
-        has any; or the folder of several runs, of which the newest counts; null draws them.
+    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from, its moving averages if
+        it has any; or the folder of several runs, of which the newest counts; null draws them.
     reproduction: the folder in reproductions/ that a sweep adds its records to; null adds them to none.
     """
 
@@ -100,8 +100,8 @@ class RunConfig:
             per_replica = f" on each of launch.num_replicas={replicas}" if replicas > 1 else ""
             raise ConfigError(
                 f"trainer.batch_size={size} makes micro-batches of {found} images{per_replica} with "
-                f"pipeline.num_microbatches={num_microbatches}, expected at least model.min_microbatch_size={least} for "
-                "batch norm: raise trainer.batch_size, or lower pipeline.num_microbatches or model.min_microbatch_size."
+                f"pipeline.num_microbatches={num_microbatches}, expected at least model.min_microbatch_size={least} "
+                "for batch norm: raise trainer.batch_size, or lower pipeline.num_microbatches."
             )
 
 

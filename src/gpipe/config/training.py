@@ -201,6 +201,7 @@ class TrainerConfig:
     save_every_steps: the end of training is saved in any case; null is only that; else also each evaluation whose loss
         is the least so far, which stays beside the newest keep_checkpoints. keep_checkpoints: null saves none at all.
     timeline_every_steps: null is never.
+    autocast, evaluation_autocast: the precision in training and in evaluation.
     max_hours: after which, counted from the start of the process, the run is saved and stops; null is no limit.
     non_finite: whether a loss or gradient norm that is not finite ends the run, or up to max_skipped_steps of its
         mini-batches are left out.
@@ -221,6 +222,7 @@ class TrainerConfig:
     keep_checkpoints: int | None = MISSING
     timeline_every_steps: int | None = MISSING
     autocast: Autocast = MISSING
+    evaluation_autocast: Autocast = MISSING
     channels_last: bool = MISSING
     compile: bool = MISSING
     max_hours: float | None = MISSING

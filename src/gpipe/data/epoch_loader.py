@@ -43,12 +43,12 @@ class EpochLoader(EpochPosition):
         self._num_batches = _count_batches(num_examples, batch_size, num_replicas, drop_last, noun)
 
     def _parts(self) -> list[NDArray[np.int64]]:
-        """Return the indices of this replica's part of each mini-batch from start_batch on."""
+        """Return the indices of this replica's part of the mini-batches start_batch, start_batch + stride, ..."""
         self._check_start()
         num = self._num_examples
         order = epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
         size = self._mini_batch_size
-        starts = range(self.start_batch * size, len(self) * size, size)
+        starts = range(self.start_batch * size, len(self) * size, self.stride * size)
         return [order[start : start + size][self._replica_index :: self._num_replicas] for start in starts]
 
 

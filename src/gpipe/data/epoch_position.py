@@ -9,6 +9,8 @@ class EpochPosition:
     num_replaced: in the place of how many examples, which are broken, this process has put others in that iteration.
     wait_seconds: how long the current epoch's iteration has waited for data so far.
     start_batch: the first mini-batch of the next iteration, to resume within an epoch; set_epoch puts it back to 0.
+    stride: how many mini-batches further the following one is, so that replicas can share an evaluation set out;
+        set_epoch puts it back to 1.
 
     Raises ValueError for a negative seed, and for a replica_index outside 0 .. num_replicas - 1.
     """
@@ -24,6 +26,7 @@ class EpochPosition:
         self._replica_index, self._num_replicas = replica_index, num_replicas
         self.epoch = 0
         self.start_batch = 0
+        self.stride = 1
         self.wait_seconds = 0.0
         self.num_replaced = 0
 
@@ -33,6 +36,7 @@ class EpochPosition:
             raise ValueError(f"epoch {epoch} must not be negative")
         self.epoch = epoch
         self.start_batch = 0
+        self.stride = 1
 
     def close(self) -> None:
         """End what an iteration keeps for the next one."""

@@ -83,7 +83,7 @@ class TranslationLoader(EpochPosition):
         self.wait_seconds = 0.0
         started = time.perf_counter()
         order, bounds = self._training_plan() if self._shuffle else self._evaluation_plan()
-        for start, end in bounds[self.start_batch :]:
+        for start, end in bounds[self.start_batch :: self.stride]:
             batch = self._batch(order[start:end])
             self.wait_seconds += time.perf_counter() - started
             yield batch

@@ -51,8 +51,8 @@ class AuxiliaryHead(nn.Module):
     convolution of the whole map to 307, batch norm, ReLU, fully connected (Real et al. 2019; the widths are 0.4
     times Inception's 128 and 768). Its weights fit one size of map, so one size of image.
 
-    Deviation: the auxiliary head's 5x5 pool covers the whole map where that is smaller, for images below about 70 pixels,
-    which the paper does not have.
+    Deviation: the auxiliary head's 5x5 pool covers the whole map where that is smaller, for images below about 70
+    pixels, which the paper does not have.
     """
 
     def __init__(self, in_channels: int, num_classes: int, map_size: tuple[int, int], norm: NormFactory) -> None:

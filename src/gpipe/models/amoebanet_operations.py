@@ -4,8 +4,8 @@ Every tensor is [examples, channels, height, width]; stride 2 makes height and w
 An operation that begins with a ReLU leaves it to its caller and says so by ``rectified_input``: operations that read
 the same state then share one ReLU.
 
-Deviation: AmoebaNet's convolutions and 3x3 pools pad symmetrically, as is usual in PyTorch, where TensorFlow's "SAME" in
-the public TPU code pads an even size at stride 2 at the right and bottom only. Shapes and parameters are the same.
+Deviation: AmoebaNet's convolutions and 3x3 pools pad symmetrically, as is usual in PyTorch, where TensorFlow's "SAME"
+in the public TPU code pads an even size at stride 2 at the right and bottom only. Shapes and parameters are the same.
 
 Sources: Real et al. 2019 and the public TPU code (tensorflow/tpu, models/official/amoeba_net).
 """
@@ -79,8 +79,8 @@ class Bottleneck(Operation):
     """`3x3` and `1x7_7x1`: 1x1 to a quarter of the channels, the kernels, 1x1 back; a batch norm after each.
 
     The kernels share the stride: a kernel of height 1 strides over the width only, one of width 1 over the height only.
-    Deviation: an AmoebaNet bottleneck of fewer than 4 channels narrows to 1 channel, where the public TPU code drops the
-    bottleneck. No model of the paper is so narrow.
+    Deviation: an AmoebaNet bottleneck of fewer than 4 channels narrows to 1 channel, where the public TPU code drops
+    the bottleneck. No model of the paper is so narrow.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class FactorizedReduction(Operation):
     """Halve the size by two 1x1 convolutions of stride 2, the second shifted by one pixel to the right and bottom.
 
     Each makes half of the channels; one batch norm follows their concatenation. Beyond the edge there are zeros.
-    Deviation: the public TPU code refuses a factorised reduction to an odd number of channels, which AmoebaNet-A (18, 190)
-    has in its second cell; ours rounds both halves down, and the last channel is the batch norm's shift alone. A
+    Deviation: the public TPU code refuses a factorised reduction to an odd number of channels, which AmoebaNet-A (18,
+    190) has in its second cell; ours rounds both halves down, and the last channel is the batch norm's shift alone. A
     convolution for it would make that model 32 parameters larger.
     """
 

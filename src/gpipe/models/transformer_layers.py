@@ -40,8 +40,8 @@ class PreNormLayer(nn.Module):
 
     A layer norm stands before each of the two, dropout behind it. Subclasses say in which order they call the two.
 
-    Deviation: the paper does not say where a Transformer layer's norms stand; ours stand before what they normalise, which
-    trains deep models without a warm-up (Xiong et al. 2020).
+    Deviation: the paper does not say where a Transformer layer's norms stand; ours stand before what they normalise,
+    which trains deep models without a warm-up (Xiong et al. 2020).
 
     feedforward_scale: factor of the initial weights of the two fully connected layers.
     """

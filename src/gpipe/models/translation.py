@@ -22,13 +22,13 @@ No column rounds to all five: the first misses 400M, the second both 1.3B, the t
 
 Behind each half stands one more layer norm, as with fairseq's normalize_before.
 
-Deviation: the paper says only that the feed-forward layers' initialisation is scaled down with the number of layers, after
-Fixup; we scale both matrices of each feed-forward layer by 1 / L, with L layers in each half. Fixup itself (Zhang et al.
-2019) scales the weight layers inside a residual branch of m layers by L^(-1 / (2m - 2)), starts the last of them at zero,
-and adds scalar biases and multipliers.
+Deviation: the paper says only that the feed-forward layers' initialisation is scaled down with the number of layers,
+after Fixup; we scale both matrices of each feed-forward layer by 1 / L, with L layers in each half. Fixup itself (Zhang
+et al. 2019) scales the weight layers inside a residual branch of m layers by L^(-1 / (2m - 2)), starts the last of them
+at zero, and adds scalar biases and multipliers.
 
-Deviation: what the paper says of clipped logits leaves open whether they are clipped in evaluation; we clip them hard, and
-in training only, as Lingvo does.
+Deviation: what the paper says of clipped logits leaves open whether they are clipped in evaluation; we clip them hard,
+and in training only, as Lingvo does.
 """
 
 from torch import nn
@@ -77,8 +77,8 @@ def translation_transformer(
         dropout: of the embeddings and of what each part of a layer adds.
         tied: which tables are one parameter: "none"; "inputs", those of the source and of the target; "output", those
             of the target and of the softmax layer; "all".
-        scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size, so that a deep model
-            can be trained.
+        scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size, so that a deep
+            model can be trained.
         logit_limit: the largest magnitude of a logit in training mode; None for any.
         soft_limit: approach the limit, as limit x tanh(logit / limit), instead of cutting off there.
         padding_index: the token that fills up the shorter sentences of a batch.

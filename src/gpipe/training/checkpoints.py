@@ -75,7 +75,7 @@ class Checkpoints:
         return None
 
     def load_weights(self, path: Path, replaced: Collection[str]) -> None:
-        """Begin with the averages, or else the weights, all but the tensors called `replaced`; raises as `load` does."""
+        """Begin with averages, or else with weights, but for the tensors called `replaced`; raises as `load` does."""
         model = model_tensors(self._pipeline, self._ema)
         load_weights(path, self._pipeline, model, replaced=replaced, settings=self._config.get("model"))
 

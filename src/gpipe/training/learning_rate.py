@@ -91,7 +91,7 @@ def build_schedule(
 def _warm_up(step: int, warm_up_steps: int) -> float:
     """Return the factor of a linear warm-up, in (0, 1].
 
-    Deviation: the warm-up starts at 1 / warm_up_steps of the peak learning rate, where the public TPU code starts at 0, with
-    which the first step does nothing.
+    Deviation: the warm-up starts at 1 / warm_up_steps of the peak learning rate, where the public TPU code starts at 0,
+    with which the first step does nothing.
     """
     return min(1.0, (step + 1) / warm_up_steps) if warm_up_steps > 0 else 1.0

@@ -17,6 +17,9 @@ class Loader(Protocol):
     start_batch: int
     """The first mini-batch of the next iteration, to resume within an epoch; `set_epoch` puts it back to 0."""
 
+    stride: int
+    """How many mini-batches further the following one is; `set_epoch` puts it back to 1."""
+
     wait_seconds: float
     """How long the current iteration has waited for data so far."""
 
@@ -33,7 +36,7 @@ class Loader(Protocol):
         """Return the number of mini-batches an epoch, whatever `start_batch` is."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the mini-batches from `start_batch` on."""
+        """Yield the mini-batches `start_batch`, `start_batch + stride`, ..."""
 
 
 def loaded(loader: Loader, pipeline: Pipeline) -> Iterator[tuple[Any, Any]]:
@@ -46,4 +49,4 @@ def loaded(loader: Loader, pipeline: Pipeline) -> Iterator[tuple[Any, Any]]:
         if batch is None:
             return
         yield batch
-        number += 1
+        number += loader.stride

@@ -18,42 +18,42 @@ def has_top5(num_classes: int) -> bool:
 
 
 class Metrics(Protocol):
-    """Adds up figures over an evaluation set."""
+    """Measures batches of an evaluation set, on any process, and says what they come to; it remembers nothing."""
 
-    def update(self, outputs: Any, targets: Any) -> None:
-        """Add the model's outputs for a batch, and its targets."""
+    def measure(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the sums of a batch, given the model's outputs for it: float64, of one shape for all batches."""
 
-    def compute(self) -> dict[str, float]:
-        """Return the figures: "loss" and "top1" at least; "<part>/<figure>" is one of a part of the set."""
+    def compute(self, sums: Tensor) -> dict[str, float]:
+        """Return the figures, given the sums of all batches added up: "loss" and "top1" at least.
+
+        "<part>/<figure>" is one of a part of the set.
+        """
 
 
 class EvaluationMetrics:
-    """Counts over a whole evaluation set; the sums stay on the logits' device until `compute`.
-
-    Every target, of an image or of a token, counts once, whatever batch it came in: batches need not have equal sizes.
-    """
-
-    def __init__(self) -> None:
-        self.num_targets = 0
-        self._sums: dict[str, Tensor] = {}
+    """Mean loss and accuracies: every target, of an image or of a token, counts once, whatever batch it came in."""
 
     @torch.no_grad()
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch: logits [..., classes], class indices [...] on any device."""
+    def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the number of targets, their loss, those in the top 1 and, from 5 classes on, those in the top 5.
+
+        logits: [..., classes]; targets: class indices [...] on any device. The sums stay on the logits' device.
+        """
         targets = targets.to(logits.device)
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
-        sums = {
-            "loss": F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none").double().sum(),
-            "top1": correct_in_top(logits, targets, 1).sum(),
-        }
-        if has_top5(logits.shape[-1]):
-            sums["top5"] = correct_in_top(logits, targets, 5).sum()
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        self.num_targets += targets.numel()
+        losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
+        ranks = (1, 5) if has_top5(logits.shape[-1]) else (1,)
+        return torch.stack(
+            [
+                torch.tensor(targets.numel(), dtype=torch.float64, device=logits.device),
+                losses.double().sum(),
+                *(correct_in_top(logits, targets, rank).double().sum() for rank in ranks),
+            ]
+        )
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, sums: Tensor) -> dict[str, float]:
         """Return the mean loss (natural logarithm) and the fractions top1 and, from 5 classes on, top5."""
-        if self.num_targets == 0:
-            raise ValueError("The evaluation set gave 0 examples: check its split and that drop_last is off.")
-        return {name: float(value) / self.num_targets for name, value in self._sums.items()}
+        num_targets, *totals = sums.tolist()
+        if num_targets == 0:
+            raise ValueError("The evaluation set gave 0 targets: check its split.")
+        return {name: total / num_targets for name, total in zip(("loss", "top1", "top5"), totals, strict=False)}

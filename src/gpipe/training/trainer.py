@@ -38,10 +38,11 @@ class Trainer:
 
     `learning_rate` and the drop-path rate, which rises linearly from 0 to `final_drop_path` at the last step, are
     functions of the number of finished steps. `max_steps` ends the training early and counts as its length.
-    `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers run, such as
-    `lambda: torch.autocast("cuda", torch.bfloat16)`. `evaluation_loaders` are by name; the first is the main one.
+    `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers train, such as
+    `lambda: torch.autocast("cuda", torch.bfloat16)`, `evaluation_autocast` that in which they are evaluated.
+    `evaluation_loaders` are by name; the first is the main one.
     `evaluate_every_epochs` and `evaluate_every_steps`, both None, never evaluate; else the end of training is evaluated
-    too, with `make_metrics`. After `patience` evaluations in a row without a smaller loss of the main set training
+    too, with `metrics`. After `patience` evaluations in a row without a smaller loss of the main set training
     ends; None waits for its length.
     `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
     leaves out the first `num_untimed_steps`.
@@ -66,6 +67,7 @@ class Trainer:
     ema: Ema | None = None
     max_gradient_norm: float | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    evaluation_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     set_drop_path: Callable[[float], None] | None = None
     final_drop_path: float = 0.0
     examples: str = "examples"
@@ -73,7 +75,7 @@ class Trainer:
     num_untimed_steps: int = 1
     evaluate_every_epochs: int | None = 1
     evaluate_every_steps: int | None = None
-    make_metrics: Callable[[], Metrics] = EvaluationMetrics
+    metrics: Metrics = field(default_factory=EvaluationMetrics)
     patience: int | None = None
     checkpoint_folder: Path | None = None
     save_every_steps: int | None = None
@@ -334,8 +336,8 @@ class Trainer:
         started = time.perf_counter()
         layers = self.ema.module if self.ema is not None else None
         loaders = self.evaluation_loaders.items()
-        with self.autocast(), self.pipeline.doing(f"evaluation after step {self.pipeline.step}"):
-            evaluation = {name: evaluate(self.pipeline, loader, layers, self.make_metrics) for name, loader in loaders}
+        with self.evaluation_autocast(), self.pipeline.doing(f"evaluation after step {self.pipeline.step}"):
+            evaluation = {name: evaluate(self.pipeline, loader, layers, self.metrics) for name, loader in loaders}
         self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():

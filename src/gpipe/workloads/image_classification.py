@@ -83,7 +83,7 @@ class ImageClassification:
         return ClassificationLoss(self.run.trainer.label_smoothing, share)
 
     def make_metrics(self) -> Metrics:
-        """Return what counts over an evaluation set."""
+        """Return what measures an evaluation set."""
         return EvaluationMetrics()
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:

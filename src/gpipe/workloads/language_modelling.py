@@ -61,7 +61,7 @@ class LanguageModelling:
         return ClassificationLoss(self.run.trainer.label_smoothing)
 
     def make_metrics(self) -> Metrics:
-        """Return what counts over an evaluation set."""
+        """Return what measures an evaluation set."""
         return EvaluationMetrics()
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[TokenLoader, dict[str, TokenLoader]]:

@@ -76,7 +76,7 @@ class Translation:
         return TokenLoss(smoothing, padding_index=PADDING, logit_limit=model.logit_limit, soft=model.soft_limit)
 
     def make_metrics(self) -> Metrics:
-        """Return what counts over an evaluation set, in all and a language."""
+        """Return what measures an evaluation set, in all and per language."""
         return TokenMetrics(self._corpora["valid"].languages, PADDING)
 
     def loaders(

@@ -44,12 +44,13 @@ class Workload(Protocol):
         """Return the loss of a micro-batch."""
 
     def make_metrics(self) -> Metrics:
-        """Return what counts over an evaluation set."""
+        """Return what measures an evaluation set."""
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Mapping[str, Loader]]:
         """Return the loaders of the training data, and of the evaluation data by name.
 
-        A training mini-batch is shared out over the replicas; each replica evaluates on the whole set.
+        A training mini-batch is shared out over the replicas; `evaluate` shares the evaluation data
+        out by mini-batches, so that each replica is given all of them.
         """
 
     def replaced(self, layers: nn.ModuleDict) -> Collection[str]:

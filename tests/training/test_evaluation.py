@@ -1,0 +1,97 @@
+"""Replicas share an evaluation out, and every process has the figures of one that evaluates alone, to the last bit."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_run import NUM_LAYERS, RandomImages, small_layers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from gpipe.pipeline.engine import Pipeline
+from gpipe.training.evaluation import evaluate
+from gpipe.training.metrics import EvaluationMetrics
+from gpipe.training.token_metrics import TokenMetrics
+from tests.process_pool import ProcessPool
+
+Figures = dict[str, dict[str, float]]
+# Mini-batches: as many for each of two replicas, one more for the first, and fewer than replicas.
+NUM_IMAGES = {"even": 15, "uneven": 18, "fewer": 3}
+
+
+class Sentences:
+    """Mini-batches of tokens in two languages, padded with 1."""
+
+    def __init__(self, num_batches: int = 5) -> None:
+        self.num_batches = num_batches
+        self.start_batch, self.stride, self.wait_seconds, self.num_replaced = 0, 1, 0.0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.start_batch, self.stride = 0, 1
+
+    def close(self) -> None:
+        """Keep nothing."""
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        for number in range(len(self))[self.start_batch :: self.stride]:
+            generator = torch.Generator().manual_seed(number)
+            tokens = torch.randint(1, 9, (3, 4 + number), generator=generator)
+            yield tokens, {"tokens": tokens, "language": torch.tensor([0, 1, number % 2])}
+
+
+def evaluate_all(pipeline: Pipeline, sentences: Pipeline) -> Figures:
+    found = {name: evaluate(pipeline, RandomImages(num, 4, shuffle=False)) for name, num in NUM_IMAGES.items()}
+    return {**found, "sentences": evaluate(sentences, Sentences(), metrics=TokenMetrics(["de", "fr"]))}
+
+
+def in_process(rank: int, num_replicas: int) -> Figures:
+    torch.set_num_threads(1)
+    num_stages = dist.get_world_size() // num_replicas
+    mesh = init_device_mesh("cpu", (num_replicas, num_stages), mesh_dim_names=("replica", "stage"))
+    pipelines = [
+        Pipeline(layers, F.cross_entropy, [1] * (num_stages - 1) + [len(layers) - num_stages + 1], 2, mesh=mesh)
+        for layers in (small_layers(), sentence_layers())
+    ]
+    found = evaluate_all(pipelines[0], pipelines[1])
+    for pipeline in pipelines:
+        pipeline.close()
+    return found
+
+
+def sentence_layers() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_replicas", "num_stages"), [(1, 2), (2, 1), (2, 2)])
+def test_replicas_and_stages_change_no_bit(processes: ProcessPool, num_replicas: int, num_stages: int) -> None:
+    alone = [Pipeline(layers, F.cross_entropy, [len(layers)], 2) for layers in (small_layers(), sentence_layers())]
+    expected = evaluate_all(alone[0], alone[1])
+    assert len({str(figures) for figures in expected.values()}) == 4
+    for found in processes.run(num_replicas * num_stages, in_process, num_replicas):
+        assert found == expected
+
+
+@settings(max_examples=20, deadline=None)
+@given(num_images=st.integers(1, 30), batch_size=st.integers(1, 9))
+def test_the_batches_are_measured_once_each(num_images: int, batch_size: int) -> None:
+    loader = RandomImages(num_images, batch_size, shuffle=False)
+    pipeline = Pipeline(small_layers(), F.cross_entropy, [NUM_LAYERS], 2)
+    metrics = EvaluationMetrics()
+    whole = metrics.compute(metrics.measure(pipeline.evaluate(loader.images), loader.labels))
+    found = evaluate(pipeline, loader)
+    assert (found["top1"], found["top5"]) == (whole["top1"], whole["top5"])
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def test_an_empty_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 mini-batches"):
+        evaluate(Pipeline(sentence_layers(), F.cross_entropy, [2], 2), Sentences(0))
