@@ -30,7 +30,7 @@ def trainer_of(folder: Path, *overrides: str) -> Trainer:
 
 
 def test_the_model_is_described_without_memory() -> None:
-    layers = build_layers(run_of("+experiment=amoebanet_imagenet"))
+    layers = build_layers(run_of("+experiment=amoebanet_imagenet", "trainer.batch_size=1024"))
     assert all(parameter.is_meta for parameter in layers.parameters())
 
 

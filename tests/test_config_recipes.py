@@ -69,7 +69,8 @@ def test_kornbliths_momentum_of_batch_norm_follows_from_the_steps_of_an_epoch(sc
         steps = num_images // batch_size
         assert settings["trainer"]["batch_size"] == batch_size
         assert 1 - settings["model"]["batch_norm_momentum"] == pytest.approx(max(1 - 10 / steps, 0.9)), data
-        assert settings["trainer"]["num_epochs"] * steps >= (settings["trainer"]["max_steps"] or 0)
+        reaches = settings["trainer"]["num_epochs"] * steps >= (settings["trainer"]["max_steps"] or 0)
+        assert reaches or data not in SETS
 
 
 def test_a_set_of_unknown_size_needs_its_momentum() -> None:

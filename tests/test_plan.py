@@ -63,8 +63,15 @@ def test_the_largest_is_found(plan: Plan) -> None:
     assert plan(*SMALL, "memory_gib=0.0014", "find=num_layers").startswith("The largest num_layers that fits is ")
 
 
+def test_the_parameters_of_training_alone_are_told_apart(plan: Plan) -> None:
+    plain, with_head = (plan(*SMALL, f"model.auxiliary_head={head}") for head in ("false", "true"))
+    (number,) = re.findall(r"^([\d,]+) parameters\. All", plain, re.MULTILINE)
+    assert f"{number} parameters in the network that is evaluated, " in with_head
+    assert re.search(r", [\d,]+ with the auxiliary head of training\. All", with_head)
+
+
 def test_the_fastest_is_found(plan: Plan) -> None:
-    said = plan(*SMALL, "trainer.batch_size=4", "find=fastest", "num_devices=2")
+    said = plan(*SMALL, "trainer.batch_size=4", "model.min_microbatch_size=1", "find=fastest", "num_devices=2")
     assert "examples/s" in said and "fits: stage" in said
 
 

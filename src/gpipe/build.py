@@ -17,7 +17,7 @@ from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
-from gpipe.models import set_drop_path
+from gpipe.models import count_auxiliary_parameters, set_drop_path
 from gpipe.pipeline.cost import analyze_layers
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.microbatch import microbatch_sizes
@@ -90,6 +90,7 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
         memory_limit_bytes=settings.memory_limit_bytes,
         partitions=partitions,
         stages_per_device=settings.stages_per_device,
+        auxiliary_parameters=count_auxiliary_parameters(layers),
     )
 
 
@@ -131,7 +132,8 @@ def build_planner(run: RunConfig, device: Device, speed: Speed) -> Planner:
             memory_limit_bytes=limit,
         )
 
-    return Planner(_profiler(run), cut, workload_of(run).num_examples, device, speed)
+    auxiliary = count_auxiliary_parameters(build_layers(run))
+    return Planner(_profiler(run), cut, workload_of(run).num_examples, device, speed, auxiliary)
 
 
 def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:

@@ -44,7 +44,13 @@ def finish(
         experiment=config["name"],
         config=config,
         seed=config["seed"],
-        results={**summary.as_dict(), "predicted_bubble": plan.bubble, "partitions": plan.partitions},
+        results={
+            **summary.as_dict(),
+            "predicted_bubble": plan.bubble,
+            "partitions": plan.partitions,
+            "parameters": plan.parameters,
+            "evaluated_parameters": plan.evaluated_parameters,
+        },
         gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
         num_cores=place.num_cores,
     )

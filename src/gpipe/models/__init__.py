@@ -3,6 +3,7 @@
 import gpipe._torchvision  # first, because timm imports torchvision
 import gpipe.models.amoebanet_timm  # noqa: F401  (registers the models)
 from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
+from gpipe.models.amoebanet_heads import count_auxiliary_parameters
 from gpipe.models.drop_path import set_drop_path
 from gpipe.models.linear import softmax_names
 from gpipe.models.transformer import transformer_lm
@@ -14,6 +15,7 @@ __all__ = [
     "amoebanet_b",
     "amoebanet_c",
     "amoebanet_d",
+    "count_auxiliary_parameters",
     "set_drop_path",
     "softmax_names",
     "transformer_lm",

@@ -76,6 +76,12 @@ class AuxiliaryHead(nn.Module):
         return logits
 
 
+def count_auxiliary_parameters(layers: nn.Module) -> int:
+    """Return how many of a model's parameters only training uses: those of its auxiliary head, if it has one."""
+    heads = [module for module in layers.modules() if isinstance(module, AuxiliaryHead)]
+    return sum(parameter.numel() for head in heads for parameter in head.parameters())
+
+
 def auxiliary_map_size(image_size: tuple[int, int]) -> tuple[int, int]:
     """Return the size of the maps that the auxiliary head sees: behind the stem and three reduction cells."""
     height, width = (math.ceil((size - 1) // 2 / 8) for size in image_size)

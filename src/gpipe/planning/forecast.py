@@ -99,6 +99,7 @@ class Forecast:
         update_seconds: of the optimiser, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
         tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
+        auxiliary_parameters: how many of the model's only training uses.
     """
 
     stages: tuple[StageForecast, ...]
@@ -108,6 +109,7 @@ class Forecast:
     update_seconds: float
     utilization: float
     tied_parameters: int = 0
+    auxiliary_parameters: int = 0
 
     @property
     def parameters(self) -> int:

@@ -32,6 +32,7 @@ class Plan:
     """How a model is cut. `share` and `imbalance` are measured in `cost_name`; `flops` are those of one micro-batch.
 
     `tied_parameters` is by how much the parameters of all stages exceed the model's: stages have copies of tied ones.
+    `auxiliary_parameters` are those of the model's that only training uses.
     """
 
     stages: tuple[StagePlan, ...]
@@ -40,11 +41,17 @@ class Plan:
     cost_name: str
     stages_per_device: int = 1
     tied_parameters: int = 0
+    auxiliary_parameters: int = 0
 
     @property
     def parameters(self) -> int:
         """The number of the model's parameters, a tied one counted once."""
         return sum(stage.parameters for stage in self.stages) - self.tied_parameters
+
+    @property
+    def evaluated_parameters(self) -> int:
+        """The number of parameters of the network that is evaluated."""
+        return self.parameters - self.auxiliary_parameters
 
     @property
     def partitions(self) -> list[int]:
@@ -85,6 +92,7 @@ def plan_pipeline(
     memory_limit_bytes: int | None = None,
     partitions: Sequence[int] | None = None,
     stages_per_device: int = 1,
+    auxiliary_parameters: int = 0,
 ) -> Plan:
     """Choose which layers each stage gets, and add up what they cost.
 
@@ -97,6 +105,7 @@ def plan_pipeline(
         memory_limit_bytes: most bytes of parameters in one partition; None is no limit.
         partitions: the number of layers of each stage, where they are not to be chosen.
         stages_per_device: v, where the schedule interleaves.
+        auxiliary_parameters: how many parameters only training uses.
 
     Raises:
         ValueError: the layers cannot be cut so.
@@ -122,7 +131,15 @@ def plan_pipeline(
     total = sum(costs) or 1.0
     stages = tuple(_add_up(layer_costs[start:end], start, sum(costs[start:end]) / total) for start, end in bounds)
     tied = sum(cost.tied_parameters for cost in layer_costs)
-    return Plan(stages, len(microbatch_sizes), max(microbatch_sizes), partition_by, stages_per_device, tied)
+    return Plan(
+        stages,
+        len(microbatch_sizes),
+        max(microbatch_sizes),
+        partition_by,
+        stages_per_device,
+        tied,
+        auxiliary_parameters,
+    )
 
 
 def measure_seconds(layers: nn.Sequential, example: Tensor, seed: int, device: torch.device | str) -> list[float]:
@@ -166,9 +183,19 @@ def print_plan(plan: Plan, name: str, processes: Sequence[str], console: Console
         )
     console.print(table)
     console.print(
-        f"{plan.parameters:,} parameters. Predicted bubble {plan.bubble_law} = "
+        f"{describe_parameters(plan.parameters, plan.auxiliary_parameters)}. Predicted bubble {plan.bubble_law} = "
         f"{plan.bubble:.1%}; the largest stage is {plan.imbalance:.1%} above the mean.",
         soft_wrap=True,
+    )
+
+
+def describe_parameters(parameters: int, auxiliary_parameters: int) -> str:
+    """Return a model's number of parameters in words, given how many of them only training uses."""
+    if auxiliary_parameters == 0:
+        return f"{parameters:,} parameters"
+    evaluated = parameters - auxiliary_parameters
+    return (
+        f"{evaluated:,} parameters in the network that is evaluated, {parameters:,} with the auxiliary head of training"
     )
 
 

@@ -29,6 +29,7 @@ class Planner:
         batch_size: N, examples of a mini-batch, of all replicas.
         device: that every stage gets.
         speed: that the device reaches.
+        auxiliary_parameters: how many of the model's only training uses.
     """
 
     profiler: Profiler
@@ -36,12 +37,14 @@ class Planner:
     batch_size: int
     device: Device
     speed: Speed
+    auxiliary_parameters: int = 0
     _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict)
 
     def forecast(self, setting: Setting) -> Forecast:
         """Say what a step takes. Raises ValueError where the model cannot be cut so."""
         profiles, setting = self._profiles_for(setting)
-        return forecast(profiles, self.speed.seconds(profiles), self.cut(profiles, setting), setting, self.speed)
+        found = forecast(profiles, self.speed.seconds(profiles), self.cut(profiles, setting), setting, self.speed)
+        return replace(found, auxiliary_parameters=self.auxiliary_parameters)
 
     def peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device. Raises ValueError where the model cannot be cut so."""

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gpipe.planning.device import GIB, Device
 from gpipe.planning.forecast import Forecast, Setting
+from gpipe.planning.plan import describe_parameters
 
 _COLUMNS = ("stage", "layers", "parameters", "GiB", "stash", "activations", "peak", "TFLOP", "F ms", "B ms", "send ms")
 WIDTH = 120  # characters that the table may take, on a pipe too
@@ -80,8 +81,9 @@ def _sums(found: Forecast, batch_size: int) -> str:
         sum(getattr(device, name) for device in found.memory) for name in ("parameter_bytes", "activation_bytes")
     )
     seconds = found.step_seconds
+    described = describe_parameters(found.parameters, found.auxiliary_parameters)
     return (
-        f"{found.parameters:,} parameters. All {len(found.memory)} devices: {gib(memory)} of parameters, gradients and "
+        f"{described}. All {len(found.memory)} devices: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.\n"
         f"Planned step: {seconds:.3g} s, {batch_size / seconds:.3g} examples/s; bubble {found.timeline.bubble:.1%}, "
         f"update {found.update_seconds / seconds:.1%}, model FLOPs utilisation {found.utilization:.1%}."
