@@ -10,7 +10,6 @@ reproductions/table4_imagenet_and_transfer/ and renders its README. Seconds, no 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def cost(data: str, train_images: int) -> dict[str, Any]:
     plan = build_plan(run, build_layers(run))
     forward_flops = sum(stage.flops for stage in plan.stages) / plan.microbatch_size
     settings = run.trainer
-    steps = min(settings.num_epochs * math.ceil(train_images / settings.batch_size), settings.max_steps or 10**12)
+    steps = min(settings.num_epochs * (train_images // settings.batch_size), settings.max_steps or 10**12)
     copies = 2 + SLOTS[run.optimizer.name] + (run.ema.decay is not None)  # weights, gradients, slots, averages
     total = forward_flops * PASSES * settings.batch_size * steps
     return {

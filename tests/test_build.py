@@ -132,6 +132,6 @@ def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_processes_are_named_stage_by_stage() -> None:
     assert name_processes(run_of()) == ["0", "0"]
-    replicas = ["launch.num_replicas=2", "launch.num_processes=4"]
+    replicas = ["launch.num_replicas=2", "launch=process_per_stage", "model.min_microbatch_size=1"]
     assert name_processes(run_of(*replicas)) == ["0, 2", "1, 3"]
     assert name_processes(run_of(*replicas, "pipeline=interleaved")) == ["0, 2", "1, 3", "0, 2", "1, 3"]

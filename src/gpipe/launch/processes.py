@@ -1,4 +1,4 @@
-"""The processes of a run: adopt torchrun's, start one a stage and replica, or stay in this one.
+"""The processes of a run: adopt torchrun's, start one per stage and replica, or stay in this one.
 
 python train.py                          one process plays all stages
 python train.py launch.num_processes=4   four are started here, on this host
@@ -222,7 +222,7 @@ def _place_alone(processes: Processes) -> Place:
     if processes.num_replicas > 1:
         raise ValueError(
             f"launch.num_replicas is {processes.num_replicas} in one process, expected 1: "
-            f"set launch.num_processes={math.prod(processes.shape)}."
+            f"set launch=process_per_stage, or launch.num_processes={math.prod(processes.shape)}."
         )
     return Place(None, _device_type(processes.device))
 
