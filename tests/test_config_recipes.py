@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 from hydra import compose
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run
+from gpipe.config.run import smallest_microbatch
 from gpipe.data import open_image_set
 from gpipe.data.catalogue import IMAGE_SETS
 from gpipe.data.epoch_loader import EpochLoader
@@ -65,11 +68,11 @@ def test_kornbliths_momentum_of_batch_norm_follows_from_the_steps_of_an_epoch(sc
     for data in (*SETS, "digits", "mnist_5k"):
         table = IMAGE_SETS[data].table
         num_images = table.num_train_images if table else len(open_image_set(data, "train"))
-        settings = transfer("transfer_kornblith", f"scale={scale}", f"data={data}")
+        found = transfer("transfer_kornblith", f"scale={scale}", f"data={data}")
         steps = num_images // batch_size
-        assert settings["trainer"]["batch_size"] == batch_size
-        assert 1 - settings["model"]["batch_norm_momentum"] == pytest.approx(max(1 - 10 / steps, 0.9)), data
-        reaches = settings["trainer"]["num_epochs"] * steps >= (settings["trainer"]["max_steps"] or 0)
+        assert found["trainer"]["batch_size"] == batch_size
+        assert 1 - found["model"]["batch_norm_momentum"] == pytest.approx(max(1 - 10 / steps, 0.9)), data
+        reaches = found["trainer"]["num_epochs"] * steps >= (found["trainer"]["max_steps"] or 0)
         assert reaches or data not in SETS
 
 
@@ -103,6 +106,12 @@ def test_every_micro_batch_of_an_epoch_has_images_enough(experiment: str, data: 
         sizes |= {len(part) for part in loader._parts()}
     smallest = min(min(microbatch_sizes(size, run.pipeline.num_microbatches)) for size in sizes)
     assert smallest >= to_plain(run)["model"]["min_microbatch_size"] == 8
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(num_examples=st.integers(1, 5000), num_microbatches=st.integers(1, 300))
+def test_the_smallest_micro_batch_is_that_of_the_pipeline(num_examples: int, num_microbatches: int) -> None:
+    assert smallest_microbatch(num_examples, num_microbatches) == min(microbatch_sizes(num_examples, num_microbatches))
 
 
 @pytest.mark.parametrize(

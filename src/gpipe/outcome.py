@@ -110,6 +110,8 @@ def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) ->
     more = f"trainer.{length}={2 * config['trainer'][length]}"
     train_on = f"  train on          {_command(overrides, more, f'trainer.resume_from={folder}')}\n"
     alone = ["pipeline.num_stages=1", "launch.num_processes=1"]
+    if config["launch"]["num_replicas"] > 1:
+        alone.append("launch.num_replicas=1")
     if config["pipeline"]["stages_per_device"] > 1:  # 1F1B has the same gradients, to the last bit
         alone += ["pipeline.schedule=1f1b", "pipeline.stages_per_device=1"]
     plain = _command(overrides, *alone)

@@ -97,9 +97,10 @@ class RunConfig:
         num_microbatches = self.pipeline.num_microbatches
         found = smallest_microbatch(size // replicas, num_microbatches) * num_normalized_together
         if found < least:
-            per_replica = f" on each of launch.num_replicas={replicas}" if replicas > 1 else ""
+            over = "on each of" if num_normalized_together == 1 else "over all"
+            where = f" {over} launch.num_replicas={replicas}" if replicas > 1 else ""
             raise ConfigError(
-                f"trainer.batch_size={size} makes micro-batches of {found} images{per_replica} with "
+                f"trainer.batch_size={size} makes micro-batches of {found} images{where} with "
                 f"pipeline.num_microbatches={num_microbatches}, expected at least model.min_microbatch_size={least} "
                 "for batch norm: raise trainer.batch_size, or lower pipeline.num_microbatches."
             )
