@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
+if TYPE_CHECKING:
+    from gpipe.pipeline.synchronized_norm import SynchronizedMicroBatch
+
 _OUTSIDE, _FORWARD, _RECOMPUTE = "outside", "forward", "recompute"
 _phase = _OUTSIDE
+_synchronized: SynchronizedMicroBatch | None = None  # the micro-batch whose statistics are those of all replicas
 
 
 class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
@@ -21,21 +25,26 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
     Args:
         norms: those that may run inside.
         recompute: whether the micro-batch was seen before.
+        synchronized: normalises by the statistics over all replicas; None: by those of this one.
     """
 
-    __slots__ = ("_before", "_norms", "_phase")
+    __slots__ = ("_before", "_norms", "_phase", "_synchronized")
 
-    def __init__(self, norms: Iterable[MicroBatchNorm], *, recompute: bool) -> None:
+    def __init__(
+        self, norms: Iterable[MicroBatchNorm], *, recompute: bool, synchronized: SynchronizedMicroBatch | None = None
+    ) -> None:
         self._norms = norms
         self._phase = _RECOMPUTE if recompute else _FORWARD
+        self._synchronized = synchronized
 
     def __enter__(self) -> None:
-        global _phase
-        self._before, _phase = _phase, self._phase
+        global _phase, _synchronized
+        self._before = _phase, _synchronized
+        _phase, _synchronized = self._phase, self._synchronized
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        global _phase
-        _phase = self._before
+        global _phase, _synchronized
+        _phase, _synchronized = self._before
         if kind is None:
             for norm in self._norms:
                 if norm.fresh:
@@ -46,8 +55,8 @@ class MicroBatchNorm(_BatchNorm):
     """What `convert_batch_norm` adds to a batch norm.
 
     Outside of a pipeline's training step it is the layer that it was. Inside, each micro-batch is normalised by its own
-    statistics, the moving averages stay as they are, and `commit` moves them once, to what one update of the plain
-    layer on the concatenation of all its inputs would have made of them.
+    statistics, or those of all replicas' together, the moving averages stay as they are, and `commit` moves them once,
+    to what one update of the plain layer on the concatenation of all its inputs would have made of them.
     """
 
     # Class attributes, so that converting an instance adds nothing to it before its first step. Between two
@@ -63,6 +72,9 @@ class MicroBatchNorm(_BatchNorm):
         # The dictionaries are used directly: nn.Module's ways to them would cost as much as a small layer.
         buffers, parameters, attributes = self._buffers, self._parameters, self.__dict__
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        if _synchronized is not None and self.training:
+            normalized: Tensor = _synchronized.forward(self, input, *args)
+            return normalized
         if _phase is _OUTSIDE or not self.training or running_mean is None or running_var is None:
             unchanged: Tensor = super().forward(input, *args)
             return unchanged
@@ -77,12 +89,13 @@ class MicroBatchNorm(_BatchNorm):
             weight, bias = parameters["weight"], parameters["bias"]
             output = functional.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
         else:  # any subclass's forward will do
-            output = self._forward_with(mean, variance, input, *args)
+            output = self.forward_with(mean, variance, input, *args)
         if _phase is _FORWARD:
             attributes["fresh"] = (*self.fresh, statistics, input.numel() // input.shape[1])
         return output
 
-    def _forward_with(self, mean: Tensor | None, variance: Tensor | None, *args: Any) -> Tensor:
+    def forward_with(self, mean: Tensor | None, variance: Tensor | None, *args: Any) -> Tensor:
+        """Run the plain layer's forward with other buffers, which get the statistics of its input."""
         kept_buffers, momentum = dict(self._buffers), self.__dict__["momentum"]
         self._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
         self.__dict__["momentum"] = 1.0
@@ -200,13 +213,22 @@ def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
             means, variances = torch.cat(tables, dim=1).double().view(2, length, sum(sizes))
             per_layer = [[norm.seen[2 * part + 1] for norm in group] for part in range(length)]
             counts = _spread(torch.tensor(per_layer, dtype=torch.float64), sizes, device)
-            together = _combined(counts, means, ((counts - 1) * variances).sum(0))
+            together = combine(counts, means, ((counts - 1) * variances).sum(0))
         found.update(zip(positions, together.split(sizes, dim=1), strict=True))
     return torch.cat([found[position] for position in range(len(norms))], dim=1)
 
 
-def _combined(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
-    """Combine parts: counts and means are [parts, channels], `within` the parts' summed squared deviations."""
+def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
+    """Combine parts around their common mean, so that nothing cancels (Chan et al., 1979).
+
+    Args:
+        counts: of each part: [parts, channels].
+        means: likewise.
+        within: the summed squared deviations of all parts, each from its own mean: [channels].
+
+    Returns:
+        Count, mean and sum of squared deviations: [3, channels].
+    """
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)
     return torch.stack([total, mean, within + (counts * (means - mean).square()).sum(0)])
@@ -217,7 +239,7 @@ def _over_replicas(moments: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(moments) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, moments.contiguous(), group=group)
     counts, means, within = torch.stack(parts).unbind(1)
-    return _combined(counts, means, within.sum(0))
+    return combine(counts, means, within.sum(0))
 
 
 def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:

@@ -63,6 +63,10 @@ class Pipeline:
         seed: of initial weights (with the layer) and masks (with the step, the micro-batch and the layer).
         loss_weight: targets of a micro-batch -> how much its mean counts; default: its number of examples.
         timeout_seconds: after which a silent peer is named and the step given up.
+        synchronize_batch_norm: normalise a micro-batch by its statistics over all R replicas, as if these were one
+            process with the micro-batch of all. Every replica then cuts its mini-batch into as many micro-batches as
+            the smallest one makes, and must use the same batch norms in the same order. Without replicas it changes
+            nothing: the statistics of the micro-batch are those over all replicas.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
@@ -88,6 +92,7 @@ class Pipeline:
         seed: int = 0,
         loss_weight: LossWeight | None = None,
         timeout_seconds: float = 300.0,
+        synchronize_batch_norm: bool = False,
     ) -> None:
         if not isinstance(layers, nn.Sequential):
             raise TypeError(
@@ -113,17 +118,16 @@ class Pipeline:
         else:
             device = process_device(devices, mesh)
             self._processes = Processes(mesh, self.num_stages, stages_per_device, device, timeout_seconds)
-            self._processes.require_agreement(
-                {
-                    "partitions": list(partitions),
-                    "num_microbatches": num_microbatches,
-                    "rematerialize": rematerialize,
-                    "schedule": schedule,
-                    "stages_per_device": stages_per_device,
-                    "seed": seed,
-                }
-                | ties.settings()
-            )
+            settings = {
+                "synchronize_batch_norm": synchronize_batch_norm,
+                "partitions": list(partitions),
+                "num_microbatches": num_microbatches,
+                "rematerialize": rematerialize,
+                "schedule": schedule,
+                "stages_per_device": stages_per_device,
+                "seed": seed,
+            } | ties.settings()
+            self._processes.require_agreement(settings)
             places = dict.fromkeys(self._processes.stages, device)
             self._transfer = self._processes.transfer()
         own = ties.build({i: place for k, place in places.items() for i in ranges[k]}, seed)
@@ -134,9 +138,13 @@ class Pipeline:
         ]
         self._tied = TiedGradients(ties.all, own, owners, self._processes)
         self._replicas = self._processes.replicas() if self._processes else None
-        if self._replicas is not None:
+        if self._processes is not None and self._replicas is not None:
+            # Exchanges in the middle of a step need the same step in all replicas.
+            compared = settings if synchronize_batch_norm else {"synchronize_batch_norm": False}
+            self._processes.require_agreement(compared, self._replicas)
             for stage in self._stages.values():
                 stage.averaging = Averaging(stage.layers, self._replicas)
+        self._synchronizes = synchronize_batch_norm and self._synchronize(layers)
         check = self._processes.watch.check if self._processes else None
         self._activity = self._processes.watch.activity if self._processes else Activity()
         self._executor = Executor(
@@ -220,7 +228,7 @@ class Pipeline:
         inputs, targets = _pair(batch)
         clock = Clock(cuda=record_timeline)
         with self._guard.step():
-            mini_batch = self._start(inputs, training=True)
+            mini_batch = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
             plan = make_plan(self._schedule, *shape, tuple(self._stages), self.stages_per_device)
@@ -254,7 +262,7 @@ class Pipeline:
         """
         inputs, targets = _pair(batch)
         with self._guard.step():
-            mini_batch = self._start(inputs, training=False)
+            mini_batch = self._start(inputs, self._common_num_microbatches(inputs), training=False)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             probe = Probe(self.replica_index)
             self._executor.probe(mini_batch.num_microbatches, self.step, loss, probe)
@@ -280,7 +288,7 @@ class Pipeline:
                 f"{list(self.layers)}"
             )
         with self._guard.step(), evaluation_mode(used):
-            mini_batch = self._start(inputs, training=False)
+            mini_batch = self._start(inputs, self.num_microbatches, training=False)
             return self._executor.evaluate(mini_batch.num_microbatches, used)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -310,7 +318,10 @@ class Pipeline:
         return norm
 
     def compile(self, **options: Any) -> None:
-        """Run each of this process's layers through torch.compile(**options); layers and names stay the same."""
+        """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
+
+        Batch norms that are synchronised over replicas run uncompiled between two graphs: no fullgraph=True with them.
+        """
         for stage in self._stages.values():
             stage.compile(**options)
 
@@ -357,9 +368,30 @@ class Pipeline:
         """Wait until everything sent has arrived, and end the connections' threads; happens by itself at the end."""
         self._close()
 
-    def _start(self, inputs: Any, *, training: bool) -> MiniBatch:
+    def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> MiniBatch:
         size = batch_size_of(inputs, "inputs") if self.is_first else None
-        return self._executor.start(inputs, size, self.num_microbatches, training=training)
+        return self._executor.start(inputs, size, num_microbatches, training=training)
+
+    def _common_num_microbatches(self, inputs: Any) -> int:
+        """Return M or, where batch norms are synchronised, what every replica can cut its mini-batch into."""
+        if not self._synchronizes or not self.is_first:
+            return self.num_microbatches
+        assert self._replicas is not None
+        sizes: list[int] = self._replicas.gather(batch_size_of(inputs, "inputs"))
+        return min(self.num_microbatches, *sizes)
+
+    def _synchronize(self, layers: nn.Sequential) -> bool:
+        """Let batch norms exchange their statistics over the replicas; return whether the model has any to do so."""
+        if self._replicas is None or self._processes is None or not batch_norm.converted_batch_norms(layers):
+            return False
+        from gpipe.pipeline.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
+
+        named = self.layers.named_modules(prefix="layers")
+        norms = {name: module for name, module in named if isinstance(module, batch_norm.MicroBatchNorm)}
+        exchange = StatisticsExchange(self._processes.beside(self._replicas), norms)
+        for stage in self._stages.values():
+            stage.exchange = exchange
+        return True
 
     def _minibatch_loss(self, targets: Any, mini_batch: MiniBatch) -> MiniBatchLoss:
         if (found := batch_size_of(targets, "targets")) != mini_batch.num_examples:

@@ -99,25 +99,27 @@ class Processes:
         """Return which process of the pipeline has a stage."""
         return stage % self._num_devices
 
-    def require_agreement(self, settings: dict[str, Any]) -> None:
-        """Compare settings, of JSON's types, with those that the other stages were given.
+    def require_agreement(self, settings: dict[str, Any], replicas: Replicas | None = None) -> None:
+        """Compare settings, of JSON's types, with those that the other stages were given, or the other replicas.
 
         Raises:
             ValueError: on all processes; it names the first difference.
             PipelineError: another process is gone or does not come.
         """
+        messenger, kind = (self.messenger, "stage") if replicas is None else (replicas.messenger, "replica")
         try:
-            first, *others = self.messenger.gather(settings)
+            first, *others = messenger.gather(settings)
         except LostPeer as lost:
             raise self.watch.explain(lost) from None
-        for stage, other in enumerate(others, 1):
+        for number, other in enumerate(others, 1):
             for name, value in first.items():
                 if other[name] != value:
                     with suppress(LostPeer):
-                        self.messenger.flush()  # or the others never get to see the difference
+                        messenger.flush()  # or the others never get to see the difference
                     self.watch.retire()
                     raise ValueError(
-                        f"{name} is {value} in stage 0 and {other[name]} in stage {stage}; give every process the same"
+                        f"{name} is {value} in {kind} 0 and {other[name]} in {kind} {number}; give every process the "
+                        "same"
                     )
 
     def transfer(self) -> Transfer:
@@ -135,6 +137,10 @@ class Processes:
             return None
         messenger = Messenger(self._my_group(self._columns, "gloo"), self.watch)
         return Replicas(self._my_group(self._columns, _BACKENDS[self._device.type]), messenger, self.watch)
+
+    def beside(self, replicas: Replicas) -> Replicas:
+        """Return the same replicas with another group, for exchanges that come between those of the first one."""
+        return Replicas(self._my_group(self._columns, _BACKENDS[self._device.type]), replicas.messenger, self.watch)
 
     def sharers(self, circles: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Sharers]:
         """Connect some processes of each pipeline with each other; return the connections that this one is in.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from gpipe.pipeline.failure import LostPeer, PipelineError, place
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.randomness import derive_seed, seed_generators
+
+if TYPE_CHECKING:
+    from gpipe.pipeline.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch
 
 MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those of initial weights
 
@@ -54,6 +57,7 @@ class _Kept:
     gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
     roots: list[GradientEdge | None] | None = None  # one an output; None until a graph exists
     outputs: list[Tensor] | None = None  # the outputs themselves, where the replicas' averaging must see them
+    synchronized: SynchronizedMicroBatch | None = None  # statistics over all replicas, where batch norms have them
 
 
 class Stage:
@@ -71,6 +75,7 @@ class Stage:
         self.step = 0
         self.loss: Loss | None = None  # set in the last stage for the time of a training step
         self.averaging: Averaging | None = None
+        self.exchange: StatisticsExchange | None = None  # where batch norms are synchronised over replicas
         self.final_micro_batch = 0  # the one whose backward ends the step
         self.trainable = False
         self._batch_norms = converted_batch_norms(self.layers.values())
@@ -106,7 +111,8 @@ class Stage:
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         """Run the layers on a micro-batch, with a graph or for a later `recompute`; return the boundary output."""
         kept = self._kept[micro_batch] = _Kept(inputs, [None] * sum(inputs.differentiable))
-        with microbatch_phase(self._batch_norms, recompute=False):
+        kept.synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
+        with microbatch_phase(self._batch_norms, recompute=False, synchronized=kept.synchronized):
             if keep_graph:
                 return self._run_with_graph(micro_batch, kept, "forward")
             with torch.no_grad():
@@ -123,8 +129,11 @@ class Stage:
 
     def recompute(self, micro_batch: int) -> None:
         """Run the forward again from the boundary input, with the same masks, and keep its graph."""
-        with microbatch_phase(self._batch_norms, recompute=True):
-            self._run_with_graph(micro_batch, self._kept[micro_batch], "recompute")
+        kept = self._kept[micro_batch]
+        if kept.synchronized is not None:
+            kept.synchronized.recompute()
+        with microbatch_phase(self._batch_norms, recompute=True, synchronized=kept.synchronized):
+            self._run_with_graph(micro_batch, kept, "recompute")
 
     def backward(self, micro_batch: int, gradients: list[Tensor | None] | None) -> Payload:
         """Add this micro-batch's gradients to the parameters' `.grad`; return those of the boundary input.
@@ -142,11 +151,13 @@ class Stage:
             pairs: list[tuple[GradientEdge, Tensor | None]] = [(root, None) for root in kept.roots if root is not None]
         else:
             pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None and g is not None]
+        anchors = kept.synchronized.anchors if kept.synchronized is not None else []
+        pairs += [(get_gradient_edge(anchor), None) for anchor in anchors]
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         try:
             with without_autocast(self.device):
                 if kept.outputs is not None and self.averaging is not None:
-                    self._backward_averaged(pairs, kept.outputs, gradients, self.averaging)
+                    self._backward_averaged(pairs, kept.outputs, gradients, anchors, self.averaging)
                 elif pairs:
                     torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         except (PipelineError, LostPeer):
@@ -161,11 +172,12 @@ class Stage:
         pairs: list[tuple[GradientEdge, Tensor | None]],
         outputs: list[Tensor],
         gradients: list[Tensor | None] | None,
+        anchors: list[Tensor],
         averaging: Averaging,
     ) -> None:
         if gradients is not None:  # one that no gradient comes back for takes no part in this backward
             outputs = [t for t, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-        extra = averaging.average_in_backward([t for t in outputs if t.requires_grad])
+        extra = averaging.average_in_backward([t for t in outputs if t.requires_grad] + anchors)
         pairs = pairs + [(get_gradient_edge(tensor), None) for tensor in extra]
         if pairs:
             with averaging.replicas.exchange():
@@ -181,7 +193,8 @@ class Stage:
         The layers are not compiled: what one of them does is then seen by itself.
         """
         watched = {index: probe.watch(self, micro_batch, index, layer) for index, layer in self.layers.items()}
-        with torch.no_grad(), microbatch_phase(self._batch_norms, recompute=True):
+        synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
+        with torch.no_grad(), microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized):
             return self._run(micro_batch, inputs, "forward", layers=watched)
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept, doing: str) -> Payload:
