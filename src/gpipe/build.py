@@ -105,6 +105,7 @@ def build_setting(run: RunConfig) -> Setting:
         stages_per_device=settings.stages_per_device,
         state_ratio=_state_ratio(run),
         num_replicas=run.launch.num_replicas,
+        synchronize_batch_norm=settings.synchronize_batch_norm,
     )
 
 
@@ -174,6 +175,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Pla
         seed=run.seed,
         loss_weight=workload.loss_weight,
         timeout_seconds=run.pipeline.timeout_seconds,
+        synchronize_batch_norm=run.pipeline.synchronize_batch_norm,
     )
     if run.trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it

@@ -52,6 +52,8 @@ class PipelineConfig:
     memory_limit_bytes: most bytes of parameters in one partition; null is no limit.
     partitions: the number of layers of each stage, instead of the cut that the fields above give; null is that cut.
     timeout_seconds: how long a stage waits for a silent neighbour.
+    synchronize_batch_norm: whether batch norms normalise a micro-batch by its statistics over all launch.num_replicas
+        replicas; with one replica, these are the statistics of the micro-batch, and it makes no difference.
     """
 
     num_stages: int = MISSING
@@ -64,6 +66,7 @@ class PipelineConfig:
     memory_limit_bytes: int | None = MISSING
     partitions: list[int] | None = MISSING
     timeout_seconds: float = MISSING
+    synchronize_batch_norm: bool = MISSING
 
     def __post_init__(self) -> None:
         """Refuse settings that are wrong in themselves; that K fits the layers is checked where these are known."""

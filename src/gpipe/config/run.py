@@ -73,6 +73,11 @@ class RunConfig:
                 f"data.name is {self.data.name}, but model.family is {self.model.family}, which expects {such_as}: "
                 "choose one for the other."
             )
+        if self.pipeline.synchronize_batch_norm and not isinstance(self.model, AmoebaNetConfig):
+            raise ConfigError(
+                f"pipeline.synchronize_batch_norm is true, expected false with model.family={self.model.family}, which "
+                "has no batch norm: set pipeline.synchronize_batch_norm=false."
+            )
         replicas, processes = self.launch.num_replicas, self.launch.num_processes
         stages, per_device = self.pipeline.num_stages, self.pipeline.stages_per_device
         expected = stages // per_device * replicas

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from gpipe.planning.forecast import Setting, plan_memory
-from gpipe.planning.memory import device_memory, stage_memory
+from gpipe.planning.forecast import Setting, plan_device, plan_memory
+from gpipe.planning.memory import stage_memory
 from gpipe.planning.profile import LayerProfile
 
 _PRECISION_BYTES = 2**16  # of the limit that the search ends with
@@ -66,4 +66,4 @@ def _furthest(fits: Callable[[int], bool], start: int, furthest: int) -> int:
 
 def _peak(profiles: Sequence[LayerProfile], setting: Setting, stage: int, first: int, end: int) -> int:
     memory = {stage: stage_memory(profiles, first, end)}
-    return device_memory(setting.tasks[stage], memory, setting.num_microbatches, setting.state_ratio).peak_bytes
+    return plan_device(memory, stage, setting).peak_bytes

@@ -5,7 +5,7 @@ Memory is that of a walk through the schedule's tasks (memory.py), the step's ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -29,6 +29,8 @@ class Setting:
         stages_per_device: 1, or more where the schedule interleaves.
         state_ratio: bytes of optimiser state and averages for each byte of trainable parameters.
         num_replicas: R pipelines, which share a mini-batch out and average their gradients.
+        synchronize_batch_norm: whether batch norms normalise over the replicas; the memory of their statistics is
+            planned, the time of their exchanges is not.
     """
 
     num_stages: int
@@ -38,11 +40,17 @@ class Setting:
     stages_per_device: int = 1
     state_ratio: float = 1.0
     num_replicas: int = 1
+    synchronize_batch_norm: bool = False
 
     @property
     def num_devices(self) -> int:
         """Of all replicas."""
         return self.num_replicas * self.num_stages // self.stages_per_device
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether statistics travel between replicas."""
+        return self.synchronize_batch_norm and self.num_replicas > 1
 
     @cached_property
     def tasks(self) -> Schedule:
@@ -174,13 +182,20 @@ def plan_memory(
     stages = [stage_memory(profiles, first, end) for first, end in bounds]
     num_devices = len(setting.tasks)
     return tuple(
-        _on_device({s: stages[s] for s in range(device, len(stages), num_devices)}, device, setting)
+        plan_device({s: stages[s] for s in range(device, len(stages), num_devices)}, device, setting)
         for device in range(num_devices)
     )
 
 
-def _on_device(stages: dict[int, StageMemory], device: int, setting: Setting) -> DeviceMemory:
-    return device_memory(setting.tasks[device], stages, setting.num_microbatches, setting.state_ratio)
+def plan_device(stages: Mapping[int, StageMemory], device: int, setting: Setting) -> DeviceMemory:
+    """Return the memory of one device, which has some stages."""
+    return device_memory(
+        setting.tasks[device],
+        stages,
+        setting.num_microbatches,
+        setting.state_ratio,
+        synchronizes=setting.synchronizes,
+    )
 
 
 def _stage(

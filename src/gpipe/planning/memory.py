@@ -108,7 +108,12 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
 
 
 def device_memory(
-    tasks: Sequence[Task], stages: Mapping[int, StageMemory], num_microbatches: int, state_ratio: float
+    tasks: Sequence[Task],
+    stages: Mapping[int, StageMemory],
+    num_microbatches: int,
+    state_ratio: float,
+    *,
+    synchronizes: bool = False,
 ) -> DeviceMemory:
     """Walk through the tasks of one device and return what it needs at most.
 
@@ -117,9 +122,10 @@ def device_memory(
         stages: those of the device, by index.
         num_microbatches: M, of which the first stage holds all inputs throughout.
         state_ratio: bytes of optimiser state and averages for each byte of trainable parameters.
+        synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
     """
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
-    walk = _Walk(stages, num_microbatches)
+    walk = _Walk(stages, num_microbatches, synchronizes=synchronizes)
     for task in tasks:
         stage = stages[task.stage]
         if task.kind is Kind.FORWARD:
@@ -141,7 +147,8 @@ def device_memory(
 class _Walk:
     """The bytes that a device holds between two tasks, and the most so far during one; parameters are not counted."""
 
-    def __init__(self, stages: Mapping[int, StageMemory], num_microbatches: int) -> None:
+    def __init__(self, stages: Mapping[int, StageMemory], num_microbatches: int, *, synchronizes: bool) -> None:
+        self._synchronizes = synchronizes
         # The first stage holds the inputs of the whole mini-batch all the time.
         self.stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
         self.graphs = self.gradients = 0
@@ -152,12 +159,12 @@ class _Walk:
         """Take a boundary input and compute."""
         self.stash += stage.input_bytes if index > 0 else 0
         self._note(stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes)
-        self.graphs += stage.statistics_bytes + (stage.kept_bytes if keeps_graph else 0)
+        self.graphs += stage.statistics_bytes + (stage.kept_bytes if keeps_graph else self._combined_bytes(stage))
 
     def recompute(self, stage: StageMemory) -> None:
         """Compute a graph again."""
         self._note(stage.forward_peak_bytes)
-        self.graphs += stage.kept_bytes
+        self.graphs += stage.kept_bytes - self._combined_bytes(stage)  # the graph keeps them too
 
     def backward(self, index: int, stage: StageMemory) -> None:
         """Turn a graph into gradients, and let go of the boundary input."""
@@ -169,6 +176,9 @@ class _Walk:
             self._note(stage.backward_peak_bytes, stage.first_backward_peak_bytes)
             self.gradients += stage.gradient_bytes
         self.stash -= stage.input_bytes if index > 0 else 0
+
+    def _combined_bytes(self, stage: StageMemory) -> int:
+        return stage.statistics_bytes if self._synchronizes else 0
 
     def _note(self, activations: int, with_gradients: int | None = None) -> None:
         """Note the peak of a task; `with_gradients` where it makes gradients that stay."""

@@ -26,6 +26,8 @@ def print_forecast(
         f"K={setting.num_stages}, M={setting.num_microbatches}, N={batch_size}{replicas}, {setting.schedule}, "
         f"recompute {setting.rematerialize}, on {device.name} ({gib(device.memory_bytes)})"
     )
+    if setting.synchronizes:
+        title += "; the exchanges of batch norm are not timed"
     table = Table(title=title, title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
