@@ -145,8 +145,8 @@ class SynchronizedMicroBatch:
             output = norm.forward_with(norm.running_mean, norm.running_var, *args)
         if replacement.num_calls == 0:
             raise TypeError(
-                f"{type(norm).__bases__[1].__name__} does not normalise by torch.nn.functional.batch_norm, which alone can "
-                "be synchronised; use nn.BatchNorm in its place, or set synchronize_batch_norm=False"
+                f"{type(norm).__bases__[1].__name__} does not call torch.nn.functional.batch_norm, which alone can be "
+                "synchronised; use nn.BatchNorm in its place, or set synchronize_batch_norm=False"
             )
         return output
 
