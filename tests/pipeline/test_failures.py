@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -332,6 +334,65 @@ def test_a_process_that_hangs_is_named_also_by_those_far_away(
 def test_a_replica_that_hangs_is_named_in_all() -> None:
     events = fresh_processes.run(4, train, 2, 1, "forward", stop, SILENT_SECONDS, 2, mute=1)
     assert_named(events, {0, 2, 3}, 1, "stage 1 of replica 0 (rank 1, process ")
+
+
+# Of the second step of 4 micro-batches, after one that made 4 exchanges of statistics forward, 4 back and 1 at the end.
+EXCHANGES = {"forward": 12, "backward": 15}
+
+
+def train_synchronized(
+    rank: int, culprit: int, where: str, action: Callable[[], None], timeout_seconds: float, file: Path
+) -> Event | None:
+    """Train 2 replicas of 2 stages, of which one process meets its fate in place of an exchange of batch norm.
+
+    It writes down when, in a file.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    layers = gpipe.convert_batch_norm(
+        nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    )
+    assert isinstance(layers, nn.Sequential)
+    pipeline = gpipe.Pipeline(
+        layers, Loss(None), [1, 1], 4, mesh=mesh, timeout_seconds=timeout_seconds, synchronize_batch_norm=True
+    )
+    num_calls, all_gather = 0, dist.all_gather
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == EXCHANGES[where]:
+            file.write_text(str(time.monotonic()))
+            action()
+        return all_gather(*args, **options)
+
+    if rank == culprit:
+        dist.all_gather = counted
+    try:
+        for step in range(3):
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(4 * step + pipeline.replica_index))
+            pipeline.train_step((inputs, torch.ones(8, 4)))
+    except Exception as error:  # noqa: BLE001 - it is what the tests look at
+        return _event(pipeline, error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("where", "culprit", "action", "timeout_seconds"),
+    [("forward", 2, kill, 30.0), ("backward", 0, kill, 30.0), ("backward", 1, stop, SILENT_SECONDS)],
+)
+def test_a_process_lost_in_an_exchange_of_statistics_is_named_in_all(
+    where: str, culprit: int, action: Callable[[], None], timeout_seconds: float, tmp_path: Path
+) -> None:
+    file, mute = tmp_path / "time", culprit if action is stop else None
+    events = fresh_processes.run(
+        4, train_synchronized, culprit, where, action, timeout_seconds, file, mute=mute, seconds=60
+    )
+    replica, stage = divmod(culprit, 2)
+    name = f"stage {stage} of replica {replica} (rank {culprit}, process "
+    assert_named(events, {0, 1, 2, 3} - {culprit}, stage, name)
+    says, seconds = ("is gone without a word", 0) if action is kill else ("does not answer", SILENT_SECONDS)
+    assert all(says in event.text for event in events.values())
+    assert max(event.time for event in events.values()) - float(file.read_text()) < seconds + SECONDS
 
 
 def train_slowly(rank: int) -> float:
