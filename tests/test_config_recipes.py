@@ -134,6 +134,13 @@ def test_micro_batches_too_small_for_batch_norm_are_refused_with_the_remedy(over
     assert run_of("+experiment=amoebanet_imagenet", "trainer.batch_size=280")  # 24 micro-batches of 9 images, 8 of 8
 
 
+def test_replicas_that_share_statistics_count_together() -> None:
+    overrides = ["+experiment=amoebanet_imagenet", "launch.num_replicas=8", "pipeline.synchronize_batch_norm=true"]
+    assert run_of(*overrides)
+    with pytest.raises(ConfigError, match="of 8 images over all launch.num_replicas=8 with"):
+        run_of(*overrides, "pipeline.num_microbatches=128", "model.min_microbatch_size=9")
+
+
 @pytest.mark.parametrize(
     ("experiment", "scale"),
     [*((name, "paper") for name in EXPERIMENTS), ("amoebanet_fashion_mnist", "laptop"), ("bilingual", "laptop")],

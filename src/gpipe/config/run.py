@@ -93,16 +93,14 @@ class RunConfig:
         if isinstance(self.model, AmoebaNetConfig):
             self._check_microbatches(self.model.min_microbatch_size)
 
-    def _check_microbatches(self, least: int, num_normalized_together: int = 1) -> None:
-        """Refuse micro-batches that leave batch norm fewer than `least` images.
-
-        All mini-batches of training are full ones. num_normalized_together: replicas that share statistics.
-        """
+    def _check_microbatches(self, least: int) -> None:
+        """Refuse micro-batches that leave batch norm fewer than `least` images; all mini-batches are full ones."""
         size, replicas = self.trainer.batch_size, self.launch.num_replicas
         num_microbatches = self.pipeline.num_microbatches
-        found = smallest_microbatch(size // replicas, num_microbatches) * num_normalized_together
+        together = replicas if self.pipeline.synchronize_batch_norm else 1
+        found = smallest_microbatch(size // replicas, num_microbatches) * together
         if found < least:
-            over = "on each of" if num_normalized_together == 1 else "over all"
+            over = "on each of" if together == 1 else "over all"
             where = f" {over} launch.num_replicas={replicas}" if replicas > 1 else ""
             raise ConfigError(
                 f"trainer.batch_size={size} makes micro-batches of {found} images{where} with "

@@ -16,7 +16,7 @@ _SOURCES = ("conf/**/*.yaml", "src/gpipe/**/*.py", "experiments/**/*.py")
 _IMAGES = (
     "conf/data/imagenet.yaml", "conf/data/cifar10.yaml", "conf/data/cifar100.yaml", "conf/data/stanford_cars.yaml",
     "conf/data/oxford_pets.yaml", "conf/data/food101.yaml", "conf/data/fgvc_aircraft.yaml", "conf/data/birdsnap.yaml",
-    "conf/experiment/amoebanet_*.yaml", "conf/experiment/transfer*.yaml", "conf/recipe/fine_tuning.yaml",
+    "conf/experiment/amoebanet_*.yaml", "conf/experiment/transfer*.yaml", "conf/recipe/imagenet.yaml",
     "conf/optimizer/rmsprop.yaml", "src/gpipe/data/augmentation.py", "src/gpipe/training/*.py",
 )  # fmt: skip
 _AMOEBANET = ("conf/model/amoebanet_*.yaml", "src/gpipe/models/amoebanet*.py", "src/gpipe/models/linear.py")
@@ -24,7 +24,7 @@ _TRANSFORMER = ("conf/model/transformer_lm*.yaml", "src/gpipe/models/transformer
 _TRANSLATION = (
     "conf/recipe/translation*.yaml", "conf/model/translation_*.yaml", "src/gpipe/models/translation*.py",
     "src/gpipe/models/transformer*.py", "conf/data/multilingual_*.yaml", "conf/data/parallel_text.yaml",
-    "conf/data/binarized.yaml", "conf/optimizer/adam.yaml",
+    "conf/data/binarized.yaml", "src/gpipe/data/sentence_walk.py", "conf/optimizer/adam.yaml",
 )  # fmt: skip
 _PIPELINE = ("conf/pipeline/*.yaml", "src/gpipe/pipeline/*.py", "conf/launch/*.yaml")
 _PLACES = {

@@ -27,6 +27,7 @@ from gpipe.results import (
     table4,
     table5,
     tables,
+    text_scale,
     utilization,
 )
 from gpipe.results.claims import Claim, claims_table
@@ -61,7 +62,18 @@ CLAIMS: dict[str, tuple[Any, ...]] = {
 """The page of each claim, and the modules that make its rows of the table of claims."""
 _TABLES_BESIDE_PAPER = (table1, table2, table3, table4, table5, figure3)
 BESIDE_PAPER = {name: table for part in _TABLES_BESIDE_PAPER for name, table in part.BESIDE_PAPER.items()}
-_PARTS = (tables, faults, schedules, planned_memory, peers, depth, utilization, checkpoint_cost, *_TABLES_BESIDE_PAPER)
+_PARTS = (
+    tables,
+    faults,
+    schedules,
+    planned_memory,
+    peers,
+    depth,
+    utilization,
+    checkpoint_cost,
+    text_scale,
+    *_TABLES_BESIDE_PAPER,
+)
 EVERY_TABLE = {name: table for part in _PARTS for name, table in part.TABLES.items()}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
