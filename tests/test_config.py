@@ -212,6 +212,13 @@ def test_1f1b_is_a_name_like_any_other() -> None:
     assert run.pipeline.schedule.value == to_plain(run)["pipeline"]["schedule"] == "1f1b"
 
 
+def test_batch_norm_is_synchronised_where_there_is_one() -> None:
+    assert not run_of().pipeline.synchronize_batch_norm
+    assert run_of("pipeline.synchronize_batch_norm=true").pipeline.synchronize_batch_norm
+    message = refusal_of("pipeline.synchronize_batch_norm=true", "model=transformer_lm", "data=random_tokens")
+    assert "pipeline.synchronize_batch_norm is true, expected false with model.family=transformer_lm" in message
+
+
 def test_an_interleaved_pipeline_has_a_process_for_several_stages() -> None:
     interleaved = ["pipeline=interleaved", "pipeline.num_stages=6", "launch=process_per_stage"]
     assert run_of(*interleaved).launch.num_processes == 3

@@ -1,6 +1,7 @@
 """Forecasts of steps, beside formulas."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,17 @@ def test_replicas_average_their_gradients() -> None:
     found = forecast(profiles, slow.seconds(profiles), [1], setting, slow)
     assert found.averaging_seconds == pytest.approx(2 * 3 / 4 * 4)
     assert setting.num_devices == 4
+
+
+def test_a_recomputation_needs_the_statistics_of_all_replicas_until_then() -> None:
+    profiles = [replace(layer(), statistics_bytes=7), LOSS]
+    added = {}
+    for mode, num_replicas in product(Rematerialize, (1, 2)):
+        settings = [Setting(1, 4, mode, num_replicas=num_replicas, synchronize_batch_norm=on) for on in (False, True)]
+        alone, together = (plan_memory(profiles, [1], setting)[0].activation_bytes for setting in settings)
+        added[mode.value, num_replicas] = together - alone
+    # The peak is the first backward: three of the four micro-batches are yet to be recomputed.
+    assert {key: bytes_ for key, bytes_ in added.items() if bytes_} == {("always", 2): 21, ("except_last", 2): 21}
 
 
 def test_interleaved_stages_share_devices() -> None:

@@ -8,6 +8,9 @@
 A recomputation exchanges nothing: it normalises by what its forward combined. So its output has the same bits, and the
 exchanges follow the schedule's forwards and backwards, which come in the same order in all replicas.
 
+Deviation: the paper normalises over replicas "if necessary" and leaves open when that is; here the setting
+pipeline.synchronize_batch_norm decides, and it is off by default.
+
 Imported when a pipeline synchronises, for it loads torch.compile's machinery.
 """
 
@@ -75,10 +78,9 @@ class StatisticsExchange:
         message = torch.zeros(_HEADER + 2 * self._width, dtype=torch.float64, device=rows.device)
         message[:_HEADER] = torch.tensor([self._numbers[norm], backward, count], dtype=torch.float64)
         message[_HEADER : _HEADER + rows.numel()] = rows.flatten()
-        parts = [torch.empty_like(message) for _ in range(self._replicas.count)]
+        table = message.new_empty(self._replicas.count, len(message))
         with self._replicas.exchange():
-            dist.all_gather(parts, message, group=self._replicas.group)
-            table = torch.stack(parts)
+            dist.all_gather(list(table.unbind()), message, group=self._replicas.group)
             headers = table[:, :_HEADER].tolist()  # a GPU is waited for here, where a lost replica is named
         self._refuse_difference(headers)
         return [header[-1] for header in headers], table[:, _HEADER : _HEADER + rows.numel()].view(-1, *rows.shape)
