@@ -149,7 +149,7 @@ def refuse_unconverted(layers: nn.Module) -> None:
     for name, module in layers.named_modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, MicroBatchNorm):
             remedy = (
-                "use nn.BatchNorm and gpipe.convert_batch_norm(layers) instead"
+                "use nn.BatchNorm, gpipe.convert_batch_norm(layers) and Pipeline(synchronize_batch_norm=True) instead"
                 if isinstance(module, SyncBatchNorm)
                 else "call gpipe.convert_batch_norm(layers) first"
             )
