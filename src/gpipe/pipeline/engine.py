@@ -65,8 +65,9 @@ class Pipeline:
         timeout_seconds: after which a silent peer is named and the step given up.
         synchronize_batch_norm: normalise a micro-batch by its statistics over all R replicas, as if these were one
             process with the micro-batch of all. Every replica then cuts its mini-batch into as many micro-batches as
-            the smallest one makes, and must use the same batch norms in the same order. Without replicas it changes
-            nothing: the statistics of the micro-batch are those over all replicas.
+            the smallest one makes, and must use the same batch norms in the same order. Those without moving averages
+            are synchronised too; evaluation exchanges nothing. Without replicas it changes nothing: the statistics of
+            the micro-batch are those over all replicas.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
