@@ -130,5 +130,5 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_layers_and_settings(
         train_here(tmp_path, *arguments, f"init_from={run_folder(two_processes[0])}")
     assert end.value.code == 1
     said = capsys.readouterr().err
-    assert "does not fit this model in its weights: layers 1, 2, 3, 4, 5, 6, 7 differ (layers.1." in said
+    assert "does not fit this model in its ema: layers 1, 2, 3, 4, 5, 6, 7 differ (layers.1." in said
     assert "model.num_filters is 8 there, 16 here: build the model, with the settings" in said

@@ -163,6 +163,19 @@ def test_resume_equals_the_tail_of_the_uninterrupted_epoch(make, num_workers: in
     assert resumed.start_batch == 0
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_shares", [1, 2, 4, 9])
+def test_an_evaluation_set_is_shared_out_by_mini_batches(make, num_shares: int, num_workers: int) -> None:
+    whole = list(make(shuffle=False))
+    loader = make(shuffle=False, num_workers=num_workers)
+    for share in range(num_shares):
+        loader.set_epoch(0)
+        loader.start_batch, loader.stride = min(share, len(loader)), num_shares
+        assert_equal_batches(list(loader), whole[share::num_shares])
+    loader.set_epoch(0)
+    assert (loader.start_batch, loader.stride) == (0, 1)
+
+
 def test_resume_at_the_end_of_an_epoch_yields_nothing(make) -> None:
     loader = make()
     loader.start_batch = len(loader)

@@ -152,8 +152,10 @@ def test_a_resumed_epoch_goes_on_exactly(corpus: ParallelCorpus, shuffle: bool) 
         resumed.set_epoch(4)
         resumed.start_batch = start
         assert_equal(list(resumed), batches[start:])
+        resumed.stride = 2
+        assert_equal(list(resumed), batches[start::2])
     resumed.set_epoch(0)
-    assert resumed.start_batch == 0
+    assert (resumed.start_batch, resumed.stride) == (0, 1)
     resumed.start_batch = len(each) + 1
     with pytest.raises(ValueError, match=rf"start_batch {len(each) + 1} must lie in 0 to {len(each)}"):
         next(iter(resumed))
