@@ -137,7 +137,7 @@ def test_micro_batches_too_small_for_batch_norm_are_refused_with_the_remedy(over
 def test_replicas_that_share_statistics_count_together() -> None:
     overrides = ["+experiment=amoebanet_imagenet", "launch.num_replicas=8", "pipeline.synchronize_batch_norm=true"]
     assert run_of(*overrides)
-    with pytest.raises(ConfigError, match="of 8 images over all launch.num_replicas=8 with"):
+    with pytest.raises(ConfigError, match=r"of 8 images over all launch\.num_replicas=8 with"):
         run_of(*overrides, "pipeline.num_microbatches=128", "model.min_microbatch_size=9")
 
 

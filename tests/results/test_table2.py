@@ -99,7 +99,20 @@ def test_small_models_do_not_count_as_the_papers() -> None:
 
 def test_a_cell_that_the_paper_does_not_have_stands_among_other_settings() -> None:
     (row,) = cells(table2_other_settings([run(2, 1, 4, 10.0), run(4, 1, 4, 9.0)], PAPER))
-    assert row[-1] == "pipeline.num_stages: 4 (paper scale: 2)"
+    assert row[-1] == "pipeline.num_stages: 4 (paper scale: 2); launch.num_processes: 4 (paper scale: 2)"
+
+
+def test_the_speed_of_two_replicas_or_of_one_process_stands_among_other_settings() -> None:
+    cell = ["pipeline.num_stages=2", "pipeline.num_microbatches=1", "trainer.batch_size=4"]
+    runs = [
+        composed("+experiment=table2_throughput", *cell, launch, examples_per_second=1.0)
+        for launch in ("launch.num_replicas=2", "launch.num_processes=1")
+    ]
+    assert cells(table2_fixed(runs, PAPER)) == cells(table2_fixed([], PAPER))
+    assert [row[-1] for row in cells(table2_other_settings(runs, PAPER))] == [
+        "launch.num_processes: 4 (paper scale: 2); launch.num_replicas: 2 (paper scale: 1)",
+        "launch.num_processes: 1 (paper scale: 2)",
+    ]
 
 
 def test_the_claims_have_a_column_for_each_kind() -> None:

@@ -17,16 +17,20 @@ _MAY_DIFFER = WHEREABOUTS | {"seed", "init_from", "data.name", "data.tokenizer"}
 _ABSENT = "absent"
 
 
-def differences(run: Record, overrides: Sequence[str]) -> list[str]:
+def differences(run: Record, overrides: Sequence[str], *, launched_alike: bool = False) -> list[str]:
     """Return in which settings a run departs from a paper-scale command: `key: its value (paper scale: value)`.
 
-    overrides: the command's.
+    overrides: the command's. launched_alike: whether the numbers of processes and replicas count too, as for a speed.
     """
     try:
         paper = compose_plain([*overrides, "init_from=null"])
     except ConfigError as error:
         return [str(error)]
     ours, theirs = dict(_flat(run.config)), dict(_flat(paper))
+    if launched_alike:
+        for settings, flat in ((run.config, ours), (paper, theirs)):
+            launch = settings.get("launch", {})
+            flat |= {f"launch.{name}": launch.get(name, _ABSENT) for name in ("num_processes", "num_replicas")}
     return [
         f"{key}: {_written(ours.get(key, _ABSENT))} (paper scale: {_written(theirs.get(key, _ABSENT))})"
         for key in dict.fromkeys((*theirs, *ours))

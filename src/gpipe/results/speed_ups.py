@@ -89,7 +89,7 @@ def held_against(paper: Paper) -> Differences:
         command += [f"pipeline.num_stages={num_stages}", f"pipeline.num_microbatches={num_microbatches}"]
         if _has_batch(run, "equal"):
             command.append(f"trainer.batch_size={EQUAL_BATCH_SIZE}")
-        return settings_that_differ(run, command)
+        return settings_that_differ(run, command, launched_alike=True)
 
     return differences
 
