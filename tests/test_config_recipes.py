@@ -129,7 +129,8 @@ def test_micro_batches_too_small_for_batch_norm_are_refused_with_the_remedy(over
         run_of("+experiment=amoebanet_imagenet", *overrides)
     message = str(caught.value)
     assert said in message and "at least model.min_microbatch_size=8" in message
-    assert message.endswith("raise trainer.batch_size, or lower pipeline.num_microbatches.")
+    share = "set pipeline.synchronize_batch_norm=true, " if "replicas" in said else ""
+    assert message.endswith(f"raise trainer.batch_size, {share}or lower pipeline.num_microbatches.")
     assert run_of("+experiment=amoebanet_imagenet", *overrides, "model.min_microbatch_size=1")
     assert run_of("+experiment=amoebanet_imagenet", "trainer.batch_size=280")  # 24 micro-batches of 9 images, 8 of 8
 

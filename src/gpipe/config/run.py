@@ -101,11 +101,12 @@ class RunConfig:
         found = smallest_microbatch(size // replicas, num_microbatches) * together
         if found < least:
             over = "on each of" if together == 1 else "over all"
+            share = "set pipeline.synchronize_batch_norm=true, " if together < replicas else ""
             where = f" {over} launch.num_replicas={replicas}" if replicas > 1 else ""
             raise ConfigError(
                 f"trainer.batch_size={size} makes micro-batches of {found} images{where} with "
                 f"pipeline.num_microbatches={num_microbatches}, expected at least model.min_microbatch_size={least} "
-                "for batch norm: raise trainer.batch_size, or lower pipeline.num_microbatches."
+                f"for batch norm: raise trainer.batch_size, {share}or lower pipeline.num_microbatches."
             )
 
 
