@@ -3,6 +3,7 @@
 import json
 import math
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,10 @@ def test_wandb_gets_the_plan_the_picture_the_outcome_and_the_names(offline_run: 
     media = {path.name.partition("_")[0] for path in (offline_run / "wandb").rglob("media/*/*")}
     assert media == {"plan", "timeline", "outcome"}
     (log,) = (offline_run / "wandb").glob("offline-run-*/*.wandb")
-    content = log.read_bytes()
-    assert all(name in content for name in (b"the_experiment", b"seed=1", b"test/top1"))
+    names, deadline = (b"the_experiment", b"seed=1", b"test/top1"), time.monotonic() + 60
+    while missing := [name for name in names if name not in log.read_bytes()]:  # wandb's own process writes the file
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.05)
 
 
 def test_nothing_secret_is_in_the_run_folder(offline_run: Path) -> None:
