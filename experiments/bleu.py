@@ -102,7 +102,8 @@ def _shown(row: Mapping[str, Any]) -> list[str]:
 def evaluate(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]:
     """Translate and score the sentences that the options name; return the results of the record."""
     data, asked = model.data, options.languages
-    corpus_of = partial(open_corpus, data.name, root=data.root, tokenizer=model.tokenizer, max_tokens=data.max_tokens)
+    settings = {"root": data.root, "max_tokens": data.max_tokens, "cache": data.cache}
+    corpus_of = partial(open_corpus, data.name, tokenizer=model.tokenizer, **settings)
     train = corpus_of("train", languages=data.languages, max_pairs=data.max_pairs)
     num_pairs = dict(zip(train.languages, train.num_pairs().tolist(), strict=True))
     if unknown := set(asked or []) - set(num_pairs):

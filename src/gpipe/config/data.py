@@ -97,6 +97,8 @@ class TranslationDataConfig(DataConfig):
     comes with the data. vocabulary_size: of that tokenizer, or of the binarised corpus's dictionary.
     temperature: languages are drawn with (share of the pairs)^(1 / temperature). max_tokens: of the longest sentence,
     its end included; longer ones are left out. max_pairs: the most training pairs of a language; null is all.
+    cache: the folder in which parallel_text and binarized keep what is read once, the ids of a text and where sentences
+    lie; null is token_cache in data.root.
     """
 
     languages: list[str] | None = MISSING
@@ -105,6 +107,7 @@ class TranslationDataConfig(DataConfig):
     temperature: float = MISSING
     max_tokens: int = MISSING
     max_pairs: int | None = MISSING
+    cache: str | None = MISSING
 
     def __post_init__(self) -> None:
         """Refuse settings that are wrong in themselves."""

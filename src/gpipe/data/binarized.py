@@ -1,11 +1,12 @@
-"""Folders made by fairseq-preprocess, through fairseq's own Dictionary and MMapIndexedDataset."""
+"""Folders made by fairseq-preprocess: the dictionary through fairseq's own, the ids mapped where they lie."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpipe._fairseq import VERSION, import_fairseq
 from gpipe.data.parallel_corpus import LanguagePairs
@@ -15,9 +16,10 @@ from gpipe.data.special_tokens import BEGIN, END, PADDING, UNKNOWN
 TARGET_LANGUAGE = "en"
 _MAGIC = b"MMIDIDX\x00\x00"  # of the index of fairseq's mmap format
 _HEADER = struct.Struct("<9sQBQ")  # magic, version, kind of number, number of sentences
-_INTEGERS = (1, 2, 3, 4, 5, 8, 9, 10)  # of the kinds of number, those that an id may be
+# Of fairseq's codes of a number's type (data/indexed_dataset.py), those that an id may have.
+_INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 _ENTRY_BYTES = 4 + 8  # a sentence's length, and where it starts
-_BLOCK = 1 << 24  # tokens that are checked at a time
+_BLOCK = 1 << 20  # sentences that are read, and tokens that are checked, at a time
 
 
 def binarized_languages(root: Path) -> Sequence[str]:
@@ -55,69 +57,115 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
     return joined
 
 
-def binarized_pairs(root: Path, split: str, language: str, vocabulary_size: int) -> LanguagePairs:
-    """Map the pairs <split>.<language>-en into memory; only their lengths are read, and every id is checked once.
+def binarized_files(root: Path, split: str, language: str) -> list[Path]:
+    """Return the .bin of the language and of English, and the .idx of both. Raises ValueError for a missing one."""
+    stem = f"{split}.{language}-{TARGET_LANGUAGE}"
+    paths = [root / f"{stem}.{side}.{ending}" for ending in ("bin", "idx") for side in (language, TARGET_LANGUAGE)]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: binarise it again, with --dataset-impl mmap")
+    return paths
+
+
+def number_type(index: Path) -> np.dtype[Any]:
+    """Return the type of the ids of a .bin, given its .idx. Raises ValueError for an index that is damaged."""
+    return _read_header(index)[0]
+
+
+def binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
+    """Yield the pairs <split>.<language>-en, some at a time; tokens and starts are those of the whole .bin, mapped.
 
     Raises ValueError for missing or damaged files, sides of unequal length, and an id outside the vocabulary.
     """
-    stem = f"{split}.{language}-{TARGET_LANGUAGE}"
-    sources, targets = (_map(root / f"{stem}.{side}", vocabulary_size) for side in (language, TARGET_LANGUAGE))
+    *bins, source_index, target_index = binarized_files(root, split, language)
+    sources, targets = (_Side(path, index) for path, index in zip(bins, (source_index, target_index), strict=True))
     if len(sources) != len(targets):
         raise ValueError(
-            f"{root / stem} has {len(sources):,} sentences in {language} and {len(targets):,} in {TARGET_LANGUAGE}: "
-            "binarise it again"
+            f"{root / f'{split}.{language}-{TARGET_LANGUAGE}'} has {len(sources):,} sentences in {language} and "
+            f"{len(targets):,} in {TARGET_LANGUAGE}: binarise it again"
         )
-    return LanguagePairs(sources, targets)
+    for start in range(0, len(sources), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        yield LanguagePairs(sources.read(rows, vocabulary_size), targets.read(rows, vocabulary_size))
+    for side in (sources, targets):
+        side.finish()
 
 
-def _map(prefix: Path, vocabulary_size: int) -> Sentences:
-    for ending in ("idx", "bin"):
-        if not Path(f"{prefix}.{ending}").is_file():
-            raise ValueError(f"{prefix}.{ending} does not exist: binarise it again, with --dataset-impl mmap")
-    _check_index(Path(f"{prefix}.idx"))
-    dataset: Any = import_fairseq("fairseq.data.indexed_dataset").MMapIndexedDataset(str(prefix))
-    kind = np.dtype(dataset._index.dtype)
-    lengths = np.array(dataset.sizes, np.int32)
-    num_bytes = Path(f"{prefix}.bin").stat().st_size
-    if int(lengths.sum(dtype=np.int64)) * kind.itemsize != num_bytes:
-        raise ValueError(f"{prefix}.bin has {num_bytes:,} bytes, which its index contradicts: binarise it again")
-    starts = dataset._index._pointers // kind.itemsize
-    if (lengths < 1).any() or (starts != starts_of(lengths)).any():
-        raise ValueError(f"{prefix}.idx has sentences that are empty or not one behind the other: binarise it again")
-    # The data set closes the file when it is collected, so it stays with what is read from it.
-    sentences = Sentences(np.frombuffer(dataset._bin_buffer, kind), starts, lengths, owner=dataset)
-    _check_ids(prefix, sentences, vocabulary_size)
-    return sentences
+class _Side:
+    """Read one side of a language from the front to the back, checking everything."""
+
+    def __init__(self, path: Path, index: Path) -> None:
+        kind, num = _read_header(index)
+        self._path, self._index = path, index
+        if path.stat().st_size % kind.itemsize:
+            raise self._contradiction()
+        self._tokens = _map(path, kind)
+        self._lengths = _map(index, np.dtype("<i4"), _HEADER.size, num)
+        self._pointers = _map(index, np.dtype("<i8"), _HEADER.size + num * 4, num)
+        self._end = 0  # of what was read, in tokens
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def read(self, rows: slice, vocabulary_size: int) -> Sentences:
+        """Return the next sentences."""
+        lengths, pointers = np.array(self._lengths[rows]), self._pointers[rows]
+        starts = starts_of(lengths) + self._end
+        if (lengths < 1).any() or (pointers != starts * self._tokens.itemsize).any():
+            raise ValueError(
+                f"{self._index} has sentences that are empty or not one behind the other: binarise it again"
+            )
+        begin, self._end = self._end, int(starts[-1] + lengths[-1])
+        if self._end > len(self._tokens):
+            raise self._contradiction()
+        self._check_ids(begin, rows.start, starts, lengths, vocabulary_size)
+        return Sentences(self._tokens, starts, lengths)
+
+    def finish(self) -> None:
+        """Refuse tokens behind the last sentence."""
+        if self._end != len(self._tokens):
+            raise self._contradiction()
+
+    def _check_ids(
+        self, begin: int, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int32], vocabulary_size: int
+    ) -> None:
+        for place in range(begin, self._end, _BLOCK):
+            block = self._tokens[place : min(place + _BLOCK, self._end)]
+            wrong = np.flatnonzero((block < 0) | (block >= vocabulary_size))
+            if len(wrong):
+                found = place + int(wrong[0])
+                sentence = first + int(np.searchsorted(starts, found, side="right"))
+                raise ValueError(
+                    f"{self._path} has the id {self._tokens[found]} in sentence {sentence:,}, expected ids below the "
+                    f"dictionary's {vocabulary_size:,}: binarise it with the dictionaries beside it"
+                )
+        wrong = np.flatnonzero(self._tokens[starts + lengths - 1] != END)
+        if len(wrong):
+            raise ValueError(
+                f"{self._path} does not end sentence {first + int(wrong[0]) + 1:,} with id {END}: fairseq-preprocess "
+                "appends it"
+            )
+
+    def _contradiction(self) -> ValueError:
+        num_bytes = self._path.stat().st_size
+        return ValueError(f"{self._path} has {num_bytes:,} bytes, which its index contradicts: binarise it again")
 
 
-def _check_index(path: Path) -> None:
-    """Refuse an index that fairseq would stumble over. Raises ValueError."""
+def _map(path: Path, kind: np.dtype[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
+    if length == 0 or path.stat().st_size == 0:  # which no system maps
+        return np.empty(0, kind)
+    return np.asarray(np.memmap(path, kind, "r", offset, None if length is None else (length,)))
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    """Return the type of the ids, and the number of sentences, of an index whose size they explain."""
     with path.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if not header.startswith(_MAGIC):
         raise ValueError(f"{path} is no index of fairseq's mmap format: binarise with --dataset-impl mmap")
     num_bytes = path.stat().st_size
     if len(header) == _HEADER.size:
-        _, version, kind, num_sentences = _HEADER.unpack(header)
-        if version == 1 and kind in _INTEGERS and num_bytes == _HEADER.size + num_sentences * _ENTRY_BYTES:
-            return
+        _, version, code, num_sentences = _HEADER.unpack(header)
+        if version == 1 and code in _INTEGERS and num_bytes == _HEADER.size + num_sentences * _ENTRY_BYTES:
+            return np.dtype(_INTEGERS[code]), num_sentences
     raise ValueError(f"{path} has {num_bytes:,} bytes, which its header contradicts: binarise it again")
-
-
-def _check_ids(prefix: Path, sentences: Sentences, vocabulary_size: int) -> None:
-    tokens = sentences.tokens
-    for start in range(0, len(tokens), _BLOCK):
-        block = tokens[start : start + _BLOCK]
-        if block.min() < 0 or block.max() >= vocabulary_size:
-            place = start + int(np.flatnonzero((block < 0) | (block >= vocabulary_size))[0])
-            sentence = int(np.searchsorted(sentences.starts, place, side="right"))
-            raise ValueError(
-                f"{prefix}.bin has the id {tokens[place]} in sentence {sentence:,}, expected ids below the "
-                f"dictionary's {vocabulary_size:,}: binarise it with the dictionaries beside it"
-            )
-    ends = tokens[sentences.starts + sentences.lengths - 1]
-    if len(ends) and (ends != END).any():
-        sentence = int(np.flatnonzero(ends != END)[0]) + 1
-        raise ValueError(
-            f"{prefix}.bin does not end sentence {sentence:,} with id {END}: fairseq-preprocess appends it"
-        )

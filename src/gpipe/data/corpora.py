@@ -1,12 +1,11 @@
 """The corpora of pairs of sentences by name."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from gpipe.data.binarized import binarized_languages, binarized_pairs, read_dictionary
+from gpipe.data.binarized import binarized_languages, read_dictionary
+from gpipe.data.cached_languages import add_up, open_binarized, open_text
 from gpipe.data.english_split import SPLITS, check_split
 from gpipe.data.multilingual_text import (
     VLC_CATALOGUES,
@@ -15,10 +14,11 @@ from gpipe.data.multilingual_text import (
     embedded_tokenizer_path,
     vlc_pairs,
 )
-from gpipe.data.parallel_corpus import LanguagePairs, ParallelCorpus, Skipped, some_of
+from gpipe.data.parallel_corpus import Pairs, ParallelCorpus, Skipped, some_of
 from gpipe.data.parallel_text import text_languages, text_pairs
 from gpipe.data.source import Place
-from gpipe.data.text_pairs import Encoder, TextPair, long_pairs
+from gpipe.data.text_pairs import Encoder, TextPair
+from gpipe.data.token_cache import DEFAULT_NAME, CachedPairs, TokenCache
 from gpipe.data.tokenizer import Tokenizer
 
 _ALTERNATIVE = "data=multilingual_embedded uses 66,197 pairs of 102 languages that come with this package."
@@ -28,11 +28,13 @@ _ALTERNATIVE = "data=multilingual_embedded uses 66,197 pairs of 102 languages th
 class CorpusSource(Place):
     """Describe one corpus: which languages a folder has, how they are read, and where it lies.
 
-    languages: root -> codes, sorted. pairs: (root, split, language) -> lines; None for what is binarised.
+    languages: root -> codes, sorted. pairs: (root, split, language) -> lines; None for what is binarised. is_cached:
+    whether it may have any size, so that a token cache holds it; else it is kept in memory.
     """
 
     languages: Callable[[Path], Sequence[str]]
     pairs: Callable[[Path, str, str], Iterator[TextPair]] | None
+    is_cached: bool = False
     noun: str = "corpus"
     alternative: str = _ALTERNATIVE
 
@@ -53,6 +55,7 @@ CORPORA: dict[str, CorpusSource] = {
     "parallel_text": CorpusSource(
         languages=text_languages,
         pairs=text_pairs,
+        is_cached=True,
         required=tuple(f"{split}.*-en.en" for split in SPLITS),
         tree="""\
   <data.root>/train.<language>-en.<language>
@@ -62,6 +65,7 @@ CORPORA: dict[str, CorpusSource] = {
     "binarized": CorpusSource(
         languages=binarized_languages,
         pairs=None,
+        is_cached=True,
         required=("dict.*.txt", *(f"{split}.*-en.en.idx" for split in SPLITS)),
         tree="""\
   <data.root>/dict.<language>.txt
@@ -101,13 +105,16 @@ def open_corpus(
     languages: Sequence[str] | None,
     max_tokens: int,
     max_pairs: int | None = None,
+    cache: str | Path | None = None,
 ) -> ParallelCorpus:
     """Open one split, "train", "valid" or "test", of a named corpus.
 
     root: the folder that holds it; None means its usual place. tokenizer: what `open_tokenizer` gives. languages: those
     to read; None is all. max_tokens: longer sentences are left out, counted with END. max_pairs: the most pairs of a
-    language, in the train split only. Raises DataMissing, FairseqMissing, and ValueError for an unknown name, split or
-    language, for a language of which nothing is left, and for damaged files.
+    language, in the train split only. cache: the folder for the ids of what is not kept in memory, which the first
+    process to open it fills while the others wait; None is token_cache in the root. Raises DataMissing, FairseqMissing,
+    and ValueError for an unknown name, split or language, for a language of which nothing is left, for damaged files,
+    and for a cache that cannot be written.
     """
     check_split(split)
     source = _source(name)
@@ -115,16 +122,27 @@ def open_corpus(
     chosen = _choose(name, source.languages(folder), languages)
     if max_pairs is not None and max_pairs < 1:
         raise ValueError(f"max_pairs {max_pairs} must be at least 1, or None for all")
+    if cache is not None and not source.is_cached:
+        raise ValueError(
+            f"data.cache is {cache}, but the corpus {name} is small and kept in memory: leave data.cache=null"
+        )
+    token_cache = TokenCache(Path(cache).expanduser() if cache is not None else folder / DEFAULT_NAME)
+    cached: dict[str, CachedPairs] = {}
+    pairs: Mapping[str, Pairs] = cached
     if source.pairs is None:
-        pairs, size, skipped = _map_binarized(folder, split, chosen, tokenizer, max_tokens)
+        size = _count_symbols(folder, chosen, tokenizer)
+        cached |= {each: open_binarized(token_cache, folder, split, each, size, max_tokens) for each in chosen}
+        skipped = add_up(cached.values())
+    elif tokenizer is None:
+        raise ValueError(f"the corpus {name} is text: give the tokenizer that open_tokenizer({name!r}, None) returns")
+    elif source.is_cached:
+        size = tokenizer.vocabulary_size
+        cached |= {each: open_text(token_cache, folder, split, each, tokenizer, max_tokens) for each in chosen}
+        skipped = add_up(cached.values())
     else:
-        if tokenizer is None:
-            raise ValueError(
-                f"the corpus {name} is text: give the tokenizer that open_tokenizer({name!r}, None) returns"
-            )
-        encoder = Encoder(tokenizer, max_tokens)
-        pairs = {language: encoder.encode(source.pairs(folder, split, language)) for language in chosen}
-        size, skipped = tokenizer.vocabulary_size, [encoder.empty, encoder.long]
+        size, encoder = tokenizer.vocabulary_size, Encoder(tokenizer, max_tokens)
+        pairs = {each: encoder.encode(source.pairs(folder, split, each)) for each in chosen}
+        skipped = [encoder.empty, encoder.long]
     for language, found in pairs.items():
         if not len(found):
             raise ValueError(
@@ -134,26 +152,15 @@ def open_corpus(
     return ParallelCorpus(pairs, size, skipped, max_pairs if split == "train" else None)
 
 
-def _map_binarized(
-    root: Path, split: str, languages: Sequence[str], tokenizer: Tokenizer | None, max_tokens: int
-) -> tuple[dict[str, LanguagePairs], int, list[Skipped]]:
+def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | None) -> int:
+    """Return the size of a binarised corpus's vocabulary, which a tokenizer must have too, if there is one."""
     symbols = read_dictionary(root, languages)
     if tokenizer is not None and tokenizer.pieces()[4:] != symbols[4 : tokenizer.vocabulary_size]:
         raise ValueError(
             f"the tokenizer {tokenizer.path} has other pieces than {root / 'dict.en.txt'}: binarise with the "
             "dictionary that its write_dictionary makes, or choose the tokenizer that the text was cut with"
         )
-    long = long_pairs(max_tokens)
-    pairs = {}
-    for language in languages:
-        found = binarized_pairs(root, split, language, len(symbols))
-        kept = np.flatnonzero(found.longest() <= max_tokens)
-        if len(kept) < len(found):
-            first = int(np.flatnonzero(found.longest() > max_tokens)[0]) + 1
-            long.add(len(found) - len(kept), f"{root / f'{split}.{language}-en'}:{first}")
-            found = found.select(kept)
-        pairs[language] = found
-    return pairs, len(symbols), [long]
+    return len(symbols)
 
 
 def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) -> list[str]:

@@ -1,8 +1,10 @@
 """Pairs of sentences as token ids, by language: what the sources make and the loader reads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +31,35 @@ class Skipped:
         self.number += number
 
 
+class Pairs(Protocol):
+    """The pairs of one language: sentence i of sources means sentence i of targets. Both end with END."""
+
+    @property
+    def sources(self) -> Sentences:
+        """The sentences of the language."""
+
+    @property
+    def targets(self) -> Sentences:
+        """The same sentences of the target language."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The sum, over the pairs, of the tokens of the longer side."""
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest sentence of either side."""
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+
+    def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
+        """Return some of the pairs."""
+
+
 @dataclass(frozen=True)
 class LanguagePairs:
-    """Hold the pairs of one language: sentence i of sources means sentence i of targets. Both end with END."""
+    """Hold the pairs of one language, as `Pairs` describes them."""
 
     sources: Sentences
     targets: Sentences
@@ -40,13 +68,23 @@ class LanguagePairs:
         """Return the number of pairs."""
         return len(self.sources)
 
-    def longest(self) -> NDArray[np.int32]:
-        """Return the length of the longer side of each pair, in tokens with END."""
-        return np.maximum(self.sources.lengths, self.targets.lengths)
+    @cached_property
+    def num_tokens(self) -> int:
+        """The sum, over the pairs, of the tokens of the longer side."""
+        return int(self._longer().sum(dtype=np.int64))
+
+    @cached_property
+    def longest(self) -> int:
+        """The tokens of the longest sentence of either side."""
+        return int(self._longer().max(initial=0))
 
     def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
         """Return some of the pairs."""
         return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
+
+    def _longer(self) -> NDArray[np.int32]:
+        everything = slice(None)
+        return np.maximum(self.sources.lengths_of(everything), self.targets.lengths_of(everything))
 
 
 class ParallelCorpus:
@@ -54,16 +92,16 @@ class ParallelCorpus:
 
     pairs: language -> its pairs, at least one each. vocabulary_size: of both sides together. skipped: what was left
     out. max_pairs: keep so many pairs of each language; of a smaller number the pairs are also among those of a larger
-    one.
+    one. To choose them takes eight bytes per pair of the language, for a moment.
 
-    languages: sorted. blocks: all pairs, language after language, in as few arrays as possible.
+    languages: sorted. Pairs have numbers, from 0 on, language after language.
 
     Raises ValueError where there is no language.
     """
 
     def __init__(
         self,
-        pairs: Mapping[str, LanguagePairs],
+        pairs: Mapping[str, Pairs],
         vocabulary_size: int,
         skipped: Sequence[Skipped] = (),
         max_pairs: int | None = None,
@@ -74,20 +112,37 @@ class ParallelCorpus:
         self.vocabulary_size = vocabulary_size
         self._skipped = [each for each in skipped if each.number]
         self._pairs = [_subset(pairs[language], max_pairs) for language in self.languages]
-        self.blocks = [_join(self._pairs)] if all(map(_in_memory, self._pairs)) else self._pairs
-        bounds = np.cumsum([0, *map(len, self._pairs)])
-        if len(self.blocks) == 1:  # the tokens that were joined need not be kept twice
-            self._pairs = [self.blocks[0].select(slice(*ends)) for ends in pairwise(bounds)]
+        self._firsts = np.cumsum([0, *map(len, self._pairs)])
+        self._blocks = self._pairs
+        if all(isinstance(each, LanguagePairs) and each.sources.is_in_memory for each in self._pairs):
+            # One array for all languages: a mini-batch is read at once, and the tokens need not be kept twice.
+            whole = _join(self._pairs)
+            self._blocks = [whole]
+            self._pairs = [whole.select(slice(*ends)) for ends in pairwise(self._firsts)]
+        self._block_firsts = np.cumsum([0, *map(len, self._blocks)])
 
     def __len__(self) -> int:
         """Return the number of pairs of all languages."""
-        return sum(map(len, self._pairs))
+        return int(self._firsts[-1])
+
+    @property
+    def firsts(self) -> NDArray[np.int64]:
+        """The number of the first pair of each language, in the order of `languages`."""
+        return self._firsts[:-1]
 
     def num_pairs(self) -> NDArray[np.int64]:
         """Return the number of pairs of each language, in the order of `languages`."""
-        return np.array([len(pairs) for pairs in self._pairs])
+        return np.diff(self._firsts)
 
-    def pairs(self, language: str) -> LanguagePairs:
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Return the tokens of each language, of the longer side of each pair."""
+        return np.array([pairs.num_tokens for pairs in self._pairs])
+
+    def longest(self) -> NDArray[np.int64]:
+        """Return the tokens of the longest sentence of each language, of either side."""
+        return np.array([pairs.longest for pairs in self._pairs])
+
+    def pairs(self, language: str) -> Pairs:
         """Return the pairs of a language. Raises ValueError for one that is not in the corpus."""
         if language not in self.languages:
             raise ValueError(f"no language {language!r} in this corpus: it has {some_of(self.languages)}")
@@ -98,21 +153,42 @@ class ParallelCorpus:
         pairs = self.pairs(language)
         return pairs.sources[index], pairs.targets[index]
 
+    def language_numbers(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the place in `languages` of the language of each of these pairs."""
+        return np.searchsorted(self._firsts, numbers, side="right") - 1
+
+    def padded_sources(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return the sources of pairs by their numbers, int64 [len(numbers), width], filled up with PADDING."""
+        batch = np.empty((len(numbers), width), np.int64)
+        for here, pairs, rows in self._parts(numbers):
+            batch[here] = pairs.sources.padded(rows, width)
+        return batch
+
+    def padded_targets(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return the targets of pairs by their numbers, as `padded_sources` does the sources."""
+        batch = np.empty((len(numbers), width), np.int64)
+        for here, pairs, rows in self._parts(numbers):
+            batch[here] = pairs.targets.padded(rows, width)
+        return batch
+
     def warnings(self) -> list[str]:
         """Return a sentence for each reason why something was left out."""
         return [f"skipped {each.number:,} pairs {each.reason}, the first at {each.first}" for each in self._skipped]
 
+    def _parts(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Pairs, NDArray[np.int64]]]:
+        """Yield which of the pairs lie in one block of arrays, the block, and their rows in it."""
+        blocks = np.searchsorted(self._block_firsts, numbers, side="right") - 1
+        for block in np.unique(blocks):
+            here = blocks == block
+            yield here, self._blocks[block], numbers[here] - self._block_firsts[block]
 
-def _in_memory(pairs: LanguagePairs) -> bool:
-    return pairs.sources.owner is None and pairs.targets.owner is None
 
-
-def _join(parts: Sequence[LanguagePairs]) -> LanguagePairs:
+def _join(parts: Sequence[Pairs]) -> LanguagePairs:
     sources = Sentences.join([part.sources for part in parts])
     return LanguagePairs(sources, Sentences.join([part.targets for part in parts]))
 
 
-def _subset(pairs: LanguagePairs, max_pairs: int | None) -> LanguagePairs:
+def _subset(pairs: Pairs, max_pairs: int | None) -> Pairs:
     if max_pairs is None or max_pairs >= len(pairs):
         return pairs
     order = np.random.default_rng([_SUBSET, len(pairs)]).permutation(len(pairs))

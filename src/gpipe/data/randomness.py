@@ -21,13 +21,17 @@ def epoch_order(seed: int, epoch: int, num_images: int) -> NDArray[np.int64]:
     return epoch_generator(seed, epoch).permutation(num_images)
 
 
-def epoch_generator(seed: int, epoch: int) -> np.random.Generator:
-    """Return the generator of all that is drawn for an epoch as a whole."""
-    return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch]))
+def epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Generator:
+    """Return the generator of all that is drawn for an epoch, or for one of its shards, as a whole."""
+    # Without the 0, so that an epoch of one shard is the one that seeds beyond 32 bits have always had.
+    return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch, *[shard] * (shard > 0)]))
 
 
 def walk_generator(seed: int, *key: int) -> np.random.Generator:
-    """Return the generator of a walk through a language's pairs: of (language, pass), or of where the walks begin."""
+    """Return the generator of a walk through a language's pairs.
+
+    key: (language, pass) or (language, pass, block) for an order, nothing for where the walks begin.
+    """
     return np.random.default_rng(np.random.SeedSequence([seed, _WALK, *(number + 1 for number in key)]))
 
 

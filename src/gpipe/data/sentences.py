@@ -1,9 +1,9 @@
-"""Many sentences of token ids in one array: a few bytes a token, and a whole mini-batch is read at once."""
+"""Many sentences of token ids in one array: a few bytes per token, and a whole mini-batch is read at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,17 @@ from gpipe.data.special_tokens import END, PADDING
 class Sentences:
     """Hold sentence i as tokens[starts[i] : starts[i] + lengths[i]], END included.
 
-    tokens: ids, any integer type, in memory or mapped from a file. owner: what must live as long as the tokens do.
+    tokens: ids, any integer type.
     """
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int32]
-    owner: object = None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the arrays lie in memory, and not in a file that is mapped into it."""
+        return True
 
     def __len__(self) -> int:
         """Return the number of sentences."""
@@ -32,9 +36,13 @@ class Sentences:
         start = self.starts[index]
         return self.tokens[start : start + self.lengths[index]].astype(np.int64)
 
-    def select(self, rows: NDArray[Any] | slice) -> "Sentences":
+    def select(self, rows: NDArray[Any] | slice) -> Self:
         """Return some of the sentences, by their indices, a mask or a slice, without a copy of the tokens."""
-        return Sentences(self.tokens, self.starts[rows], self.lengths[rows], self.owner)
+        return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
+
+    def lengths_of(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
+        """Return the lengths of sentences by their indices, or by a slice."""
+        return self.lengths[rows]
 
     def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
         """Return sentences by their indices, int64 [len(rows), width], filled up with PADDING on the right.
@@ -49,12 +57,11 @@ class Sentences:
 
     @classmethod
     def pack(cls, sentences: Sequence[Sequence[int]], vocabulary_size: int) -> "Sentences":
-        """Copy sentences without END into one array, in two bytes a token where the vocabulary allows it."""
-        kind = np.uint16 if vocabulary_size <= 1 << 16 else np.int32
+        """Copy sentences without END into one array."""
         lengths = np.array([len(sentence) + 1 for sentence in sentences], np.int32)
         flat = chain.from_iterable(chain(sentence, (END,)) for sentence in sentences)
-        tokens = np.fromiter(flat, kind, count=int(lengths.sum(dtype=np.int64)))
-        return cls(tokens, starts_of(lengths), lengths)
+        tokens = np.fromiter(flat, token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
+        return Sentences(tokens, starts_of(lengths), lengths)
 
     @classmethod
     def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
@@ -63,7 +70,12 @@ class Sentences:
         shifts = np.cumsum(sizes) - sizes
         starts = np.concatenate([part.starts + shift for part, shift in zip(packed, shifts, strict=True)])
         lengths = np.concatenate([part.lengths for part in packed])
-        return cls(np.concatenate([part.tokens for part in packed]), starts, lengths)
+        return Sentences(np.concatenate([part.tokens for part in packed]), starts, lengths)
+
+
+def token_type(vocabulary_size: int) -> np.dtype[Any]:
+    """Return the type in which the ids of a vocabulary are kept: two bytes per token where they suffice."""
+    return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.int32)
 
 
 def starts_of(lengths: NDArray[np.int32]) -> NDArray[np.int64]:

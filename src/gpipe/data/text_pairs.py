@@ -1,14 +1,14 @@
 """From pairs of lines to pairs of token ids, leaving out what cannot be trained on."""
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from gpipe.data.parallel_corpus import LanguagePairs, Skipped
 from gpipe.data.sentences import Sentences
 from gpipe.data.tokenizer import Tokenizer
 
-_BLOCK = 50_000  # pairs that are held as text at a time
+_BLOCK = 50_000  # pairs that are held as text at a time,
+_BLOCK_CHARACTERS = 1 << 24  # or fewer, of so many characters
 
 
 class TextPair(NamedTuple):
@@ -38,9 +38,13 @@ class Encoder:
 
     def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
         """Return the pairs of one language as ids; possibly none are left."""
-        blocks = [self._encode_block(block) for block in _blocks(pairs)] or [self._encode_block([])]
+        blocks = list(self.encode_blocks(pairs)) or [self._encode_block([])]
         sources = Sentences.join([block.sources for block in blocks])
         return LanguagePairs(sources, Sentences.join([block.targets for block in blocks]))
+
+    def encode_blocks(self, pairs: Iterable[TextPair]) -> Iterator[LanguagePairs]:
+        """Yield the pairs of one language as ids, some at a time."""
+        return map(self._encode_block, _blocks(pairs))
 
     def _encode_block(self, block: list[TextPair]) -> LanguagePairs:
         sources = self._tokenizer.encode_lines([pair.source for pair in block])
@@ -76,6 +80,13 @@ def long_pairs(max_tokens: int) -> Skipped:
 
 
 def _blocks(pairs: Iterable[TextPair]) -> Iterator[list[TextPair]]:
-    remaining = iter(pairs)
-    while block := list(islice(remaining, _BLOCK)):
+    block: list[TextPair] = []
+    num_characters = 0
+    for pair in pairs:
+        block.append(pair)
+        num_characters += len(pair.source) + len(pair.target)
+        if len(block) == _BLOCK or num_characters >= _BLOCK_CHARACTERS:
+            yield block
+            block, num_characters = [], 0
+    if block:
         yield block

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,11 +17,16 @@ from gpipe.data.special_tokens import END, PADDING
 from gpipe.data.temperature import sampling_probabilities
 from gpipe.data.token_batches import Bounds, cut_by_tokens, fill_last
 
-TranslationBatch = tuple[tuple[Tensor, Tensor], dict[str, Tensor]]
+# How much of an epoch is planned at a time. Sentences of a shard that are alike in length make a mini-batch, so that a
+# few mini-batches must come from each shard, however large they are.
+SHARD_SENTENCES = 1 << 19
+_SHARD_BATCHES = 16
+
+TranslationBatch = tuple[tuple[Tensor, Tensor] | None, dict[str, Tensor] | None]
 
 
 class TranslationLoader(EpochPosition):
-    """Yield the mini-batches of an epoch: ((source, previous), {"tokens", "language"}), int64, on every stage.
+    """Yield the mini-batches of an epoch: ((source, previous), {"tokens", "language"}), int64.
 
         source    a1 a2 a3 </s>       previous  </s> b1 b2       tokens  b1 b2 </s>       language  17
                   c1 </s>  .  .                 </s> d1  .               d1 </s>  .                 3      . is PADDING
@@ -33,10 +39,22 @@ class TranslationLoader(EpochPosition):
 
     shuffle=True, for training: an epoch has max(1, tokens of the corpus // batch_size) mini-batches. Its pairs are
     drawn by language with `sampling_probabilities`, walking through each language without repeats; all is a function
-    of (seed, epoch). shuffle=False, for evaluation: every pair once, sorted by length.
+    of (seed, epoch). An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone, so that neither
+    memory nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
 
-    only: the languages to draw from or to show; None is all. Raises ValueError for wrong settings, also where
-    batch_size does not hold the longest sentence for every replica.
+        walk through the pairs     | epoch 0: shard 0 | shard 1 | shard 2 | epoch 1: ...
+        mini-batches               | 0 .. 40          | 41 ..81 | 82 .. 121         the same stretch of the walk
+
+    A shard's pairs are sorted by length, cut, and its mini-batches come in random order. Where the cut makes more than
+    the shard's share, some that are chosen at random are left out; where it makes fewer, the shard walks on into what
+    the next one begins with.
+
+    shuffle=False, for evaluation: every pair once, sorted by length, in one shard.
+
+    only: the languages to draw from or to show; None is all. load_inputs, load_targets: what this process needs; None
+    stands in the place of the others, and a process that needs neither keeps nothing of the corpus and plans nothing.
+
+    Raises ValueError for wrong settings, also where batch_size does not hold the longest sentence for every replica.
     """
 
     def __init__(
@@ -48,109 +66,145 @@ class TranslationLoader(EpochPosition):
         shuffle: bool,
         temperature: float = 1.0,
         only: Collection[str] | None = None,
+        load_inputs: bool = True,
+        load_targets: bool = True,
         replica_index: int = 0,
         num_replicas: int = 1,
+        shard_sentences: int = SHARD_SENTENCES,
     ) -> None:
         super().__init__(seed, replica_index, num_replicas)
         self.languages = corpus.languages
-        self._blocks = corpus.blocks
-        shown = np.array([only is None or language in only for language in self.languages])
         for language in only or ():
             corpus.pairs(language)
+        shown = np.array([only is None or language in only for language in self.languages])
         if not shown.any():
             raise ValueError("only is empty: name a language to show, or None for all")
         self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._firsts = np.concatenate([[0], np.cumsum(corpus.num_pairs())])
-        self._block_firsts = np.cumsum([0, *map(len, self._blocks)])
-        self._sources, self._targets = (
-            np.concatenate([side.lengths for side in sides])
-            for sides in ([block.sources for block in self._blocks], [block.targets for block in self._blocks])
-        )
-        self._longest = np.maximum(self._sources, self._targets)
-        self._shown = np.repeat(shown, corpus.num_pairs())
-        self._check_batch_size()
+        self._load_inputs, self._load_targets = load_inputs, load_targets
+        self._check_batch_size(int(corpus.longest()[shown].max()), int(corpus.num_pairs()[shown].sum()))
+        self._num_pairs = corpus.num_pairs() * shown
+        self._walk: SentenceWalk | None = None
         if shuffle:
-            tokens = self._longest[self._shown].sum(dtype=np.int64)
-            self._num_batches = max(1, int(tokens) // batch_size)
-            self._walk = self._plan_walk(corpus.num_pairs() * shown, temperature, seed)
+            self._num_batches = max(1, int(corpus.num_tokens()[shown].sum()) // batch_size)
+            draws = self._mean_draws(corpus.num_tokens(), temperature)
+            self._walk = SentenceWalk(self._num_pairs, draws, seed)
+            most = max(1, self._num_batches // _SHARD_BATCHES)
+            num_shards = min(most, max(1, int(np.ceil(draws.sum() / shard_sentences))))
         else:
-            self._num_batches = len(self._evaluation_plan()[1])
+            self._num_batches = len(self._plan_evaluation(corpus).bounds)
+            num_shards = 1
+        # As even as they can be: a short shard would make mini-batches of unlike lengths.
+        self._shard_ends = [shard * self._num_batches // num_shards for shard in range(1, num_shards + 1)]
+        self._corpus = corpus if load_inputs or load_targets else None
 
     def __iter__(self) -> Iterator[TranslationBatch]:
         """Yield the mini-batches from start_batch on."""
         self._check_start()
         self.wait_seconds = 0.0
+        if self._corpus is None:
+            yield from ((None, None) for _ in range(self.start_batch, len(self)))
+            return
         started = time.perf_counter()
-        order, bounds = self._training_plan() if self._shuffle else self._evaluation_plan()
-        for start, end in bounds[self.start_batch :]:
-            batch = self._batch(order[start:end])
-            self.wait_seconds += time.perf_counter() - started
-            yield batch
-            started = time.perf_counter()
+        first = 0
+        for number, end in enumerate(self._shard_ends):
+            if self.start_batch < end:
+                shard = self._plan_shard(self._corpus, number, first, end)
+                for bounds in shard.bounds[max(0, self.start_batch - first) :]:
+                    batch = self._batch(self._corpus, shard, *bounds)
+                    self.wait_seconds += time.perf_counter() - started
+                    yield batch
+                    started = time.perf_counter()
+            first = end
 
-    def _check_batch_size(self) -> None:
-        longest = int(self._longest[self._shown].max())
+    def _check_batch_size(self, longest: int, num_pairs: int) -> None:
         if self._batch_size < longest * self._num_replicas:
             share = f" x {self._num_replicas} replicas" if self._num_replicas > 1 else ""
             raise ValueError(
                 f"batch_size {self._batch_size} tokens is less than the longest sentence of {longest} tokens{share}: "
                 "choose a larger batch_size, or a smaller data.max_tokens"
             )
-        if np.count_nonzero(self._shown) < self._num_replicas:
-            raise ValueError(
-                f"{np.count_nonzero(self._shown)} pairs do not suffice for {self._num_replicas} replicas: choose fewer"
-            )
+        if num_pairs < self._num_replicas:
+            raise ValueError(f"{num_pairs} pairs do not suffice for {self._num_replicas} replicas: choose fewer")
 
-    def _plan_walk(self, num_pairs: NDArray[np.int64], temperature: float, seed: int) -> SentenceWalk:
-        """Return the walk whose epochs draw, on average, the tokens of the mini-batches of an epoch."""
-        drawn = np.flatnonzero(num_pairs)
-        probabilities = np.zeros(len(num_pairs))
-        probabilities[drawn] = sampling_probabilities(num_pairs[drawn], temperature)
-        mean_tokens = np.add.reduceat(self._longest, self._firsts[:-1], dtype=np.int64) / np.diff(self._firsts)
-        num_sentences = self._num_batches * self._batch_size / (probabilities @ mean_tokens)
-        return SentenceWalk(num_pairs, num_sentences * probabilities, seed)
+    def _mean_draws(self, num_tokens: NDArray[np.int64], temperature: float) -> NDArray[np.float64]:
+        """Return how many pairs of each language make, on average, the tokens of the mini-batches of an epoch."""
+        drawn = np.flatnonzero(self._num_pairs)
+        probabilities = np.zeros(len(self._num_pairs))
+        probabilities[drawn] = sampling_probabilities(self._num_pairs[drawn], temperature)
+        mean_tokens = probabilities[drawn] @ (num_tokens[drawn] / self._num_pairs[drawn])
+        return np.asarray(self._num_batches * self._batch_size / mean_tokens * probabilities)
 
-    def _training_plan(self) -> tuple[NDArray[np.int64], Bounds]:
-        """Return the pairs of the epoch in an order in which each mini-batch is a run, and the runs."""
-        generator = epoch_generator(self._seed, self.epoch)
+    def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> "_Shard":
+        """Plan a shard of the epoch, which has the mini-batches from `first` to before `end`."""
+        if self._walk is None:
+            return self._plan_evaluation(corpus)
+        generator = epoch_generator(self._seed, self.epoch, number)
+        num_batches = end - first
+        start, stop = (self.epoch + batch / self._num_batches for batch in (first, end))
         stretch = 1.0
         while True:
-            drawn = self._walk.draw(self.epoch, stretch)
-            numbers = np.concatenate([first + rows for first, rows in zip(self._firsts, drawn, strict=False)])
-            order = self._by_length(generator.permutation(numbers))  # sentences of one length come in random order
-            bounds = [each for each in self._cut(order) if each[1] - each[0] >= self._num_replicas]
-            if len(bounds) >= self._num_batches:
-                chosen = generator.permutation(len(bounds))[: self._num_batches]
-                return order, [bounds[number] for number in chosen]
-            stretch *= 1.05 * self._num_batches / max(1, len(bounds))
+            drawn = _Shard.of(corpus, self._walk.draw(start, stop + (stretch - 1.0) * (stop - start)))
+            # Sentences of one length come in random order.
+            shard = drawn.take(generator.permutation(np.arange(len(drawn.numbers)))).by_length()
+            bounds = [each for each in self._cut(shard) if each[1] - each[0] >= self._num_replicas]
+            if len(bounds) >= num_batches:
+                chosen = generator.permutation(len(bounds))[:num_batches]
+                shard.bounds = [bounds[each] for each in chosen]
+                return shard
+            stretch *= 1.05 * num_batches / max(1, len(bounds))
 
-    def _evaluation_plan(self) -> tuple[NDArray[np.int64], Bounds]:
-        order = self._by_length(np.flatnonzero(self._shown))
-        return order, fill_last(self._cut(order), self._num_replicas)
+    def _plan_evaluation(self, corpus: ParallelCorpus) -> "_Shard":
+        shard = _Shard.of(corpus, [np.arange(num) for num in self._num_pairs]).by_length()
+        shard.bounds = fill_last(self._cut(shard), self._num_replicas)
+        return shard
 
-    def _by_length(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sort pairs by the longer side, then by the source, then by the target; equal ones stay in their order."""
-        keys = self._longest[numbers].astype(np.int64) << 42 | self._sources[numbers].astype(np.int64) << 21
-        return numbers[np.argsort(keys | self._targets[numbers], kind="stable")]
+    def _cut(self, shard: "_Shard") -> Bounds:
+        return cut_by_tokens(np.maximum(shard.sources, shard.targets), self._batch_size)
 
-    def _cut(self, order: NDArray[np.int64]) -> Bounds:
-        return cut_by_tokens(self._longest[order], self._batch_size)
-
-    def _batch(self, numbers: NDArray[np.int64]) -> TranslationBatch:
+    def _batch(self, corpus: ParallelCorpus, shard: "_Shard", start: int, end: int) -> TranslationBatch:
         """Return this replica's part of a mini-batch, as wide as the whole of it."""
-        widths = int(self._sources[numbers].max()), int(self._targets[numbers].max())
-        own = numbers[self._replica_index :: self._num_replicas]
-        source, tokens = (np.empty((len(own), width), np.int64) for width in widths)
-        blocks = np.searchsorted(self._block_firsts, own, side="right") - 1
-        for block in np.unique(blocks):
-            here = blocks == block
-            rows = own[here] - self._block_firsts[block]
-            source[here] = self._blocks[block].sources.padded(rows, widths[0])
-            tokens[here] = self._blocks[block].targets.padded(rows, widths[1])
-        languages = np.searchsorted(self._firsts, own, side="right") - 1
-        inputs = torch.from_numpy(source), torch.from_numpy(_previous(tokens))
-        return inputs, {"tokens": torch.from_numpy(tokens), "language": torch.from_numpy(languages)}
+        own = shard.numbers[start:end][self._replica_index :: self._num_replicas]
+        tokens = corpus.padded_targets(own, int(shard.targets[start:end].max()))
+        inputs, targets = None, None
+        if self._load_inputs:
+            source = corpus.padded_sources(own, int(shard.sources[start:end].max()))
+            inputs = torch.from_numpy(source), torch.from_numpy(_previous(tokens))
+        if self._load_targets:
+            languages = corpus.language_numbers(own)
+            targets = {"tokens": torch.from_numpy(tokens), "language": torch.from_numpy(languages)}
+        return inputs, targets
+
+
+@dataclass
+class _Shard:
+    """Hold the pairs of a part of an epoch: their numbers and lengths, and which runs of them are mini-batches."""
+
+    numbers: NDArray[np.int64]
+    sources: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    bounds: Bounds
+
+    @classmethod
+    def of(cls, corpus: ParallelCorpus, drawn: list[NDArray[np.int64]]) -> "_Shard":
+        """Look up the lengths of some pairs of each language."""
+        numbers = [first + rows for first, rows in zip(corpus.firsts, drawn, strict=True)]
+        sources, targets = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        for language, rows in zip(corpus.languages, drawn, strict=True):
+            if len(rows):
+                pairs = corpus.pairs(language)
+                sources.append(pairs.sources.lengths_of(rows))
+                targets.append(pairs.targets.lengths_of(rows))
+        return cls(np.concatenate(numbers), np.concatenate(sources), np.concatenate(targets), [])
+
+    def take(self, order: NDArray[np.int64]) -> "_Shard":
+        """Return the pairs in another order."""
+        return _Shard(self.numbers[order], self.sources[order], self.targets[order], [])
+
+    def by_length(self) -> "_Shard":
+        """Sort the pairs by the longer side, then by the source, then by the target; equal ones stay in their order."""
+        sources, targets = self.sources.astype(np.int64), self.targets.astype(np.int64)
+        keys = np.maximum(sources, targets) << 42 | sources << 21 | targets
+        return self.take(np.argsort(keys, kind="stable"))
 
 
 def _previous(tokens: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ KINDS = ("measured", "simulated", "planned", "not run")
 # What may differ between two runs of the same settings: where they run and what watches them.
 _WHEREABOUTS = {
     "launch", "tracking", "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
-    "data.num_workers", "data.prefetch_factor",
+    "data.cache", "data.num_workers", "data.prefetch_factor",
 }  # fmt: skip
 # What changes how fast a training is, and what it leaves behind, but not what is trained.
 _EFFORTS = _WHEREABOUTS | {

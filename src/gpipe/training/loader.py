@@ -7,7 +7,7 @@ from gpipe.pipeline.engine import Pipeline
 
 
 class Loader(Protocol):
-    """Yields (inputs, targets) of the mini-batches of an epoch; inputs are None on a process that needs none.
+    """Yields (inputs, targets) of the mini-batches of an epoch; either is None on a process that does not need it.
 
     Both are tensors or nests of tensors, whose first dimension is the examples.
 

@@ -43,8 +43,8 @@ class Trainer:
     `evaluate_every_epochs` and `evaluate_every_steps`, both None, never evaluate; else the end of training is evaluated
     too, with `make_metrics`. After `patience` evaluations in a row without a smaller loss of the main set training
     ends; None waits for its length.
-    `examples` is what the data call them, `count_targets` says how many targets a mini-batch has; the summary's speed
-    leaves out the first `num_untimed_steps`.
+    `examples` is what the data call them, `count_targets` says how many targets a mini-batch has, on the processes that
+    are given them; the summary's speed leaves out the first `num_untimed_steps`.
     `checkpoint_folder` None saves nothing; else the end of training is saved. With `save_every_steps` also each so many
     are, and an evaluation whose loss is the least so far. The newest `keep_checkpoints` stay, and the best.
     `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
@@ -203,7 +203,8 @@ class Trainer:
             if report is None:
                 self._log_skipped(values, seconds)
             else:
-                self._log(values, report, round(self.count_targets(batch[1])), seconds)
+                num_targets = 0 if batch[1] is None else round(self.count_targets(batch[1]))
+                self._log(values, report, num_targets, seconds)
             notes = report.notes if report is not None else []
             self._after_step([note["save"] for note in notes])
             if self._is_done:

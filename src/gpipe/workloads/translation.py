@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +29,8 @@ class Translation:
     run: RunConfig
     model: TranslationModelConfig
     data: TranslationDataConfig
+    _languages: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
+    _warnings: list[str] = field(default_factory=list, init=False)
     examples = "sentences"
     final_drop_path = None
 
@@ -76,14 +78,22 @@ class Translation:
         return TokenLoss(smoothing, padding_index=PADDING, logit_limit=model.logit_limit, soft=model.soft_limit)
 
     def make_metrics(self) -> Metrics:
-        """Return what counts over an evaluation set, in all and a language."""
-        return TokenMetrics(self._corpora["valid"].languages, PADDING)
+        """Return what counts over an evaluation set, in all and a language, once `loaders` has opened it."""
+        return TokenMetrics(self._languages["valid"], PADDING)
 
     def loaders(
         self, pipeline: Pipeline, *, pin_memory: bool
     ) -> tuple[TranslationLoader, dict[str, TranslationLoader]]:
-        """Return the loaders of the training and the validation sentences; they are small, pinned or not."""
-        run, corpora = self.run, self._corpora
+        """Return the loaders of the training and the validation sentences; they are small, pinned or not.
+
+        Only the processes of the first and the last stage hold sentences. The first one counts the targets too, for the
+        speed in the record.
+        """
+        run, corpora = self.run, {split: self._open(split) for split in ("train", "valid")}
+        # Not the corpora: the loaders alone keep them, where they need them.
+        self._languages.update({split: corpus.languages for split, corpus in corpora.items()})
+        self._warnings[:] = [f"{split}: {found}" for split, corpus in corpora.items() for found in corpus.warnings()]
+        load_inputs, load_targets = pipeline.is_first, pipeline.is_first or pipeline.is_last
         train_loader = TranslationLoader(
             corpora["train"],
             run.trainer.batch_size,
@@ -92,9 +102,18 @@ class Translation:
             temperature=self.data.temperature,
             replica_index=pipeline.replica_index,
             num_replicas=pipeline.num_replicas,
+            load_inputs=load_inputs,
+            load_targets=load_targets,
         )
-        size = run.trainer.evaluation_batch_size
-        return train_loader, {"valid": TranslationLoader(corpora["valid"], size, run.seed, shuffle=False)}
+        valid_loader = TranslationLoader(
+            corpora["valid"],
+            run.trainer.evaluation_batch_size,
+            run.seed,
+            shuffle=False,
+            load_inputs=load_inputs,
+            load_targets=load_targets,
+        )
+        return train_loader, {"valid": valid_loader}
 
     def replaced(self, layers: nn.ModuleDict) -> tuple[str, ...]:
         """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
@@ -110,16 +129,12 @@ class Translation:
         return {"tokenizer_sha256": tokenizer.sha256}
 
     def warnings(self) -> Sequence[str]:
-        """Say which pairs were left out."""
-        return [f"{split}: {found}" for split, corpus in self._corpora.items() for found in corpus.warnings()]
+        """Say which pairs `loaders` has left out."""
+        return self._warnings
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         return open_tokenizer(self.data.name, self.data.tokenizer)
-
-    @cached_property
-    def _corpora(self) -> dict[str, ParallelCorpus]:
-        return {split: self._open(split) for split in ("train", "valid")}
 
     def _open(self, split: str) -> ParallelCorpus:
         data = self.data
@@ -131,6 +146,7 @@ class Translation:
             languages=data.languages,
             max_tokens=data.max_tokens,
             max_pairs=data.max_pairs,
+            cache=data.cache,
         )
         if (found := corpus.vocabulary_size) != data.vocabulary_size:
             raise ConfigError(
