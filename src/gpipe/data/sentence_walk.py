@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from gpipe.data.index_permutation import IndexPermutation
 from gpipe.data.randomness import walk_generator
 
 # Pairs that lie side by side and are shuffled together. A pass through a larger language visits its blocks in random
-# order, so that no permutation of all its pairs is needed, and reads from few places of the disk at a time.
-BLOCK_SIZE = 1 << 16
+# order: so no permutation of all its pairs is needed, and the disk is read in larger pieces than a sentence.
+BLOCK_SIZE = 1 << 11
 
 
 class SentenceWalk:
@@ -18,15 +19,15 @@ class SentenceWalk:
         language with 4 pairs    | 2 0 3 1 | 1 3 2 0 | 0 1 ...      passes
         5 pairs per epoch        | epoch 0   | epoch 1   |
 
-        a pass through a language with 3 blocks    | block 2, shuffled | block 0, shuffled | block 1, shuffled |
+        a pass through a large language    | block 2, shuffled | block 0, shuffled | block 1, shuffled | rest |
 
     So no pair comes twice before all others of its language have come, over all epochs; and where an epoch begins
     follows from its number alone. A language whose share of an epoch is 0.3 pairs is in three of ten epochs.
 
     num_pairs: of each language. draws: pairs of each language that an epoch draws, on average; need not be whole.
 
-    Deviation: the paper does not say how it shuffled 25 billion examples; here a pass through a language shuffles its
-    blocks of 65,536 neighbouring pairs, and the pairs within each block.
+    Deviation: the paper does not say how it shuffled 25 billion examples; here a pass through a language cuts it into
+    blocks of 2,048 neighbouring pairs, shuffles the blocks, and then the pairs within each block.
     """
 
     def __init__(self, num_pairs: NDArray[np.int64], draws: NDArray[np.float64], seed: int) -> None:
@@ -56,19 +57,18 @@ class SentenceWalk:
     def _pass(self, language: int, number: int, size: int, first: int, last: int) -> Iterator[NDArray[np.int64]]:
         """Yield the steps of one pass from `first` to before `last`, block by block."""
         num_blocks = -(-size // BLOCK_SIZE)
-        blocks = np.zeros(1, np.int64)
+        shift, blocks = 0, None
         if num_blocks > 1:
-            blocks = walk_generator(self._seed, language, number, num_blocks).permutation(num_blocks)
-        sizes = np.minimum(BLOCK_SIZE, size - blocks * BLOCK_SIZE)
-        ends = np.cumsum(sizes)
-        for place in range(int(np.searchsorted(ends, first, side="right")), num_blocks):
-            begin = int(ends[place] - sizes[place])
-            if begin >= last:
-                return
-            rows = self._order(language, number, int(blocks[place]), int(sizes[place]))
-            yield rows[max(0, first - begin) : last - begin]
+            generator = walk_generator(self._seed, language, number, num_blocks)
+            # What is left over makes a smaller block, which comes last; with the shift it is another one in each pass.
+            shift, blocks = int(generator.integers(size)), IndexPermutation(size // BLOCK_SIZE, generator)
+        for place in range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE)):
+            begin = place * BLOCK_SIZE
+            block = place if blocks is None or place == len(blocks) else blocks[place]
+            rows = block * BLOCK_SIZE + self._order(language, number, block, min(BLOCK_SIZE, size - begin))
+            yield (shift + rows[max(0, first - begin) : last - begin]) % size
 
     def _order(self, language: int, number: int, block: int, size: int) -> NDArray[np.int64]:
         # Block 0 keeps the key that passes had before there were blocks: small corpora are walked as ever.
         key = (language, number, block) if block else (language, number)
-        return block * BLOCK_SIZE + walk_generator(self._seed, *key).permutation(size)
+        return walk_generator(self._seed, *key).permutation(size)

@@ -42,8 +42,8 @@ class TranslationLoader(EpochPosition):
     of (seed, epoch). An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone, so that neither
     memory nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
 
-        walk through the pairs     | epoch 0: shard 0 | shard 1 | shard 2 | epoch 1: ...
-        mini-batches               | 0 .. 40          | 41 ..81 | 82 .. 121         the same stretch of the walk
+        walk through the pairs     | epoch 0, shard 0 | shard 1  | shard 2   | epoch 1, shard 0 | ...
+        mini-batches               | 0 .. 40          | 41 .. 81 | 82 .. 121 | 0 .. 40
 
     A shard's pairs are sorted by length, cut, and its mini-batches come in random order. Where the cut makes more than
     the shard's share, some that are chosen at random are left out; where it makes fewer, the shard walks on into what
@@ -89,12 +89,10 @@ class TranslationLoader(EpochPosition):
             draws = self._mean_draws(corpus.num_tokens(), temperature)
             self._walk = SentenceWalk(self._num_pairs, draws, seed)
             most = max(1, self._num_batches // _SHARD_BATCHES)
-            num_shards = min(most, max(1, int(np.ceil(draws.sum() / shard_sentences))))
+            self._num_shards = min(most, max(1, int(np.ceil(draws.sum() / shard_sentences))))
         else:
             self._num_batches = len(self._plan_evaluation(corpus).bounds)
-            num_shards = 1
-        # As even as they can be: a short shard would make mini-batches of unlike lengths.
-        self._shard_ends = [shard * self._num_batches // num_shards for shard in range(1, num_shards + 1)]
+            self._num_shards = 1
         self._corpus = corpus if load_inputs or load_targets else None
 
     def __iter__(self) -> Iterator[TranslationBatch]:
@@ -105,16 +103,16 @@ class TranslationLoader(EpochPosition):
             yield from ((None, None) for _ in range(self.start_batch, len(self)))
             return
         started = time.perf_counter()
-        first = 0
-        for number, end in enumerate(self._shard_ends):
-            if self.start_batch < end:
-                shard = self._plan_shard(self._corpus, number, first, end)
-                for bounds in shard.bounds[max(0, self.start_batch - first) :]:
-                    batch = self._batch(self._corpus, shard, *bounds)
-                    self.wait_seconds += time.perf_counter() - started
-                    yield batch
-                    started = time.perf_counter()
-            first = end
+        for number in range(self._num_shards):
+            first, end = self._first_batch(number), self._first_batch(number + 1)
+            if self.start_batch >= end:
+                continue
+            shard = self._plan_shard(self._corpus, number, first, end)
+            for bounds in shard.bounds[max(0, self.start_batch - first) :]:
+                batch = self._batch(self._corpus, shard, *bounds)
+                self.wait_seconds += time.perf_counter() - started
+                yield batch
+                started = time.perf_counter()
 
     def _check_batch_size(self, longest: int, num_pairs: int) -> None:
         if self._batch_size < longest * self._num_replicas:
@@ -133,6 +131,10 @@ class TranslationLoader(EpochPosition):
         probabilities[drawn] = sampling_probabilities(self._num_pairs[drawn], temperature)
         mean_tokens = probabilities[drawn] @ (num_tokens[drawn] / self._num_pairs[drawn])
         return np.asarray(self._num_batches * self._batch_size / mean_tokens * probabilities)
+
+    def _first_batch(self, shard: int) -> int:
+        """Return where a shard begins. They are as even as they can be: a short one would mix unlike lengths."""
+        return shard * self._num_batches // self._num_shards
 
     def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> "_Shard":
         """Plan a shard of the epoch, which has the mini-batches from `first` to before `end`."""
