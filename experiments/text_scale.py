@@ -1,0 +1,171 @@
+"""How much memory and time a corpus of pairs needs until the first mini-batch, by its number of pairs.
+
+    python experiments/text_scale.py
+
+Writes plain parallel text of 1, 4 and 16 million pairs (made-up sentences of two to six words, four languages) into a
+temporary folder and opens it as training does, each time in a fresh process: once to tokenise it into the cache, and
+then, with the cache ready, up to the first mini-batch of epoch 0, and to one in the middle of epoch 1, as after a
+resume. Memory is the peak beyond what the process has after its imports: private memory, and all that is resident, with
+the pages of the mapped cache, which the system may take back. It is read from /proc, a thousand times per second, by
+the process that waits. The sizes take turns; medians count. Each process runs twice: after the files of the cache were
+dropped from the system's page cache, so that they come from the disk, and again. Memory and time count the second time;
+of the first one the time is kept too. Appends a record to reproductions/figure3_multilingual/runs.jsonl; --dry prints
+it instead. About half an hour, and 4 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpipe.data import SPLITS, TranslationLoader, open_corpus, open_tokenizer
+from gpipe.data.multilingual_text import read_embedded
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
+from gpipe.results.text_scale import BUILD, EXPERIMENT, RESUME, START
+
+ROOT = Path(__file__).parent.parent
+SHARES = {"a": 0.6, "b": 0.25, "c": 0.1, "d": 0.05}  # of the pairs, by language
+MAX_TOKENS, TEMPERATURE, SEED = 64, 1 / 0.7, 0
+NUM_HALVES, BLOCK = 1 << 13, 100_000
+
+
+def write_text(root: Path, num_pairs: int) -> None:
+    """Write parallel text: each line is made of two halves out of 8,192, so that hardly any line comes twice."""
+    words = sorted({word for pair in read_embedded()["de"] for word in pair.target.split()})
+    generator = np.random.default_rng(SEED)
+    halves = [
+        " ".join(words[i] for i in generator.integers(len(words), size=n)) for n in generator.integers(1, 4, NUM_HALVES)
+    ]
+    root.mkdir()
+    for split in SPLITS:
+        for language, share in SHARES.items():
+            for side in (language, "en"):
+                with (root / f"{split}.{language}-en.{side}").open("w", encoding="utf-8") as file:
+                    left = round(share * num_pairs) if split == "train" else 10
+                    while left:
+                        picked = generator.integers(NUM_HALVES, size=(min(left, BLOCK), 2)).tolist()
+                        file.writelines(f"{halves[first]} {halves[second]}\n" for first, second in picked)
+                        left -= len(picked)
+
+
+def first_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
+    """Open the corpus in this process, up to a mini-batch; return the seconds and what was found."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    tokenizer = open_tokenizer("parallel_text", None)
+    corpus = open_corpus("parallel_text", "train", root, tokenizer=tokenizer, languages=None, max_tokens=MAX_TOKENS)
+    if what == BUILD:
+        return {"seconds": time.perf_counter() - started, "num_tokens": int(corpus.num_tokens().sum())}
+    loader = TranslationLoader(corpus, batch_size, SEED, shuffle=True, temperature=TEMPERATURE)
+    loader.set_epoch(0 if what == START else 1)
+    loader.start_batch = 0 if what == START else len(loader) // 2
+    next(iter(loader))
+    return {"seconds": time.perf_counter() - started, "num_batches": len(loader)}
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Return the private and the resident bytes of a process."""
+    resident, shared = (int(pages) for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+    page = os.sysconf("SC_PAGE_SIZE")
+    return (resident - shared) * page, resident * page
+
+
+def watch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
+    """Let a fresh process open the corpus, and return what it says with the peaks of its memory."""
+    arguments = [sys.executable, __file__, "--open", str(root), "--what", what, "--batch-size", str(batch_size)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError("the process that opens the corpus did not start")
+        before = peaks = memory_of(process.pid)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        while not select.select([process.stdout], [], [], 0.001)[0]:
+            peaks = tuple(map(max, peaks, memory_of(process.pid)))
+        found: dict[str, Any] = json.loads(process.stdout.readline())
+        private, resident = (peak - first for peak, first in zip(peaks, before, strict=True))
+    return {**found, "private_bytes": private, "resident_bytes": resident}
+
+
+def forget_pages(root: Path) -> None:
+    """Take the cache out of the system's page cache, so that it is read from the disk."""
+    for path in root.glob("token_cache/*/*"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row per size."""
+    rows = []
+    for size in options.sizes:
+        root = folder / str(size)
+        write_text(root, size)
+        text_bytes = sum(path.stat().st_size for path in root.glob("train.*"))
+        row = {"num_pairs": size, "text_bytes": text_bytes, BUILD: watch(root, options.batch_size, BUILD)}
+        row["cache_bytes"] = sum(path.stat().st_size for path in root.glob("token_cache/train.*/*"))
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+    runs: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for _ in range(options.rounds):
+        for size in options.sizes:
+            for what in (START, RESUME):
+                root = folder / str(size)
+                forget_pages(root)
+                cold, warm = (watch(root, options.batch_size, what) for _ in range(2))
+                runs.setdefault((size, what), []).append({**warm, "seconds_from_disk": cold["seconds"]})
+    for row in rows:
+        row |= {what: median(runs[row["num_pairs"], what]) for what in (START, RESUME)}
+        print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Read the command line, measure, and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 4_000_000, 16_000_000], help="pairs")
+    parser.add_argument("--batch-size", type=int, default=262_144, help="tokens")
+    parser.add_argument("--rounds", type=int, default=5, help="fresh processes per size that count")
+    parser.add_argument("--dry", action="store_true", help="print the record and keep nothing")
+    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--what", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.open is not None:
+        print("ready", flush=True)
+        input()
+        print(json.dumps(first_batch(options.open, options.batch_size, options.what)), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        rows = measure(Path(name), options)
+    config = {"batch_size": options.batch_size, "rounds": options.rounds, "shares": SHARES}
+    config |= {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE}
+    record = make_record(
+        kind="measured", command=f"python {' '.join(sys.argv)}", experiment=EXPERIMENT, config=config, seed=SEED,
+        results={"rows": rows},
+    )  # fmt: skip
+    if options.dry:
+        print(json.dumps(asdict(record)))
+        return
+    add_record(ROOT, "figure3_multilingual", record)
+
+
+if __name__ == "__main__":
+    main()

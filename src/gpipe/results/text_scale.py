@@ -1,0 +1,60 @@
+"""The table of what a corpus of pairs takes until the first mini-batch, from experiments/text_scale.py."""
+
+from typing import Any
+
+from gpipe.results.records import Record
+from gpipe.results.tables import markdown, named, newest, not_run, provenance
+
+EXPERIMENT = "text_scale"
+BUILD, START, RESUME = "build", "start", "resume"
+_PROGRAM = f"python experiments/{EXPERIMENT}.py"
+_MOST = 1.2  # times the least of all sizes
+_NAMES = ("seconds", "private_bytes", "seconds_from_disk")
+_FIGURES = [(what, name) for what in (START, RESUME) for name in _NAMES]
+_HEADER = [
+    "pairs",
+    "cache, MB",
+    "tokenising, s",
+    "its memory, MB",
+    *(f"{place}: {figure}" for place in ("epoch 0", "middle of epoch 1") for figure in ("s", "MB", "from the disk, s")),
+    "with mapped pages, MB",
+]
+
+
+def text_scale(records: list[Record]) -> str:
+    """Return a row per size of the corpus, and how much each figure of a ready cache changes with the size."""
+    record = newest(records, EXPERIMENT)
+    if record is None:
+        return not_run(_PROGRAM)
+    rows = record.results["rows"]
+    ratios = [max(values) / min(values) for values in ([row[what][name] for row in rows] for what, name in _FIGURES)]
+    verdicts = [f"{ratio:.2f}, {'flat' if ratio <= _MOST else 'not flat'}" for ratio in ratios]
+    last = [f"largest / smallest figure (flat: at most {_MOST})", "", "", "", *verdicts, ""]
+    return markdown(_HEADER, [*map(_row, rows), last])
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    figures = [
+        _megabytes(row[what][name]) if name == "private_bytes" else f"{row[what][name]:.2f}" for what, name in _FIGURES
+    ]
+    build = row[BUILD]
+    return [
+        f"{row['num_pairs']:,}",
+        _megabytes(row["cache_bytes"]),
+        f"{build['seconds']:.0f}",
+        _megabytes(build["private_bytes"]),
+        *figures,
+        _megabytes(row[RESUME]["resident_bytes"]),
+    ]
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.0f}"
+
+
+def text_scale_run(records: list[Record]) -> str:
+    """Return where that was measured."""
+    return provenance(newest(records, EXPERIMENT), _PROGRAM)
+
+
+TABLES = named(text_scale, text_scale_run)
