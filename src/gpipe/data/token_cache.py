@@ -92,6 +92,8 @@ class CachedPairs:
         if description.get("key") != json.loads(json.dumps(key)):
             raise _damaged(folder, "it was made from something else")
         self._num_pairs, self.num_tokens, self.longest = (_read_count(folder, description, name) for name in _NUMBERS)
+        if self.longest > key["max_tokens"] or not len(self) <= self.num_tokens <= len(self) * self.longest:
+            raise _damaged(folder, f"its {_DESCRIPTION} contradicts itself")
         self.skipped = _read_skipped(folder, description)
         kind = token_type(key["vocabulary_size"])
         self._tokens = tokens or [(folder / f"{side}.tokens", kind) for side in _SIDES]
@@ -203,22 +205,19 @@ class TokenCache:
         vocabulary_size and max_tokens. fill: what it returns was left out. tokens: as in `CachedPairs`.
         Raises ValueError for a damaged cache, for a folder that cannot be written, and for what `fill` refuses.
         """
-        key = _key_of(files, settings)
+        key = {"format": _FORMAT, "files": _describe(files), **settings}
         folder = self.folder / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
         if not folder.exists():
             try:
-                self._build(folder, key, fill, keep_tokens=tokens is None)
+                self._build(folder, key, files, fill, keep_tokens=tokens is None)
             except OSError as error:
                 raise ValueError(
                     f"the token cache {self.folder} cannot be written ({error}): free space there, or set data.cache "
                     "to a folder that has it and can be written"
                 ) from error
-            if _key_of(files, settings) != key:
-                shutil.rmtree(folder)
-                raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
         return CachedPairs(folder, key, tokens)
 
-    def _build(self, folder: Path, key: Key, fill: Fill, *, keep_tokens: bool) -> None:
+    def _build(self, folder: Path, key: Key, files: Sequence[Path], fill: Fill, *, keep_tokens: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.folder / ".lock"):
             if folder.exists():  # another process has done it meanwhile
@@ -229,10 +228,12 @@ class TokenCache:
             partial.mkdir()
             print(f"reading {folder.name.rpartition('.')[0]} into {self.folder}, once", file=sys.stderr, flush=True)
             try:
-                with ExitStack() as files:
-                    writer = PairsWriter(partial, files, keep_tokens=keep_tokens)
+                with ExitStack() as stack:
+                    writer = PairsWriter(partial, stack, keep_tokens=keep_tokens)
                     skipped = [[each.reason, each.number, each.first] for each in fill(writer) if each.number]
                     description = {"key": key, "skipped": skipped, **writer.finish()}
+                if _describe(files) != key["files"]:
+                    raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
                 (partial / _DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", "utf-8")
                 _flush(partial / _DESCRIPTION)
                 _flush(partial)
@@ -259,9 +260,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _key_of(files: Sequence[Path], settings: Mapping[str, Any]) -> dict[str, Any]:
-    described = [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in ((path, path.stat()) for path in files)]
-    return {"format": _FORMAT, "files": described, **settings}
+def _describe(files: Sequence[Path]) -> list[list[Any]]:
+    return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in ((path, path.stat()) for path in files)]
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
