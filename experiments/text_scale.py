@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from gpipe.data import SPLITS, TranslationLoader, open_corpus, open_tokenizer
+from gpipe.data import SPLITS, open_corpus, open_tokenizer
 from gpipe.data.multilingual_text import read_embedded
 from gpipe.results.records import make_record
 from gpipe.results.reproduction import add_record
@@ -62,19 +61,42 @@ def write_text(root: Path, num_pairs: int) -> None:
                         left -= len(picked)
 
 
-def first_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
-    """Open the corpus in this process, up to a mini-batch; return the seconds and what was found."""
-    torch.set_num_threads(1)
+def build(root: Path) -> dict[str, Any]:
+    """Tokenise the corpus in this process; return the seconds and the number of tokens."""
     started = time.perf_counter()
     tokenizer = open_tokenizer("parallel_text", None)
     corpus = open_corpus("parallel_text", "train", root, tokenizer=tokenizer, languages=None, max_tokens=MAX_TOKENS)
-    if what == BUILD:
-        return {"seconds": time.perf_counter() - started, "num_tokens": int(corpus.num_tokens().sum())}
+    return {"seconds": time.perf_counter() - started, "num_tokens": int(corpus.num_tokens().sum())}
+
+
+def first_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
+    """Open the corpus in this process, up to a mini-batch; return the seconds and the mini-batches per epoch."""
+    from gpipe.data import TranslationLoader
+
+    started = time.perf_counter()
+    tokenizer = open_tokenizer("parallel_text", None)
+    corpus = open_corpus("parallel_text", "train", root, tokenizer=tokenizer, languages=None, max_tokens=MAX_TOKENS)
     loader = TranslationLoader(corpus, batch_size, SEED, shuffle=True, temperature=TEMPERATURE)
     loader.set_epoch(0 if what == START else 1)
     loader.start_batch = 0 if what == START else len(loader) // 2
     next(iter(loader))
     return {"seconds": time.perf_counter() - started, "num_batches": len(loader)}
+
+
+def open_in_this_process(options: argparse.Namespace) -> None:
+    """Do what `watch` waits for, after the imports."""
+    if options.what != BUILD:
+        import torch
+
+        import gpipe.data.translation_loader  # noqa: F401
+
+        torch.set_num_threads(1)
+    print("ready", flush=True)
+    input()
+    found = (
+        build(options.open) if options.what == BUILD else first_batch(options.open, options.batch_size, options.what)
+    )
+    print(json.dumps(found), flush=True)
 
 
 def memory_of(pid: int) -> tuple[int, int]:
@@ -149,9 +171,7 @@ def main() -> None:
     parser.add_argument("--what", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.open is not None:
-        print("ready", flush=True)
-        input()
-        print(json.dumps(first_batch(options.open, options.batch_size, options.what)), flush=True)
+        open_in_this_process(options)
         return
     with tempfile.TemporaryDirectory() as name:
         rows = measure(Path(name), options)

@@ -1,8 +1,10 @@
 """The program on sentences: a tiny T(L, H, A) from end to end, gone on from its checkpoint, and what is refused."""
 
+import gc
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,14 @@ from hydra import compose
 from gpipe import build
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import RunConfig, to_run
-from gpipe.data import Tokenizer, open_corpus, open_tokenizer
+from gpipe.data import SPLITS, Tokenizer, open_corpus, open_tokenizer, split_of
+from gpipe.data.multilingual_text import read_embedded
+from gpipe.data.sentences import Sentences
 from gpipe.results.records import read_records
 from gpipe.results.translation_runs import resource_groups
 from gpipe.run import start as train
+from gpipe.workloads import workload_of
+from tests.data.small_text import write_parallel
 from tests.test_translate import TINY
 from tests.train_program import metrics, run_folder, start, weights
 
@@ -73,6 +79,43 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(three_proc
     expected, found = weights(run_folder(whole)), weights(run_folder(rest))
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_plain_text_is_tokenised_by_one_of_three_processes_and_trains_the_same(
+    three_processes: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for language in ("ga", "io", "de"):
+        for split in SPLITS:
+            pairs = [(pair.source, pair.target) for pair in read_embedded()[language] if split_of(pair.target) == split]
+            write_parallel(text, split, language, pairs)
+    settings = ("data.name=parallel_text", f"data.root={text}", f"data.cache={tmp_path / 'ids'}", "model.tied=all")
+    done = start(tmp_path, *TINY, *settings, "launch.num_processes=3")
+    expected = [f"{split}.{language}-en" for split in ("train", "valid") for language in ("de", "ga", "io")]
+    lines = [f"reading {name} into {tmp_path / 'ids'}, once" for name in expected]
+    assert (done.returncode, done.stderr.splitlines()) == (0, lines)
+    assert metrics(tmp_path) == metrics(three_processes)
+    ours, theirs = weights(run_folder(tmp_path)), weights(run_folder(three_processes))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(("is_first", "is_last"), [(True, True), (True, False), (False, True), (False, False)])
+def test_only_the_first_and_the_last_stage_hold_sentences(is_first: bool, is_last: bool) -> None:
+    gc.collect()
+    before = {id(each) for each in gc.get_objects() if type(each) is Sentences}
+    workload = workload_of(run_of(*TINY))
+    pipeline = SimpleNamespace(is_first=is_first, is_last=is_last, replica_index=0, num_replicas=1)
+    train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=False)
+    gc.collect()
+    held = [each for each in gc.get_objects() if type(each) is Sentences and id(each) not in before]
+    assert bool(held) == (is_first or is_last)
+    for loader in (train_loader, *evaluation_loaders.values()):
+        inputs, targets = next(iter(loader))
+        assert (inputs is not None, targets is not None) == (is_first, is_first or is_last)
+        assert len(list(loader)) == len(loader)
+    assert workload.make_metrics() is not None and len(workload.warnings()) > 0
 
 
 @pytest.mark.parametrize("setting", ["trainer.resume_from", "init_from"])
