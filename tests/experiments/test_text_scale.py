@@ -21,4 +21,5 @@ def test_fresh_processes_open_the_corpus_and_their_memory_is_watched(
     assert found["num_batches"] == built["num_tokens"] // 2000
     for row in (built, found):
         assert 0 <= row["private_bytes"] <= row["resident_bytes"] < 1 << 30 and row["seconds"] > 0
-    assert script.median([{"seconds": 3}, {"seconds": 1}, {"seconds": 2}]) == {"seconds": 2}
+    runs = [{"seconds": seconds, "private_bytes": number} for seconds, number in ((3, 1), (1, 9), (2, 2))]
+    assert script.summarize(runs) == {"seconds": 1, "private_bytes": 2}
