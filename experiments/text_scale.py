@@ -7,10 +7,12 @@ temporary folder and opens it as training does, each time in a fresh process: on
 then, with the cache ready, up to the first mini-batch of epoch 0, and to one in the middle of epoch 1, as after a
 resume. Memory is the peak beyond what the process has after its imports: private memory, and all that is resident, with
 the pages of the mapped cache, which the system may take back. It is read from /proc, a thousand times per second, by
-the process that waits. The sizes take turns. Each round has two processes: one after the files of the cache were dropped
-from the system's page cache, so that they come from the disk, of which the time is kept, and one that finds them there.
-Of the rounds the fastest counts, as other programs only ever slow one down, and the median of the memory. Appends a record to reproductions/figure3_multilingual/runs.jsonl; --dry prints
-it instead. About half an hour, and 4 GB of disk.
+the process that waits. Time is the clock's, and the processor's, which other programs on the machine disturb less.
+
+The sizes take turns. Each round has two processes: one after the files of the cache were dropped from the system's page
+cache, so that they come from the disk, of which the time is kept, and one that finds them there. Of the rounds the
+fastest counts, as other programs only ever slow one down, and the median of the memory. Appends a record to
+reproductions/figure3_multilingual/runs.jsonl; --dry prints it instead. About half an hour, and 4 GB of disk.
 """
 
 from __future__ import annotations
@@ -73,14 +75,15 @@ def first_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
     """Open the corpus in this process, up to a mini-batch; return the seconds and the mini-batches per epoch."""
     from gpipe.data import TranslationLoader
 
-    started = time.perf_counter()
+    started, started_working = time.perf_counter(), time.process_time()
     tokenizer = open_tokenizer("parallel_text", None)
     corpus = open_corpus("parallel_text", "train", root, tokenizer=tokenizer, languages=None, max_tokens=MAX_TOKENS)
     loader = TranslationLoader(corpus, batch_size, SEED, shuffle=True, temperature=TEMPERATURE)
     loader.set_epoch(0 if what == START else 1)
     loader.start_batch = 0 if what == START else len(loader) // 2
     next(iter(loader))
-    return {"seconds": time.perf_counter() - started, "num_batches": len(loader)}
+    seconds, seconds_of_work = time.perf_counter() - started, time.process_time() - started_working
+    return {"seconds": seconds, "seconds_of_work": seconds_of_work, "num_batches": len(loader)}
 
 
 def open_in_this_process(options: argparse.Namespace) -> None:

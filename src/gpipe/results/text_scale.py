@@ -9,14 +9,18 @@ EXPERIMENT = "text_scale"
 BUILD, START, RESUME = "build", "start", "resume"
 _PROGRAM = f"python experiments/{EXPERIMENT}.py"
 _MOST = 1.2  # times the least of all sizes
-_NAMES = ("seconds", "private_bytes", "seconds_from_disk")
+_NAMES = ("seconds", "seconds_of_work", "private_bytes", "seconds_from_disk")
 _FIGURES = [(what, name) for what in (START, RESUME) for name in _NAMES]
 _HEADER = [
     "pairs",
     "cache, MB",
     "tokenising, s",
     "its memory, MB",
-    *(f"{place}: {figure}" for place in ("epoch 0", "middle of epoch 1") for figure in ("s", "MB", "from the disk, s")),
+    *(
+        f"{place}: {figure}"
+        for place in ("epoch 0", "middle of epoch 1")
+        for figure in ("s", "processor, s", "MB", "from the disk, s")
+    ),
     "with mapped pages, MB",
 ]
 
