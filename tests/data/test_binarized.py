@@ -1,5 +1,7 @@
 """Folders made by fairseq-preprocess, by the real one: what goes in comes out."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +85,32 @@ def test_the_ids_are_those_that_fairseqs_data_set_gives_and_stay_on_the_disk(fol
     theirs = import_fairseq("fairseq.data.indexed_dataset").MMapIndexedDataset(str(folder / "train.de-en.de"))
     assert all(ids(sources[index]) == theirs[index].tolist() for index in range(len(theirs)))
     assert not sources.tokens.flags.owndata and sources.tokens.dtype == np.uint16
+
+
+def test_the_cache_has_where_the_sentences_lie_and_every_id_is_checked_once(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(copied / "token_cache", ignore_errors=True)
+    whole = open_binarized(copied, languages=["de"])
+    assert capfd.readouterr().err == f"reading train.de-en into {copied / 'token_cache'}, once\n"
+    (folder,) = (copied / "token_cache").glob("train.de-en.*")
+    kinds = {path.name for path in folder.iterdir()}
+    assert kinds == {
+        "description.json",
+        *(f"{side}.{kind}" for side in ("sources", "targets") for kind in ("starts", "lengths")),
+    }
+    again = open_binarized(copied, languages=["de"])
+    assert capfd.readouterr().err == "" and len(again) == len(whole) == 40
+    path = copied / "train.de-en.en.bin"
+    times = path.stat()
+    tokens = np.memmap(path, np.uint16, "r+")
+    tokens[0] = 4000  # behind the cache's back
+    tokens.flush()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(
+        ValueError, match=r"token cache .*train\.de-en\.\w+ is damaged \(it has an id that is not below"
+    ):
+        open_binarized(copied, languages=["de"]).pair("de", 0)
 
 
 def test_mini_batches_are_those_of_the_same_text(folder: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_every_corpus_has_a_file_of_settings_with_the_papers_temperature(name: s
 def test_settings_can_be_overridden() -> None:
     settings = settings_of("data=multilingual_embedded", "data.languages=[de,zu]", "data.max_pairs=50")
     assert (settings.languages, settings.max_pairs) == (["de", "zu"], 50)
+    assert settings_of("data=parallel_text", "data.cache=ids").cache == "ids"
 
 
 @pytest.mark.parametrize(
