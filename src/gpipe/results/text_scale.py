@@ -10,7 +10,7 @@ BUILD, START, RESUME = "build", "start", "resume"
 _PROGRAM = f"python experiments/{EXPERIMENT}.py"
 _MOST = 1.2  # times the least of all sizes
 _NAMES = ("seconds", "seconds_of_work", "private_bytes", "seconds_from_disk")
-_FIGURES = [(what, name) for what in (START, RESUME) for name in _NAMES]
+_FIGURES = [*((what, name) for what in (START, RESUME) for name in _NAMES), (RESUME, "resident_bytes")]
 _HEADER = [
     "pairs",
     "cache, MB",
@@ -21,7 +21,7 @@ _HEADER = [
         for place in ("epoch 0", "middle of epoch 1")
         for figure in ("s", "processor, s", "MB", "from the disk, s")
     ),
-    "with mapped pages, MB",
+    "the same with mapped pages, MB",
 ]
 
 
@@ -33,13 +33,13 @@ def text_scale(records: list[Record]) -> str:
     rows = record.results["rows"]
     ratios = [max(values) / min(values) for values in ([row[what][name] for row in rows] for what, name in _FIGURES)]
     verdicts = [f"{ratio:.2f}, {'flat' if ratio <= _MOST else 'not flat'}" for ratio in ratios]
-    last = [f"largest / smallest figure (flat: at most {_MOST})", "", "", "", *verdicts, ""]
+    last = [f"largest / smallest figure (flat: at most {_MOST})", "", "", "", *verdicts]
     return markdown(_HEADER, [*map(_row, rows), last])
 
 
 def _row(row: dict[str, Any]) -> list[str]:
     figures = [
-        _megabytes(row[what][name]) if name == "private_bytes" else f"{row[what][name]:.2f}" for what, name in _FIGURES
+        _megabytes(row[what][name]) if name.endswith("bytes") else f"{row[what][name]:.2f}" for what, name in _FIGURES
     ]
     build = row[BUILD]
     return [
@@ -48,7 +48,6 @@ def _row(row: dict[str, Any]) -> list[str]:
         f"{build['seconds']:.0f}",
         _megabytes(build["private_bytes"]),
         *figures,
-        _megabytes(row[RESUME]["resident_bytes"]),
     ]
 
 
