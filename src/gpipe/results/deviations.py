@@ -9,6 +9,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 MARK = "Deviation:"
@@ -53,6 +54,7 @@ class Deviation:
     text: str
 
 
+@cache  # of the many pages that a rendering asks for
 def deviations(root: Path) -> list[Deviation]:
     """Return every departure that is marked below the repository's root, in the order of the files."""
     found = []
