@@ -1,0 +1,32 @@
+"""The bubble's claim: what a stage waits, beside the simulated and the planned bubble of the same K and M."""
+
+from gpipe.results.bubble import claims
+from gpipe.results.claims import NO_TEST
+from gpipe.results.records import Record, make_record
+from gpipe.results.table2 import GRID
+
+SETTING = {"num_stages": 8, "num_microbatches": 32}
+
+
+def measured(*, rematerialize: str = "always", step_seconds: float = 1.0) -> Record:
+    row = {"engine": "ours", "rematerialize": rematerialize, "forward_seconds": 0.004, "backward_seconds": 0.008}
+    results = {"grid": [row | SETTING | {"step_seconds": step_seconds}, row | SETTING | {"num_stages": 2}]}
+    return make_record(kind="measured", command="c", experiment="engine_overhead", config={}, seed=0, results=results)
+
+
+def grid(kind: str, bubble: float) -> Record:
+    cell = {"batch": "fits", "cut_by": "seconds", "shares": {"bubble": bubble}}
+    cells = [cell | SETTING, cell | SETTING | {"num_microbatches": 4}, cell | SETTING | {"cut_by": "flops"}]
+    models = [{"model": "Transformer-48", "cells": cells}, {"model": "AmoebaNet-D (18,256)", "cells": cells}]
+    return make_record(kind=kind, command="c", experiment=GRID, config={}, seed=0, results={"models": models})
+
+
+def test_each_kind_has_its_column_and_the_formula_is_not_called_the_papers_number() -> None:
+    (claim,) = claims([measured(step_seconds=0.64), grid("simulated", 0.125), grid("planned", 0.25)], [])
+    assert (claim.paper, claim.measured, claim.simulated) == ("negligible", "20.0%", "12.5%")  # 32 x 16 ms of 640
+    assert claim.planned == "25.0%; (K-1)/(M+K-1) is 17.9%" and claim.verdict == NO_TEST
+
+
+def test_without_records_it_was_not_run() -> None:
+    (claim,) = claims([measured(rematerialize="never")], [])
+    assert (claim.measured, claim.simulated, claim.planned) == ("not run", "", "(K-1)/(M+K-1) is 17.9%")
