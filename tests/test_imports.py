@@ -1,6 +1,7 @@
 """Who may import whom, read from the sources."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +90,14 @@ def test_the_engine_loads_torch_and_nothing_else() -> None:
     for path in (SOURCE / "pipeline").rglob("*.py"):
         at_import = {name.partition(".")[0] for name in imported(iter(ast.parse(path.read_text()).body))}
         assert at_import - set(sys.stdlib_module_names) <= {"torch", "gpipe"}, path.name
+
+
+def test_what_starts_a_run_loads_no_table_of_a_page() -> None:
+    """The tables take most of a second to load: scipy, and a module per claim."""
+    program = (
+        "import runpy, sys; runpy.run_path('train.py', run_name='loaded'); "
+        "print('scipy' in sys.modules, 'gpipe.results.reproduction' in sys.modules)"
+    )
+    root = SOURCE.parents[1]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"

@@ -27,7 +27,6 @@ from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
 from gpipe.results.records import RECORD_FILE, Record, read_records, same_settings
-from gpipe.results.reproduction import add_jobs
 from gpipe.resume import clear
 
 
@@ -89,6 +88,8 @@ class SweepEnd(Callback):
         jobs = read_jobs(folder)
         summarize(folder, jobs)
         if config.reproduction is not None:
+            from gpipe.results.reproduction import add_jobs  # no training waits for the tables of all pages
+
             command = shlex.join(["python", "train.py", *sys.argv[1:]])
             add_jobs(Path(config.hydra.runtime.cwd), config.reproduction, config.name, command, jobs)
         if any(job.outcome.status == "failed" for job in jobs):

@@ -15,7 +15,7 @@ from math import inf, isinf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student_t
+from scipy.special import ndtri, stdtrit
 
 CONFIDENCE = 0.95
 NUM_DRAWS = 10_000
@@ -84,7 +84,7 @@ def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least:
     gain = float(np.mean(accuracies)) - at_least
     if len(accuracies) > 1:
         return _interval(gain, error, len(accuracies))
-    reach = error * float(student_t.ppf((1 + CONFIDENCE) / 2, inf))
+    reach = error * float(ndtri((1 + CONFIDENCE) / 2))
     return Interval(gain, gain - reach, gain + reach)
 
 
@@ -92,7 +92,7 @@ def _interval(mean: float, error: float, number: int) -> Interval:
     """Return the interval from the standard error over draws of `number` things."""
     if number == 1:
         return Interval(mean, -inf, inf)
-    quantile = float(student_t.ppf((1 + CONFIDENCE) / 2, number - 1))
+    quantile = float(stdtrit(number - 1, (1 + CONFIDENCE) / 2))
     reach = quantile * sqrt(number / (number - 1)) * error
     return Interval(mean, mean - reach, mean + reach)
 
