@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch import library as operators
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.modules._functions import SyncBatchNorm
@@ -388,7 +389,7 @@ class Part:
 
 def beside_torchs(rank: int, parts: list[Part]) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Return what our batch norm made of each part, beside what torch's SyncBatchNorm did."""
-    library = torch.library.Library("aten", "IMPL")
+    library = operators.Library("aten", "IMPL")
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, "CPU")
     mesh = mesh_of(Layout((1,)), num_replicas=len(parts[0].sizes))
