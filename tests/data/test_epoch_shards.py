@@ -218,6 +218,9 @@ class EqualPairs:
     def select(self, rows: NDArray[np.int64] | slice) -> LanguagePairs:
         return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
 
+    def prefetch(self, rows: NDArray[np.int64]) -> None:
+        assert len(rows) < 1 << 20
+
 
 class MappedSentences(Sentences):
     @property

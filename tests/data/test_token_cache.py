@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpipe.data import LanguagePairs, ParallelCorpus, Tokenizer, TranslationLoader, open_corpus, text_pairs
+from gpipe.data import LanguagePairs, ParallelCorpus, Tokenizer, TranslationLoader, open_corpus, text_pairs, token_cache
 from gpipe.data.multilingual_text import read_embedded
 from gpipe.data.sentences import Sentences
 from tests.data.small_text import embedded_tokenizer, ids, write_parallel
@@ -106,6 +106,36 @@ def test_a_loader_reads_the_same_mini_batches_from_the_cache_and_from_memory(roo
 
 def _packed(sources: list[list[int]], english: list[list[int]]) -> LanguagePairs:
     return LanguagePairs(Sentences.pack(sources, 4000), Sentences.pack(english, 4000))
+
+
+@given(piece=st.integers(1, 8), rows=st.lists(st.integers(0, len(PAIRS) - 1)))
+def test_the_disk_is_asked_for_all_that_a_shard_reads_and_for_little_else(whole: Path, piece: int, rows) -> None:
+    asked: dict[int, set[int]] = {}
+    pairs = open_text(whole).pairs("de")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "_PIECE", piece)
+        patch.setattr(
+            token_cache._MappedFile,
+            "prefetch",
+            lambda file, first, end: asked.setdefault(id(file.numbers), set()).update(range(first, end)),
+        )
+        pairs.prefetch(np.array(rows, np.int64))
+    pieces = {row // piece for row in rows}
+    some = {row for row in range(len(PAIRS)) if row // piece in pieces}
+    for sentences in (pairs.sources, pairs.targets):
+        firsts, lengths = sentences.starts.tolist(), sentences.lengths.tolist()
+        inside = {token for row in some for token in range(firsts[row], firsts[row] + lengths[row])}
+        arrays = (sentences.starts, sentences.lengths, sentences.tokens)
+        assert [asked.get(id(array), set()) for array in arrays] == [some, some, inside]
+
+
+def test_what_is_asked_for_beyond_the_end_of_a_file_is_left_out(tmp_path: Path) -> None:
+    numbers = np.arange(3000, dtype=np.int64)
+    numbers.tofile(tmp_path / "numbers")
+    mapped = token_cache._MappedFile(tmp_path / "numbers", numbers.dtype)
+    for first, end in ((0, 3000), (-5, 10), (2999, 1 << 70), (3000, 3001), (1 << 70, 1 << 71), (20, 10)):
+        mapped.prefetch(first, end)
+    assert (mapped.numbers == numbers).all()
 
 
 def test_what_the_ids_depend_on_makes_another_cache(root: Path, tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ class Pairs(Protocol):
     def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
         """Return some of the pairs."""
 
+    def prefetch(self, rows: NDArray[np.int64]) -> None:
+        """Prepare for reading these pairs, all of them, soon."""
+
 
 @dataclass(frozen=True)
 class LanguagePairs:
@@ -81,6 +84,9 @@ class LanguagePairs:
     def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
         """Return some of the pairs."""
         return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
+
+    def prefetch(self, rows: NDArray[np.int64]) -> None:
+        """Do nothing: they are in memory, or a choice from a file that lies too far apart to be read in one piece."""
 
     def _longer(self) -> NDArray[np.int32]:
         everything = slice(None)

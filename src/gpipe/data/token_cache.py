@@ -14,6 +14,7 @@ again. The folder appears when it is complete, or not at all. Delete what no run
 
 import fcntl
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -38,6 +39,7 @@ _SIDES = ("sources", "targets")
 _START, _LENGTH = np.dtype("<i8"), np.dtype("<i4")
 _NUMBERS = ("num_pairs", "num_tokens", "longest")
 _MOST_BYTES = 1 << 16  # of a description
+_PIECE = 1 << 10  # pairs: the disk is asked for that many at least
 
 Key = Mapping[str, Any]
 
@@ -79,6 +81,22 @@ class CachedSentences(Sentences):
         return batch
 
 
+class _MappedFile:
+    """Map a file of numbers into memory: the system reads what is used of it, and may drop that again."""
+
+    def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.numbers = np.frombuffer(self._map, kind)
+
+    def prefetch(self, first: int, end: int) -> None:
+        """Let the disk read the numbers from `first` to before `end`, as far as they exist; do not wait for it."""
+        size = self.numbers.itemsize
+        begin, stop = max(0, first) * size // mmap.PAGESIZE * mmap.PAGESIZE, min(end, len(self.numbers)) * size
+        if begin < stop:
+            self._map.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
+
+
 class CachedPairs:
     """The pairs of one language in a cache: `Pairs`, whose files are mapped when a sentence is first asked for.
 
@@ -110,28 +128,48 @@ class CachedPairs:
     @cached_property
     def sources(self) -> Sentences:
         """The sentences of the language."""
-        return self._map(0)
+        return self._sentences(0)
 
     @cached_property
     def targets(self) -> Sentences:
         """The same sentences of the target language."""
-        return self._map(1)
+        return self._sentences(1)
 
     def select(self, rows: NDArray[np.int64] | slice) -> LanguagePairs:
         """Return some of the pairs."""
         return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
 
-    def _map(self, side: int) -> CachedSentences:
-        tokens, starts, lengths = (
-            np.asarray(np.memmap(path, kind, "r"))
-            for path, kind in (
-                self._tokens[side],
-                (self._folder / f"{_SIDES[side]}.starts", _START),
-                (self._folder / f"{_SIDES[side]}.lengths", _LENGTH),
+    def prefetch(self, rows: NDArray[np.int64]) -> None:
+        """Let the disk read pairs that will be used soon, in as few pieces as they lie in; do not wait for it."""
+        pieces = np.unique(rows // _PIECE)
+        runs = np.split(pieces, np.flatnonzero(np.diff(pieces) > 1) + 1) if len(pieces) else []
+        ends = [(int(run[0]) * _PIECE, min(len(self), (int(run[-1]) + 1) * _PIECE)) for run in runs]
+        for _, starts, lengths in self._files:
+            for first, end in ends:
+                starts.prefetch(first, end)
+                lengths.prefetch(first, end)
+        for tokens, starts, lengths in self._files:
+            for first, end in ends:
+                last = int(starts.numbers[end - 1]) + int(lengths.numbers[end - 1])
+                tokens.prefetch(int(starts.numbers[first]), last)
+
+    @cached_property
+    def _files(self) -> list[tuple[_MappedFile, _MappedFile, _MappedFile]]:
+        """The tokens, starts and lengths of each side."""
+        return [
+            (
+                _MappedFile(*tokens),
+                _MappedFile(self._folder / f"{side}.starts", _START),
+                _MappedFile(self._folder / f"{side}.lengths", _LENGTH),
             )
+            for side, tokens in zip(_SIDES, self._tokens, strict=True)
+        ]
+
+    def _sentences(self, side: int) -> CachedSentences:
+        tokens, starts, lengths = (file.numbers for file in self._files[side])
+        return CachedSentences(
+            tokens, starts, lengths, self._folder, self._key["max_tokens"], self._key["vocabulary_size"]
         )
-        key = self._key
-        return CachedSentences(tokens, starts, lengths, self._folder, key["max_tokens"], key["vocabulary_size"])
 
     def _check_size(self, name: str, expected: Any) -> None:
         path = self._folder / name

@@ -194,11 +194,13 @@ class _Shard:
         """Look up the lengths of some pairs of each language."""
         numbers = [first + rows for first, rows in zip(corpus.firsts, drawn, strict=True)]
         sources, targets = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-        for language, rows in zip(corpus.languages, drawn, strict=True):
-            if len(rows):
-                pairs = corpus.pairs(language)
-                sources.append(pairs.sources.lengths_of(rows))
-                targets.append(pairs.targets.lengths_of(rows))
+        shown = {language: rows for language, rows in zip(corpus.languages, drawn, strict=True) if len(rows)}
+        for language, rows in shown.items():
+            corpus.pairs(language).prefetch(rows)
+        for language, rows in shown.items():
+            pairs = corpus.pairs(language)
+            sources.append(pairs.sources.lengths_of(rows))
+            targets.append(pairs.targets.lengths_of(rows))
         return cls(np.concatenate(numbers), np.concatenate(sources), np.concatenate(targets), [])
 
     def take(self, order: NDArray[np.int64]) -> "_Shard":
