@@ -45,8 +45,7 @@ def test_each_mode_and_code_is_measured(record: Record) -> None:
     grid = record.results["grid"]
     found = [(row["variant"], row["rematerialize"], row["code"], row["compiled"]) for row in grid]
     ours, theirs = [("ours", False), ("ours", True)], [("torchgpipe", False)]
-    expected = [("b", mode, *code) for mode in ("always", "never") for code in ours]
-    expected += [("d", mode, *code) for mode in ("always", "never") for code in theirs + ours]
+    expected = [("b", "always", *code) for code in ours] + [("d", "never", *code) for code in theirs + ours]
     assert found == expected
     assert all(row["outcome"] == "measured" and row["images_per_second"] > 0 for row in grid)
     assert record.experiment == "image_throughput" and record.config["num_microbatches"] == 4
@@ -57,8 +56,7 @@ def test_ours_is_shown_beside_torchgpipes_at_the_same_batch(record: Record) -> N
     lines = TABLES["image_throughput"]([record]).splitlines()[2:]
     ratios = [line.split(" | ")[-1].removesuffix(" |").strip() for line in lines]
     speeds = [row["images_per_second"] for row in record.results["grid"]]
-    assert ratios[:5] == ["", "", "", "", "1.00"]
-    assert ratios[5] == f"{speeds[5] / speeds[4]:.2f}" and ratios[9] == f"{speeds[9] / speeds[7]:.2f}"
+    assert ratios == ["", "", "1.00", f"{speeds[3] / speeds[2]:.2f}", f"{speeds[4] / speeds[2]:.2f}"]
 
 
 def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:

@@ -1,0 +1,99 @@
+"""Programs without their imports: forks of one process that has loaded what takes seconds.
+
+A test that starts train.py for one message would otherwise spend four seconds of five on importing torch and timm.
+Whatever the program starts itself is a new process as ever, and imports everything.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[1]
+_SERVE = "from tests.program_server import serve; serve()"
+
+
+def run_program(
+    script: Path, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], warn: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of this repository in a folder, as `python -W <warn> <script> <arguments>` does."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        request = {
+            "script": str(script),
+            "arguments": list(arguments),
+            "folder": str(folder),
+            "environment": dict(environment),
+            "warn": warn,
+            "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors)],
+        }
+        status = _ask(request)
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read())
+    return subprocess.CompletedProcess([str(script), *arguments], status, *texts)
+
+
+def serve() -> None:
+    """Load what programs load, then fork one after the other, as standard input says."""
+    import gpipe.build
+    import gpipe.data
+    import gpipe.outcome
+    import gpipe.run  # noqa: F401
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _become(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _ask(request: Mapping[str, Any]) -> int:
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """Start the server of this process; it ends with it, when its standard input does."""
+    environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}"}
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _become(
+    script: str, arguments: list[str], folder: str, environment: dict[str, str], warn: str, files: list[str]
+) -> None:
+    status: object = 0
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        for path, number in zip(["/dev/null", *files], range(3), strict=True):
+            os.dup2(os.open(path, os.O_RDWR), number)
+        warnings.simplefilter(warn)
+        sys.warnoptions[:] = [warn]  # which processes inherit that it starts
+        sys.argv = [script, *arguments]
+        sys.path[0] = str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:  # noqa: BLE001 - as Python itself ends a program
+        traceback.print_exc()
+        status = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
