@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,18 @@ _SERVE = "from tests.program_server import serve; serve()"
 
 
 def run_program(
-    script: Path, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], warn: str
+    script: Path, *arguments: str, folder: Path | None = None, warn: str = "default", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of this repository in a folder, as `python -W <warn> <script> <arguments>` does."""
+    """Run a program of this repository, as `python -W <warn> <script> <arguments>` does.
+
+    folder: where it runs; None for where this process does. variables: of its environment, beside those there are.
+    """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         request = {
             "script": str(script),
             "arguments": list(arguments),
-            "folder": str(folder),
-            "environment": dict(environment),
+            "folder": str(folder or Path.cwd()),
+            "environment": {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables},
             "warn": warn,
             "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors)],
         }
@@ -90,6 +93,8 @@ def _become(
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         status = end.code or 0
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - as Python itself ends a program
         traceback.print_exc()
         status = 1

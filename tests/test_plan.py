@@ -1,9 +1,6 @@
 """The planner as a user starts it."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.plan import start
 from gpipe.planning.device import DEVICES
+from tests.program_server import run_program
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16")
@@ -43,9 +41,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Iterator[Plan]:
 
 
 def test_a_plan_has_a_row_a_stage_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "plan.py"), *SMALL, "pipeline.num_stages=3", "device=tpu_v2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_program(ROOT / "plan.py", *SMALL, "pipeline.num_stages=3", "device=tpu_v2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
     assert [row.split("│")[1].strip() for row in rows] == ["0", "1", "2"]

@@ -1,9 +1,7 @@
 """The translator as a user starts it, with a model that was trained for a few steps."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from gpipe.results.records import read_records
 from gpipe.run import start as train
 from gpipe.trained import TrainedModel, open_trained
 from gpipe.translate import start
+from tests.program_server import run_program
 from tests.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -106,16 +105,8 @@ def translate(run: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Transla
 
 def test_a_sentence_becomes_a_line_and_nothing_is_left_behind(run: Path, model: TrainedModel, tmp_path: Path) -> None:
     text = 'Guten Tag, "Welt" [1] ${x}!'
-    command = [
-        sys.executable,
-        str(ROOT / "translate.py"),
-        f"checkpoint={run}",
-        f"text={text}",
-        "beam=2",
-        "max_length=40",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    arguments = (f"checkpoint={run}", f"text={text}", "beam=2", "max_length=40")
+    done = run_program(ROOT / "translate.py", *arguments, folder=tmp_path, warn="error")
     assert (done.returncode, done.stderr) == (0, "")
     (found,) = BeamSearch(model.layers, 2, max_length=40).translate([model.tokenizer.encode(text)])
     assert done.stdout == " ".join(model.tokenizer.decode(found.tokens).split()) + "\n"

@@ -15,7 +15,7 @@ from gpipe.run import start as start_run
 from tests.program_server import run_program
 
 ROOT = Path(__file__).parents[1]
-TRAIN = str(ROOT / "train.py")
+TRAIN = ROOT / "train.py"
 TINY = (
     "trainer.max_steps=3",
     "trainer.batch_size=16",
@@ -33,10 +33,10 @@ def start(
     folder: Path, *arguments: str, torchrun: bool = False, warnings: str = "error"
 ) -> subprocess.CompletedProcess[str]:
     """Run train.py in a folder, with warnings as errors, and return what came of it."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     if not torchrun:
-        return run_program(Path(TRAIN), arguments, folder, environment, warnings)
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
+        return run_program(TRAIN, *arguments, folder=folder, warn=warnings)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TRAIN)]
     return subprocess.run(
         [*program, *arguments], check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )

@@ -2,9 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +13,7 @@ from torch import nn
 
 from gpipe.results.records import Record, make_record
 from gpipe.results.tables import TABLES
+from tests.program_server import run_program
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "image_throughput.py"
 TINY = ("--small", "--steps", "1", "--warm-up", "0", "--backend", "eager")
@@ -27,8 +25,9 @@ def amoebanetd(num_classes, num_layers, num_filters):
 
 
 def measured(*options: str) -> Record:
-    command = [sys.executable, str(SCRIPT), *TINY, *options]
-    return Record(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    done = run_program(SCRIPT, *TINY, *options)
+    assert done.returncode == 0, done.stderr
+    return Record(**json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +107,5 @@ def test_the_batch_is_halved_until_everything_fits(script: ModuleType, monkeypat
 
 
 def test_without_a_gpu_only_the_small_run_starts() -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, env=environment)
+    done = run_program(SCRIPT, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and done.stderr == "not run: no GPU; --small tries the script on the CPU\n"

@@ -1,19 +1,19 @@
 """The measurement of the input pipeline, on a handful of images."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from gpipe.results.records import Record
 from gpipe.results.tables import TABLES
+from tests.program_server import run_program
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "input_pipeline.py"
 TINY = ("--dry", "--num-images", "6", "--batch-size", "4", "--image-sizes", "32", "48", "--rounds", "1")
 
 
 def test_both_loaders_are_measured_and_shown() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), *TINY], capture_output=True, text=True, check=True)
+    done = run_program(SCRIPT, *TINY)
+    assert done.returncode == 0, done.stderr
     record = Record(**json.loads(done.stdout))
     assert record.experiment == "input_pipeline" and record.kind == "measured"
     assert record.config["num_images"] == 6 and record.config["batch_size"] == 4

@@ -1,8 +1,6 @@
 """The grid of Tables 2 and 3, on tiny models."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from gpipe.planning.forecast import Setting
 from gpipe.planning.timing import LayerTiming
 from gpipe.results.records import Record
 from gpipe.results.reproduction import BESIDE_PAPER, EVERY_TABLE, read_paper
+from tests.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "experiments" / "table2_throughput.py"
@@ -25,8 +24,8 @@ NUM_LAYERS = 6  # with embedding and softmax layer 8
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    command = [sys.executable, str(SCRIPT), "--small", "--repeats", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_program(SCRIPT, "--small", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
     return [Record(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
