@@ -14,7 +14,7 @@ from torch import nn
 
 from gpipe.checkpoint import folder as checkpoints
 from gpipe.checkpoint.manifest import Manifest
-from gpipe.config import Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
+from gpipe.config import AmoebaNetConfig, Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters, set_drop_path
@@ -134,7 +134,8 @@ def build_planner(run: RunConfig, device: Device, speed: Speed) -> Planner:
         )
 
     auxiliary = count_auxiliary_parameters(build_layers(run))
-    return Planner(_profiler(run), cut, workload_of(run).num_examples, device, speed, auxiliary)
+    least = run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1
+    return Planner(_profiler(run), cut, workload_of(run).num_examples, device, speed, auxiliary, least)
 
 
 def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:

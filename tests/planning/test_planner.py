@@ -47,6 +47,24 @@ def test_a_remedy_that_does_not_exist_is_not_named() -> None:
     assert planner(least).remedies(setting) == [f"K = {NUM_LAYERS}"]  # M = 16 would leave single examples
 
 
+@given(least=st.integers(1, 16), together=st.booleans())
+def test_the_fastest_setting_leaves_batch_norm_its_examples(least: int, together: bool) -> None:
+    free = planner(10**9)
+    bound = replace(free, min_microbatch_size=least)
+    like = Setting(1, 1, synchronize_batch_norm=together)
+    allowed = []
+    for setting in free._settings(4, like):
+        size = 16 // setting.num_replicas // setting.num_microbatches
+        if size * (setting.num_replicas if together else 1) < least:
+            with pytest.raises(ValueError, match=rf"^micro-batches of \d+ examples, expected at least {least} for"):
+                bound.forecast(setting)
+        elif size > 1:
+            allowed.append(setting)
+    best = bound.fastest(4, like)
+    assert best is not None and best[0] in allowed
+    assert best[1].step_seconds == min(free.forecast(setting).step_seconds for setting in allowed)
+
+
 def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
     sizes = []
 

@@ -30,6 +30,7 @@ class Planner:
         device: that every stage gets.
         speed: that the device reaches.
         auxiliary_parameters: how many of the model's only training uses.
+        min_microbatch_size: examples that batch norm must see at once; settings that leave it fewer cannot be.
     """
 
     profiler: Profiler
@@ -38,6 +39,7 @@ class Planner:
     device: Device
     speed: Speed
     auxiliary_parameters: int = 0
+    min_microbatch_size: int = 1
     _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict)
 
     def forecast(self, setting: Setting) -> Forecast:
@@ -75,7 +77,7 @@ class Planner:
         for num_microbatches in _doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
             try:
                 peak = self.peak_bytes(replace(setting, num_microbatches=num_microbatches))
-            except ValueError:  # such as a batch norm over a single value
+            except ValueError:  # such as too few examples for batch norm
                 return None
             if peak <= self.device.memory_bytes:
                 return num_microbatches
@@ -112,12 +114,18 @@ class Planner:
         """Return whether a setting is possible, and fits."""
         try:
             return self.fits(setting)
-        except ValueError:  # such as more stages than layers, or a batch norm over a single value
+        except ValueError:  # such as more stages than layers, or too few examples for batch norm
             return False
 
     def _profiles_for(self, setting: Setting) -> tuple[list[LayerProfile], Setting]:
         """Return the profiles with the largest micro-batch, and the setting with as many of them as there are."""
         sizes = microbatch_sizes(self.batch_size // setting.num_replicas, setting.num_microbatches)
+        seen = min(sizes) * (setting.num_replicas if setting.synchronize_batch_norm else 1)
+        if seen < self.min_microbatch_size:
+            raise ValueError(
+                f"micro-batches of {seen} examples, expected at least {self.min_microbatch_size} for batch norm: "
+                "choose fewer micro-batches or replicas"
+            )
         size = max(sizes)
         if size not in self._profiles:
             self._profiles[size] = self.profiler(size)
