@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, newest_run, refuse_overruled_data, register_schemas, to_run
 from gpipe.launch.errors import one_message
@@ -36,12 +37,17 @@ def main(composed: DictConfig) -> float | None:
     try:
         with one_message(debug=composed.launch.debug):
             run = check(composed, overrides)
-        with continued(run, folder) as at:
-            train(run, at, overrides)
+            with continued(run, folder, is_dated=is_dated(job)) as at:
+                train(run, at, overrides)
     finally:
         with suppress(OSError):
             os.removedirs(folder)  # those that are empty, because nothing was trained
     return None
+
+
+def is_dated(job: HydraConf) -> bool:
+    """Say whether the run's folder is named after the moment, and not by the user: then another one does as well."""
+    return "${date_folder:" in OmegaConf.to_yaml(job.run)
 
 
 def check(composed: DictConfig, overrides: list[str]) -> RunConfig:

@@ -1,6 +1,7 @@
 """A job of a sweep is done once, goes on where it was cut short, and says why it could not be done."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hydra import compose
 
 from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
+from gpipe.folder_lock import hold
 from gpipe.launch import devices
 from gpipe.results.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
 from gpipe.results.records import RECORD_FILE, make_record, write_record
@@ -98,6 +100,14 @@ def test_a_job_may_be_made_to_start_anew(folder: Path) -> None:
     run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.resume=never"), Training())
     (aside,) = (folder.parent / "set_aside").iterdir()
     assert (aside / "checkpoints" / "latest").exists() and not (folder / "checkpoints").exists()
+
+
+def test_a_job_that_another_process_does_is_left_to_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hold(folder):
+        assert run_job(folder, OVERRIDES, "digits", run_of, Training()) is None
+    assert list(folder.iterdir()) == []
+    said = capsys.readouterr().out
+    assert said.startswith(f"\nleft out: data=digits seed=3: {folder} is in use by process {os.getpid()} on ")
 
 
 def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(folder: Path) -> None:

@@ -121,7 +121,7 @@ def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) ->
         command = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
         translate = f"  translate         {command}\n"
     return (
-        f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}\n"
+        f"Files in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}\n"
         "Try next:\n"
         f"{train_on if config['trainer']['keep_checkpoints'] else ''}"
         f"{translate}"

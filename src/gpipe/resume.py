@@ -1,52 +1,110 @@
 """The same command again goes on where it stopped: which folder of a run that is.
 
     runs/<name>/<date>/        a run's own; the newest unfinished one of the same settings, or a new one
+    runs/<name>/<date>-2/      the folder of another run that began in the same second
     runs/sweep-<id>/<job>/     a sweep's job has the same folder each time
 
-What is there is looked for in it by each session of the run: in `gpipe.run.train`, from the newest good checkpoint.
+A run holds its folder while it lives (gpipe.folder_lock). What is there is looked for in it by each session of the run:
+in `gpipe.run.train`, from the newest good checkpoint.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
-from gpipe.config import Resume, RunConfig, read_yaml, to_plain
+from gpipe.config import ConfigError, Resume, RunConfig, read_yaml, to_plain
+from gpipe.folder_lock import LOCK_FILE, FolderHeld, hold
 from gpipe.launch.errors import ERROR_FILE
-from gpipe.results.records import RECORD_FILE, same_training
+from gpipe.results.records import RECORD_FILE, differences, same_training
 
 CONFIG_FILE = "config.yaml"
+_OTHER_FOLDER = "choose another hydra.run.dir"
 
 
 @contextmanager
-def continued(run: RunConfig, folder: Path) -> Iterator[Path]:
-    """Return the folder to train in: that of an unfinished run of the same settings, or `folder`, which is a new one.
+def continued(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Iterator[Path]:
+    """Return the folder to train in, which no other process uses until the body ends; one that stays empty is removed.
 
-    Says so, and how to start anew. While the body runs, no other process takes the folder for one that was left.
+    That is the folder of the newest unfinished run of the same settings; this says so, and how to start anew. Otherwise
+    it is a new one: `folder`, or <folder>-2 and so on where others have taken it.
+    is_dated: `folder` is a proposal, named after the moment; False: the user has named it, so it is that one or none.
+    Raises ConfigError where the named one is in use, or has another run.
     torchrun's processes learn the folder of the first one, which alone looks for it (gpipe.launch).
     """
     if os.environ.get("RANK", "0") != "0" or run.trainer.dry_run:
         yield folder
         return
-    found = None
-    if run.trainer.resume is Resume.auto:
-        earlier = sorted((path.parent for path in folder.parent.glob(f"*/{CONFIG_FILE}")), reverse=True)
-        for path in earlier:
-            if is_unfinished(path, run) and (held := _hold(path)) is not None:
-                found = path
-                break
-    if found is None:
-        found, held = folder, _hold(folder)
-    else:
-        (found / ERROR_FILE).unlink(missing_ok=True)
-        print(f"going on in {found}, which has the same settings and no end (trainer.resume=never starts anew)")
+    with ExitStack() as held:
+        if is_dated:
+            yield _hold_unfinished(run, folder, held) or _hold_new(folder, held)
+        else:
+            _hold_named(run, folder, held)
+            yield folder
+
+
+def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | None:
+    """Hold the newest unfinished run of the same settings beside `folder`; None where there is none that is free."""
+    if run.trainer.resume is Resume.never:
+        return None
+    for path in sorted((file.parent for file in folder.parent.glob(f"*/{CONFIG_FILE}")), reverse=True):
+        if not is_unfinished(path, run):
+            continue
+        try:
+            held.enter_context(hold(path))
+        except FolderHeld as busy:
+            print(f"{busy} and has the same settings: this run is another one")
+            continue
+        if is_unfinished(path, run):  # still
+            _announce(path, "trainer.resume=never starts anew")
+            return path
+    return None
+
+
+def _hold_new(folder: Path, held: ExitStack) -> Path:
+    """Hold a folder that nobody has ever used."""
+    for number in count(1):
+        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        with suppress(FolderHeld), ExitStack() as tried:
+            tried.callback(_remove_if_empty, path)
+            tried.enter_context(hold(path, is_new=True))
+            held.push(tried.pop_all())
+            return path
+    raise AssertionError
+
+
+def _hold_named(run: RunConfig, folder: Path, held: ExitStack) -> None:
+    """Hold the folder that the user has named; raises ConfigError where it has another run than this one."""
+    held.callback(_remove_if_empty, folder)
     try:
-        yield found
-    finally:
-        if held is not None:
-            os.close(held)
+        held.enter_context(hold(folder))
+    except FolderHeld as busy:
+        raise ConfigError(f"{busy}: wait until that has ended, or {_OTHER_FOLDER}.") from None
+    if not any((folder / name).exists() for name in (CONFIG_FILE, RECORD_FILE, "checkpoints")):
+        return
+    if run.trainer.resume is Resume.never:
+        raise ConfigError(f"{folder} has a run, and trainer.resume is never: {_OTHER_FOLDER}, or remove that one.")
+    if (folder / RECORD_FILE).exists():
+        raise ConfigError(f"{folder} has a run that is finished: {_OTHER_FOLDER}, or remove that one.")
+    if (folder / CONFIG_FILE).exists() and not is_unfinished(folder, run):
+        found = differences(read_yaml(folder / CONFIG_FILE), to_plain(run))
+        raise ConfigError(
+            f"{folder} has a run of other settings ({'; '.join(found) or f'its {CONFIG_FILE} cannot be read'}): "
+            f"set them as they are there, or {_OTHER_FOLDER}."
+        )
+    _announce(folder, f"{_OTHER_FOLDER} to start anew")
+
+
+def _announce(folder: Path, remedy: str) -> None:
+    (folder / ERROR_FILE).unlink(missing_ok=True)
+    print(f"going on in {folder}, which has the same settings and no end ({remedy})")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        os.removedirs(folder)
 
 
 def is_unfinished(folder: Path, run: RunConfig) -> bool:
@@ -57,25 +115,13 @@ def is_unfinished(folder: Path, run: RunConfig) -> bool:
 
 
 def clear(folder: Path, run: RunConfig) -> None:
-    """Make a job's folder fit to train in: what a run of other settings left there is set aside; nothing is lost."""
+    """Make a job's folder, which is held, fit to train in: what a run of other settings left there is set aside."""
     (folder / ERROR_FILE).unlink(missing_ok=True)
     if not (folder / CONFIG_FILE).exists() or (run.trainer.resume is Resume.auto and is_unfinished(folder, run)):
         return
     aside = folder.parent / "set_aside" / f"{folder.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    aside.parent.mkdir(exist_ok=True)
-    folder.rename(aside)
-    folder.mkdir()
-
-
-def _hold(folder: Path) -> int | None:
-    """Lock a folder for as long as this process lives; None where another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError:  # such as of NFS, which locks no folders: nobody can tell there
-        pass
-    return descriptor
+    aside.mkdir(parents=True)
+    # The settings go last: as long as they are there, this is not done.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+        if path.name != LOCK_FILE:
+            path.rename(aside / path.name)

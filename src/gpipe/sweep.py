@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from gpipe.config import RunConfig, to_plain
 from gpipe.data import DataMissing
 from gpipe.environment_secrets import redact
+from gpipe.folder_lock import FolderHeld, hold
 from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
@@ -43,9 +44,22 @@ def run_job(
     """Do one job of a sweep, unless it is done; return its top-1, which a search makes as large as it can.
 
     data: the data set's name. check: returns the job's settings, or raises. Where it cannot run or fails, the outcome
-    says why and the other jobs go on; only a signal, such as Ctrl-C, ends the sweep.
+    says why and the other jobs go on; only a signal, such as Ctrl-C, ends the sweep. A job that another process does
+    just now is left to it.
     """
     label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
+    try:
+        with hold(folder):
+            return _run_held_job(label, folder, overrides, data, check, train)
+    except FolderHeld as busy:
+        print(f"\nleft out: {label}: {busy}", flush=True)
+        return None
+
+
+def _run_held_job(
+    label: str, folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
+) -> float | None:
+    """Do a job whose folder nobody else uses."""
     made = partial(Outcome, overrides=overrides, data=data)
     try:
         run = check()

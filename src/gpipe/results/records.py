@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ WHEREABOUTS = {
     "launch", "tracking", "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
     "data.cache", "data.num_workers", "data.prefetch_factor",
 }  # fmt: skip
+# Where another place may have other data, or another state to go on from.
+_SOURCES = {"data.root", "trainer.resume_from"}
 # What changes how fast a training is, and what it leaves behind, but not what is trained.
-_EFFORTS = WHEREABOUTS | {
+_EFFORTS = (WHEREABOUTS - _SOURCES) | {
     "pipeline.partition_by", "pipeline.partitions", "pipeline.objective", "pipeline.memory_limit_bytes",
     "pipeline.timeout_seconds", "trainer.save_every_steps", "trainer.keep_checkpoints", "trainer.timeline_every_steps",
     "trainer.num_untimed_steps", "trainer.non_finite", "trainer.max_skipped_steps",
@@ -153,7 +155,35 @@ def same_training(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return _without(_EFFORTS, one) == _without(_EFFORTS, other)
 
 
-def _without(left_out: set[str], config: Mapping[str, Any]) -> dict[str, Any]:
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Collection[str] = _EFFORTS) -> list[str]:
+    """Return in which settings two trainings differ, "<key> is <value> there, <value> here" each, by default all.
+
+    saved, own: as JSON. A setting that one of the two lacks, such as one of a later program, is left out.
+    """
+    there, here = _flat(_without(may_differ, saved)), _flat(_without(may_differ, own))
+    return [
+        f"{key} is {_short(there[key])} there, {_short(value)} here"
+        for key, value in here.items()
+        if key in there and there[key] != value
+    ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of all sections as section.key."""
+    return {
+        (f"{key}.{name}" if name else key): item
+        for key, value in config.items()
+        for name, item in (value.items() if isinstance(value, Mapping) else [("", value)])
+    }
+
+
+def _short(value: Any) -> str:
+    """Return a value as one writes it on the command line, cut where it is long."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _without(left_out: Collection[str], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: {name: item for name, item in value.items() if f"{key}.{name}" not in left_out}
         if isinstance(value, Mapping)

@@ -1,0 +1,98 @@
+"""A run's folder belongs to one process at a time: a lock on a file in it says so, and the file says whose it is.
+
+The lock ends with its process, however that ends; a file that a killed process left behind locks nothing.
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCK_FILE = ".lock"
+_TRIES = 100  # whoever removes an empty folder, or its own lock, may do it between two steps of another's
+_MAX_BYTES = 200  # of a holder's name
+_held: set[int] = set()  # this process's descriptors
+
+
+class FolderHeld(Exception):
+    """The folder is in use; the message says by whom, without a full stop."""
+
+
+@contextmanager
+def hold(folder: Path, *, is_new: bool = False) -> Iterator[None]:
+    """Hold a folder, which is made where there is none; raises FolderHeld where another process does.
+
+    is_new: take it only if nobody has ever left anything in it; raises FolderHeld otherwise.
+    """
+    descriptor = _lock(folder, os.O_EXCL if is_new else 0)
+    _held.add(descriptor)
+    try:
+        if is_new and any(path.name != LOCK_FILE for path in folder.iterdir()):
+            raise FolderHeld(f"{folder} is not empty")
+        yield
+    finally:
+        if descriptor in _held:  # not in a process forked meanwhile
+            (folder / LOCK_FILE).unlink(missing_ok=True)
+            _held.remove(descriptor)
+            os.close(descriptor)
+
+
+def _lock(folder: Path, flags: int) -> int:
+    """Return the descriptor of a folder's locked file."""
+    for _ in range(_TRIES):
+        with suppress(FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = _open(folder, flags)
+            if _is_locked(folder, descriptor):
+                return descriptor
+            os.close(descriptor)
+    raise FolderHeld(f"{folder} is made and removed by others again and again")
+
+
+def _open(folder: Path, flags: int) -> int:
+    try:
+        return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o644)
+    except FileExistsError:  # even where locks do not work, two runs do not both make it
+        raise FolderHeld(f"{folder} was taken a moment ago") from None
+
+
+def _is_locked(folder: Path, descriptor: int) -> bool:
+    """Lock the file; False where its holder has just removed it. Raises FolderHeld, and closes it, where it is held."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _read_holder(descriptor)
+        os.close(descriptor)
+        raise FolderHeld(f"{folder} is in use by {holder}") from None
+    except OSError:  # a file system without locks: nobody can tell there
+        pass
+    if not _is_in(folder, descriptor):
+        return False
+    with suppress(OSError):  # a full disk: the lock holds without a name
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return True
+
+
+def _is_in(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), (folder / LOCK_FILE).stat())
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(descriptor: int) -> str:
+    text = os.pread(descriptor, _MAX_BYTES, 0).decode("utf-8", "replace").strip()
+    return text if text.isprintable() and text else "another process"
+
+
+def _let_go() -> None:
+    """Close what a forked process has inherited: one that loads data must not hold the folder of a run that is dead."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
