@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe.checkpoint import folder as checkpoints
+from gpipe.checkpoint.errors import DamagedCheckpoint
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import AmoebaNetConfig, Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
 from gpipe.launch import stops
@@ -31,6 +32,7 @@ from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import Speed
+from gpipe.results.records import RESUMED_MAY_DIFFER, differences
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.optimizers import build_optimizer, optimizer_state
@@ -41,10 +43,38 @@ from gpipe.workloads import workload_of
 
 
 def check_checkpoints(run: RunConfig) -> None:
-    """Refuse a run that is to go on or begin from a checkpoint that is not there. Raises ConfigError."""
+    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another training.
+
+    Raises ConfigError, which names the settings that differ.
+    """
     for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
         if value is not None:
             find_checkpoint(setting, value)
+    if (value := run.trainer.resume_from) is not None:
+        saved = Manifest.read(find_checkpoint("trainer.resume_from", value)).config
+        if found := differences(saved, to_plain(run), RESUMED_MAY_DIFFER):
+            raise ConfigError(
+                f"trainer.resume_from is {value}, which was trained with other settings ({'; '.join(found)}): set them "
+                "as they are there, or start from its weights alone with init_from."
+            )
+
+
+def check_earlier(run: RunConfig, folder: Path) -> None:
+    """Refuse a run's folder that has checkpoints of another training: raises ConfigError naming what differs."""
+    earlier = _newest_manifest(folder)
+    if earlier is not None and (found := differences(earlier.config, to_plain(run))):
+        raise ConfigError(
+            f"{folder} has checkpoints that were trained with other settings ({'; '.join(found)}): set them as they "
+            "are there, or choose another folder."
+        )
+
+
+def _newest_manifest(folder: Path) -> Manifest | None:
+    """Return what the newest good checkpoint in a run's folder says, None where there is none."""
+    for path in checkpoints.newest_first(folder / "checkpoints"):
+        with suppress(DamagedCheckpoint):  # the trainer names it
+            return Manifest.read(path)
+    return None
 
 
 def name_processes(run: RunConfig) -> list[str]:
@@ -226,7 +256,10 @@ def build_trainer(
     progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
     for sentence in workload.warnings():
         progress.message(f"warning: {sentence}")
-    kept = workload.keep(folder if place.is_main else None)
+    kept = workload.keep(None)
+    if (earlier := _newest_manifest(folder)) is not None:
+        _refuse_other_files(f"{folder} has a checkpoint", earlier, kept)
+    workload.keep(folder if place.is_main else None)
     trainer = Trainer(
         pipeline=pipeline,
         optimizer=_build_optimizer(run.optimizer, pipeline.named_parameters(), rate),
@@ -299,15 +332,19 @@ def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], Abstr
 def _find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
     """Find a checkpoint, and refuse one that was saved with other files than this run has."""
     path = find_checkpoint(setting, value)
-    remembered = Manifest.read(path).config
+    _refuse_other_files(f"{setting} is {value}", Manifest.read(path), kept)
+    return path
+
+
+def _refuse_other_files(subject: str, manifest: Manifest, kept: Mapping[str, str]) -> None:
+    """Raise ConfigError where a checkpoint, which `subject` names, was saved with other files than `kept`."""
     for name, digest in kept.items():
-        if (other := remembered.get(name)) != digest:
+        if (other := manifest.config.get(name)) != digest:
             what = name.removesuffix("_sha256")
             raise ConfigError(
-                f"{setting} is {value}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
+                f"{subject}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
                 f"{digest[:12]}...: set data.{what} to the one that lies in the folder of the checkpoint's run."
             )
-    return path
 
 
 def find_checkpoint(setting: str, value: str) -> Path:

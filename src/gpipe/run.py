@@ -48,6 +48,7 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
     from gpipe.planning.plan import print_plan
 
     collector.work()
+    build.check_earlier(run, folder)
     layers = build.build_layers(run)
     plan = build.build_plan(run, layers, place)
     if place.is_main:

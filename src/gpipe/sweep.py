@@ -27,7 +27,7 @@ from gpipe.folder_lock import FolderHeld, hold
 from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
-from gpipe.results.records import RECORD_FILE, Record, read_records, same_settings
+from gpipe.results.records import RECORD_FILE, Record, is_reusable, read_records
 from gpipe.resume import clear
 
 
@@ -127,7 +127,7 @@ def _record(folder: Path, run: RunConfig) -> Record | None:
     if not path.exists():
         return None
     (record,) = read_records(path)
-    return record if same_settings(record.config, to_plain(run)) else None
+    return record if is_reusable(record.config, to_plain(run)) else None
 
 
 def _reason(folder: Path) -> str:

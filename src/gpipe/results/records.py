@@ -28,6 +28,15 @@ _EFFORTS = (WHEREABOUTS - _SOURCES) | {
     "pipeline.timeout_seconds", "trainer.save_every_steps", "trainer.keep_checkpoints", "trainer.timeline_every_steps",
     "trainer.num_untimed_steps", "trainer.non_finite", "trainer.max_skipped_steps",
 }  # fmt: skip
+# What a run that goes on from another one's state may have of its own: its length, its learning rate, how it is run.
+RESUMED_MAY_DIFFER = _EFFORTS | {
+    "name", "schedule", "optimizer.learning_rate", "optimizer.times_batch_size", "optimizer.clip_norm",
+    "pipeline.num_stages", "pipeline.schedule", "pipeline.stages_per_device", "pipeline.rematerialize",
+    "data.tokenizer", "data.vocabulary_size",  # whose content, and what follows from it, is compared
+    "trainer.resume_from", "trainer.num_epochs", "trainer.max_steps", "trainer.patience",
+    "trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.evaluation_batch_size",
+    "trainer.evaluation_autocast", "trainer.dry_run",
+}  # fmt: skip
 # In JSON text, the folders of a path and its last name: of a whole string, an argument, or an override.
 _ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
 _PACKAGES = ("torch", "timm", "fairseq", "sacrebleu", "sentencepiece")
@@ -148,6 +157,12 @@ def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Say whether two runs' settings, as JSON, describe the same training, wherever it runs."""
     return _without(WHEREABOUTS, one) == _without(WHEREABOUTS, other)
+
+
+def is_reusable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether the record of one run stands for the other: the same settings, and data of the same place."""
+    may_differ = WHEREABOUTS - _SOURCES
+    return _without(may_differ, one) == _without(may_differ, other)
 
 
 def same_training(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
