@@ -413,8 +413,9 @@ def test_of_a_folder_of_runs_the_one_that_saved_last_counts(tmp_path: Path) -> N
         folder = tmp_path / name / "checkpoints"
         folder.mkdir(parents=True)
         if seconds is not None:
-            (folder / "latest").write_text("step-00000001\n")
-            os.utime(folder / "latest", (seconds, seconds))
+            (folder / "step-00000001").mkdir()
+            (folder / "step-00000001" / "manifest.json").touch()
+            os.utime(folder / "step-00000001" / "manifest.json", (seconds, seconds))
     assert newest_run(str(tmp_path)) == str(tmp_path / "a")
     assert newest_run(str(tmp_path / "b")) == str(tmp_path / "b")
     assert newest_run(str(tmp_path / "b" / "checkpoints")) == str(tmp_path / "b" / "checkpoints")

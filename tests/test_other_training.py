@@ -1,5 +1,8 @@
 """A checkpoint goes on with the training that it is of: what differs is refused by name, before anything is written."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ from hydra import compose
 
 from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.manifest import MANIFEST, Manifest
-from gpipe.config import RunConfig, to_plain, to_run, to_yaml
+from gpipe.config import RunConfig, newest_run, to_plain, to_run, to_yaml
 from gpipe.run import start
 from tests.train_program import TINY
 
@@ -92,4 +95,35 @@ def test_what_an_older_program_did_not_save_is_no_difference(tmp_path: Path) -> 
     manifest = Manifest.read(path.parent)
     del manifest.config["ema"], manifest.config["trainer"]["compile"]
     path.write_text(manifest.to_json())
+    start(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file grow beyond a few bytes."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def test_a_full_disk_leaves_the_settings_by_which_the_run_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leave(tmp_path / "run")
+    before = sorted(path.name for path in folder.iterdir())
+    with full_disk():
+        message = fail(run_of(), folder, capsys)
+    assert f"File too large: '{folder / 'config.yaml'}'" in message
+    assert (folder / "config.yaml").read_text() == to_yaml(run_of())
+    (folder / "error.txt").unlink()
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_checkpoint_is_found_without_the_pointer_to_it(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "run")
+    (folder / "checkpoints" / "latest").unlink()
+    assert newest_run(str(tmp_path)) == str(folder)
     start(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])

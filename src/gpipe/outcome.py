@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpipe.durable_files import replacing
 from gpipe.launch.processes import Place
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
 from gpipe.pipeline.timeline import Timeline, plot, simulate
@@ -72,8 +73,9 @@ def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measu
     shape = pipeline["num_stages"], num_microbatches, Rematerialize(pipeline["rematerialize"])
     schedule = SCHEDULES[pipeline["schedule"]](*shape, pipeline["stages_per_device"])
     simulated = simulate(schedule, measured.mean_seconds())
-    measured.write_trace(folder / TRACE_FILE)
-    plot({"measured": measured, "simulated": simulated}, folder / PICTURE_FILE)
+    with replacing(folder / TRACE_FILE) as trace, replacing(folder / PICTURE_FILE) as picture:
+        measured.write_trace(trace)
+        plot({"measured": measured, "simulated": simulated}, picture)
     if place.mesh is None:  # its stages take turns: there is no bubble to speak of
         return ""
     return (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpipe.config import RunConfig, to_plain, to_yaml
+from gpipe.durable_files import write_flushed
 from gpipe.launch import collector, processes, stops
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import one_message
@@ -52,7 +53,7 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
     layers = build.build_layers(run)
     plan = build.build_plan(run, layers, place)
     if place.is_main:
-        (folder / "config.yaml").write_text(to_yaml(run), encoding="utf-8")
+        write_flushed(folder / "config.yaml", to_yaml(run))
         print_plan(plan, run.name, build.name_processes(run))
     pipeline = build.build_pipeline(run, layers, plan, place)
     timelines: list[Timeline] = []

@@ -33,7 +33,12 @@ def lose_the_pointer(checkpoint: Path) -> None:
     (checkpoint.parent / "latest").unlink()
 
 
-DAMAGES = [flip_a_bit, lose_the_manifest, lose_all, lose_the_pointer]
+def take_the_name(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    (checkpoint.parent / "step-00000002").rename(checkpoint)
+
+
+DAMAGES = [flip_a_bit, lose_the_manifest, lose_all, lose_the_pointer, take_the_name]
 
 
 @pytest.fixture

@@ -61,6 +61,17 @@ def test_a_resumed_run_continues_without_gaps_or_repeats(tmp_path: Path) -> None
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "damage", [b'{"step": 2, "loss": "\xff"}', b"\xff\xfe", b"\0", b"[" * 9999, b'{"step": Infinity}']
+)
+def test_a_damaged_line_does_not_end_resuming(tmp_path: Path, damage: bytes) -> None:
+    lines = [b'{"step": 1}', damage, b'{"step": 3}']
+    (tmp_path / METRICS_FILE).write_bytes(b"".join(line + b"\n" for line in lines))
+    with Tracker(tmp_path, mode="disabled") as tracker:
+        tracker.rewind(3)
+    assert read_lines(tmp_path) == [{"step": 1}, {"step": 3}]
+
+
 def test_only_the_enabled_process_writes(tmp_path: Path) -> None:
     with Tracker(tmp_path / "run", enabled=False) as tracker:
         tracker.log({"step": 1})

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.file_image import FileImage
-from gpipe.checkpoint.files import flush
 from gpipe.checkpoint.header import Form
 from gpipe.checkpoint.layer_files import read_layers
 from gpipe.checkpoint.manifest import Manifest
+from gpipe.durable_files import replacing
 
 _PREFIX = "layers."
 
@@ -31,11 +31,8 @@ def export(checkpoint: Path, output: Path, *, averages: bool = True) -> str:
         names = [name for name, entry in entries.items() if entry.file == file]
         tensors = read_layers(checkpoint, manifest, {kind: names})[kind]
         image.copy({_plain(name): tensor for name, tensor in tensors.items()})
-    partial = output.with_name(f".{output.name}.partial")
-    partial.unlink(missing_ok=True)
-    image.write(partial)
-    partial.rename(output)
-    flush(output.parent)
+    with replacing(output) as partial:
+        image.write(partial)
     return kind
 
 

@@ -53,21 +53,3 @@ def open_regular(path: Path) -> BufferedReader:
 
 def _not_a_file(path: Path) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{path} is not a regular file, such as a link that may lead elsewhere: choose another.")
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_flushed(path: Path, text: str) -> None:
-    """Write a small file so that it appears as a whole and is on the disk, in place of one of the same name."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    flush(partial)
-    partial.replace(path)
-    flush(path.parent)

@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.files import flush, write_flushed
-from gpipe.checkpoint.manifest import MANIFEST
+from gpipe.checkpoint.manifest import MANIFEST, STEP_FOLDER
+from gpipe.durable_files import flush, write_flushed
 
 LATEST = "latest"
 BEST = "best"
-_NAME = re.compile(r"step-(\d{8,18})")
 # A checkpoint that another takes the place of, until that one is there.
 _OLD = re.compile(r"\.(step-\d{8,18})\.old")
 # What a process that was killed may have left behind.
@@ -23,8 +22,12 @@ def name_of(step: int) -> str:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that `latest` in `folder` names, or None where nothing was saved yet."""
-    return _pointed(folder / LATEST)
+    """Return the checkpoint that `latest` in `folder` names, or where that file is lost, the last complete one.
+
+    None where nothing was saved yet.
+    """
+    complete = [path for path in _steps(folder) if (path / MANIFEST).exists()]
+    return _pointed(folder / LATEST) or max(complete, key=_step, default=None)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -47,7 +50,7 @@ def newest_first(folder: Path) -> list[Path]:
 
     Those of later steps are not among them: the run went back and came another way.
     """
-    latest = latest_checkpoint(folder)
+    latest = _pointed(folder / LATEST)
     steps = _steps(folder)
     if latest is not None:
         steps = {path: step for path, step in steps.items() if step < _step(latest)} | {latest: _step(latest)}
@@ -101,7 +104,7 @@ def _delete(path: Path) -> None:
 
 def _steps(folder: Path) -> dict[Path, int]:
     paths = folder.iterdir() if folder.is_dir() else ()
-    return {path: _step(path) for path in paths if _NAME.fullmatch(path.name)}
+    return {path: _step(path) for path in paths if STEP_FOLDER.fullmatch(path.name)}
 
 
 def _step(path: Path) -> int:
@@ -113,6 +116,6 @@ def _pointed(pointer: Path) -> Path | None:
         return None
     with pointer.open("rb") as file:
         name = file.read(100).decode("ascii", "replace").strip()
-    if not _NAME.fullmatch(name):
+    if not STEP_FOLDER.fullmatch(name):
         raise CheckpointError(f"{pointer} says {name!r}, which names no checkpoint: write a folder's name into it.")
     return pointer.parent / name

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from gpipe.checkpoint.parsing import parse_fields, parse_files, parse_tensors, r
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 MAX_MANIFEST_BYTES = 2**26  # about 400,000 tensors
 
 
@@ -81,9 +83,20 @@ class Manifest:
                     f"{path} has format version {short(version)}, but this program reads {FORMAT_VERSION}: "
                     "use the program that wrote it."
                 )
-            return cls(**parse_fields(content))
+            manifest = cls(**parse_fields(content))
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path} is not a good manifest ({error}): choose another.") from None
+        manifest._refuse_other_name(folder)
+        return manifest
+
+    def _refuse_other_name(self, folder: Path) -> None:
+        """Raise DamagedCheckpoint where a folder is called after another step than its checkpoint's."""
+        named = STEP_FOLDER.fullmatch(folder.absolute().name)
+        if named is not None and int(named[1]) != self.position.step:
+            raise DamagedCheckpoint(
+                f"{folder} has the checkpoint of step {self.position.step}: give it its own name back, or choose "
+                "another."
+            )
 
     def check_file(self, folder: Path, name: str) -> None:
         """Compare a file with its size, its SHA-256 and its tensors; raises DamagedCheckpoint naming what differs."""

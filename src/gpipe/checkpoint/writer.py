@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gpipe.checkpoint.agreement import as_json
-from gpipe.checkpoint.files import write_flushed
 from gpipe.checkpoint.folder import publish
 from gpipe.checkpoint.manifest import MANIFEST, Manifest
 from gpipe.checkpoint.snapshot import Snapshot
+from gpipe.durable_files import write_flushed
 from gpipe.pipeline.engine import Pipeline
 
 _POLL_SECONDS = 0.01

@@ -37,8 +37,9 @@ def newest_run(folder: str) -> str:
     path = Path(folder)
     if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")):
         return folder
-    saved = max(path.glob("*/checkpoints/latest"), key=lambda latest: latest.stat().st_mtime, default=None)
-    return folder if saved is None else str(saved.parent.parent)
+    saved = path.glob("*/checkpoints/step-*/manifest.json")
+    newest = max(saved, key=lambda manifest: manifest.stat().st_mtime, default=None)
+    return folder if newest is None else str(newest.parents[2])
 
 
 def _digest(text: str) -> str:

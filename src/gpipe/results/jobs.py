@@ -12,6 +12,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from gpipe.durable_files import write_flushed
 from gpipe.results.records import RECORD_FILE, Record, read_records
 
 OUTCOME_FILE = "outcome.json"
@@ -52,9 +53,7 @@ class Job:
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write an outcome into its job's folder, replacing the one of an earlier attempt."""
-    partial = folder / f".{OUTCOME_FILE}.partial"
-    partial.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / OUTCOME_FILE)
+    write_flushed(folder / OUTCOME_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
 def read_jobs(folder: Path) -> list[Job]:
@@ -76,7 +75,7 @@ def summarize(folder: Path, jobs: Sequence[Job]) -> None:
         console.print(_table(jobs))
     text = "".join(line.rstrip() + "\n" for line in capture.get().splitlines() if line.strip())
     path = folder / SUMMARY_FILE
-    path.write_text(text, encoding="utf-8")
+    write_flushed(path, text)
     print(f"\n{text}")
     counts = ", ".join(f"{sum(job.outcome.status == status for job in jobs)} {status}" for status in _statuses(jobs))
     print(f"{counts}; the table is in {path}", flush=True)

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gpipe.durable_files import write_flushed
+
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 KINDS = ("measured", "simulated", "planned", "not run")
@@ -230,9 +232,7 @@ def _line(record: Record) -> str:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_flushed(path, text)
 
 
 def append_record(path: Path, record: Record) -> None:

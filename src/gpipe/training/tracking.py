@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import wandb
 
+from gpipe.durable_files import write_flushed
 from gpipe.training.stop import Stopped
 
 METRICS_FILE = "metrics.jsonl"
@@ -57,7 +58,7 @@ class Tracker:
         if mode == "disabled":
             return
         run_id = _run_id(folder) or _run_id(resumed) or secrets.token_hex(4)
-        (folder / RUN_ID_FILE).write_text(run_id + "\n", encoding="utf-8")
+        write_flushed(folder / RUN_ID_FILE, run_id + "\n")
         # Without these settings arguments, console output, source files and the host's name land in its folder.
         settings = wandb.Settings(
             x_disable_meta=True, x_disable_machine_info=True, save_code=False, console="off", silent=True, host=""
@@ -127,10 +128,8 @@ class Tracker:
         logs = [path for path in (self._path, self._earlier) if path is not None and path.exists()]
         if not self._enabled or not logs:
             return
-        kept = [line for line in logs[0].read_text(encoding="utf-8").splitlines() if _is_until(line, step)]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        partial.replace(self._path)
+        kept = [line for line in logs[0].read_bytes().split(b"\n") if _is_until(line, step)]
+        write_flushed(self._path, b"".join(line + b"\n" for line in kept))
 
     def close(self, *, failed: bool = False) -> None:
         """End the W&B run; nothing is mirrored after that."""
@@ -158,11 +157,12 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def _is_until(line: str, step: int) -> bool:
+def _is_until(line: bytes, step: int) -> bool:
+    """Say whether a line belongs to the steps up to `step`; one that is damaged belongs to none."""
     try:
         values = json.loads(line)
         return int(values["step"]) <= step and OUTCOME not in values
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
 

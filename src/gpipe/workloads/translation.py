@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
 from gpipe.data import ParallelCorpus, Tokenizer, TranslationLoader, open_corpus, open_tokenizer
 from gpipe.data.special_tokens import PADDING
+from gpipe.durable_files import replacing
 from gpipe.models import translation_transformer
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.minibatch_loss import LossFunction
@@ -125,7 +126,8 @@ class Translation:
         if tokenizer is None:
             return {}
         if folder is not None:
-            shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
+            with replacing(folder / TOKENIZER_FILE) as copy:
+                shutil.copyfile(tokenizer.path, copy)
         return {"tokenizer_sha256": tokenizer.sha256}
 
     def warnings(self) -> Sequence[str]:

@@ -1,0 +1,41 @@
+"""Files of a run: each appears complete or not at all, whatever ends the process or the machine meanwhile."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write what then takes the place of a file; where the body or the disk fails, nothing has changed.
+
+    What is yielded has the same suffix and folder. Raises OSError, with `path` where the system names no file.
+    """
+    partial = path.with_name(f".partial.{path.name}")
+    try:
+        yield partial
+        flush(partial)
+        partial.replace(path)
+        flush(path.parent)
+    except OSError as error:
+        if error.filename is None:  # of a full disk
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_flushed(path: Path, content: str | bytes) -> None:
+    """Write a small file, text as UTF-8, so that it appears as a whole and is on the disk."""
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
