@@ -1,10 +1,11 @@
 """What composes, what is refused, and that the values of an experiment are those of its paper."""
 
 import ast
+import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,57 @@ def test_a_wrong_value_gets_one_sentence(override: str, sentence: str) -> None:
     message = refusal_of(override)
     assert sentence in message
     assert "\n" not in message.strip()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer=rmsprop"],
+        ["optimizer=sgd"],
+        ["model=transformer_lm", "data=random_tokens", "optimizer=adafactor"],
+        ["model=translation_small", "data=multilingual_embedded"],
+    ],
+)
+def test_no_number_of_any_settings_is_beyond_counting(overrides: list[str], value: float) -> None:
+    run = run_of(*overrides, "trainer.max_hours=1", "optimizer.clip_norm=1")
+    sections = {"": run} | {f"{field.name}.": getattr(run, field.name) for field in fields(run)}
+    places = [
+        (place, section, field.name)
+        for place, section in sections.items()
+        if is_dataclass(section)
+        for field in fields(section)
+        if isinstance(getattr(section, field.name), float)
+    ]
+    assert len(places) >= 12
+    for place, section, name in places:
+        before = getattr(section, name)
+        setattr(section, name, value)
+        with pytest.raises(
+            ConfigError, match=f"^{place}{name} is {re.escape(str(value))}, expected a finite number of at m"
+        ):
+            replace(run)
+        setattr(section, name, before)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "pipeline.timeout_seconds=inf",
+            "pipeline.timeout_seconds is inf, expected a finite number of at most 1e+09:",
+        ),
+        (
+            "trainer.max_hours=inf",
+            "trainer.max_hours is inf, expected a finite number of at most 1e+09, or null",
+        ),
+        ("optimizer.clip_norm=inf", "optimizer.clip_norm is inf, expected"),
+        ("data.crop_aspect=[1,inf]", "data.crop_aspect is [1.0, inf], expected"),
+        ("seed=9223372036854775808", "seed is 9223372036854775808, expected a whole number of at most 64 bits"),
+    ],
+)
+def test_a_number_that_no_checkpoint_can_keep_gets_one_sentence(override: str, sentence: str) -> None:
+    assert sentence in refusal_of(override)
 
 
 def test_a_transfer_needs_a_checkpoint_to_begin_with() -> None:

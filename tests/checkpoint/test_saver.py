@@ -1,5 +1,7 @@
 """Saving while training goes on: what is written is what was, and nothing half-written is taken for a checkpoint."""
 
+import re
+import resource
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -259,3 +261,85 @@ def test_an_error_of_one_process_is_raised_on_all(tmp_path: Path, processes: Pro
     errors = processes.run(3, save_with_a_fault, tmp_path, faulty)
     assert len(set(errors)) == 1 and f"part-{faulty}.json" in errors[0]
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000001", "step-00000003"}
+
+
+def rehearse(run: SmallRun, folder: Path, **settings: Any) -> None:
+    """Rehearse a save of everything that a run has."""
+    Saver(folder, run.pipeline).rehearse(POSITION, run.model(), optimizer=saved_optimizer(run.optimizer), **settings)
+
+
+def test_a_rehearsal_leaves_what_was(tmp_path: Path) -> None:
+    run = small_run((1, 2, 3))
+    rehearse(run, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    path = run.save(tmp_path, POSITION, config={"seed": 0})
+    rehearse(run, tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", path.name}
+    run.load(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"max_hours": float("inf")}, "step 3 cannot be saved (Out of range float values"),
+        ({"folder": Path()}, "step 3 cannot be saved (Object of type"),
+    ],
+)
+def test_settings_that_cannot_be_saved_fail_in_the_rehearsal(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        rehearse(small_run(), tmp_path, config=config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_that_could_not_be_read_again_fails_in_the_rehearsal(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, small_run().pipeline)
+    with pytest.raises(CheckpointError, match="none could be read again: seed is 9223372036854775808"):
+        saver.rehearse(replace(POSITION, seed=2**63), {"weights": {}})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (
+            torch.empty(2**60, device="meta"),
+            r"has room for [\d,]+ bytes, but a checkpoint has more than 4,611,686,018,42",
+        ),
+        (torch.empty(3, dtype=torch.complex64), "layers.0.weight has the type complex64, expected one of float64"),
+    ],
+)
+def test_tensors_that_cannot_be_saved_fail_in_the_rehearsal(tmp_path: Path, tensor: torch.Tensor, said: str) -> None:
+    saver = Saver(tmp_path, small_run().pipeline)
+    with pytest.raises(CheckpointError, match=said):
+        saver.rehearse(POSITION, {"weights": {"layers.0.weight": tensor}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_bytes_fails_in_the_rehearsal(tmp_path: Path) -> None:
+    saver, limits = Saver(tmp_path, small_run().pipeline), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            saver.rehearse(POSITION, {"weights": {}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def rehearse_apart(rank: int, folder: Path, faulty: int) -> str:
+    """Rehearse with three processes, of which one sees another folder; return the error that each sees."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
+    run = small_run((1, 2, 3), order={"mesh": mesh})
+    try:
+        rehearse(run, folder / "elsewhere" if rank == faulty else folder)
+        return ""
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        run.pipeline.close()
+
+
+def test_a_folder_that_a_process_does_not_see_fails_in_the_rehearsal(tmp_path: Path, processes: ProcessPool) -> None:
+    assert processes.run(3, rehearse_apart, tmp_path, -1) == ["", "", ""]
+    errors = processes.run(3, rehearse_apart, tmp_path, 2)
+    assert len(set(errors)) == 1 and "rank 2, stage 2" in errors[0] and "elsewhere" in errors[0]
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
     "start-up": lambda run: (run / "config.yaml").exists(),
     "step": lambda run: last_step(run) >= 2,
     "evaluation": lambda run: last_step(run) >= NUM_STEPS // 2,
-    "save": lambda run: (run / "checkpoints").exists(),
+    "save": lambda run: any((run / "checkpoints").glob("*step-00000001*")),
 }
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 # Each launch with two of the moments, and each moment with a signal of its own: all of them would take half an hour.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_run import RandomImages, SmallRun, small_run, small_trainer
 
+from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import best_checkpoint, find_checkpoint, latest_checkpoint
 from gpipe.pipeline.failure import NonFiniteError, PipelineError
 from gpipe.training.evaluation import evaluate
@@ -338,3 +339,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_weights_are_not_updated(
 def test_counts_below_one_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0"):
         small_trainer(tmp_path, **{name: 0})
+
+
+def test_what_cannot_be_saved_ends_the_training_before_its_first_step(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, config={"optimizer": {"clip_norm": math.inf}})
+    with pytest.raises(CheckpointError, match=r"settings or results of step 0 cannot be saved \(Out of range"):
+        trainer.train()
+    assert trainer.pipeline.step == trainer.train_loader.num_fetched == 0
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -43,10 +43,10 @@ class Manifest:
         try:
             content = sealed({"format_version": FORMAT_VERSION, **asdict(self)})
             return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"The results of step {self.position.step} cannot be saved ({error}), as if a figure of the evaluation "
-                "were not finite: go back to an earlier checkpoint with a lower learning rate."
+                f"The settings or results of step {self.position.step} cannot be saved ({error}), expected finite "
+                "numbers and text: correct the setting, or go back to an earlier checkpoint with a lower learning rate."
             ) from None
 
     def add(self, part: Mapping[str, Any]) -> None:

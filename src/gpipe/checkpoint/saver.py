@@ -1,5 +1,6 @@
 """Save checkpoints while training goes on: each stage its own layers, the first one the rest.
 
+    rehearse  before anything is trained: each process writes a file, the leader a manifest, and all of it is deleted
     save      each process notes its tensors; the leader makes a partial folder
     thread    each process copies its tensors in memory, which do not change during a forward and a backward
               each process writes its files and flushes them, then part-<process>.json
@@ -24,6 +25,7 @@ from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import clean, name_of
 from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.rehearsal import rehearse_manifest, rehearse_part
 from gpipe.checkpoint.snapshot import Snapshot
 from gpipe.checkpoint.state import Kinds, OptimizerState
 from gpipe.checkpoint.writer import LeadingWriter, Writer
@@ -62,6 +64,35 @@ class Saver:
             self._process = min(pipeline.stages)
             self._processes: list[int] = pipeline.gather(self._process)
 
+    def rehearse(
+        self,
+        position: Position,
+        model: Kinds,
+        *,
+        optimizer: OptimizerState | None = None,
+        config: Mapping[str, Any] | None = None,
+        results: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Do what `save` does but for the tensors' numbers, and leave nothing behind.
+
+        Raises CheckpointError on every process that writes where one of them could not save.
+        """
+        if not self._writes:
+            return
+        manifest = self._manifest(position, optimizer, config, results)
+        partial, leads = self._partial_of(position), self._pipeline.is_first
+        kinds = model if optimizer is None else {**model, "optimizer": optimizer.read()}
+        try:
+            together(self._pipeline, lambda: partial.mkdir() if leads else None)
+            sizes = together(self._pipeline, lambda: rehearse_part(partial, self._process, kinds))
+            together(
+                self._pipeline,
+                lambda: rehearse_manifest(partial, manifest, self._processes, sum(sizes)) if leads else None,
+            )
+        finally:
+            if leads:
+                shutil.rmtree(partial, ignore_errors=True)
+
     def save(
         self,
         position: Position,
@@ -84,20 +115,14 @@ class Saver:
             return path
         self.wait()
         self._num_saves += 1
-        partial = self._folder / f".{path.name}.partial-{self._token}-{self._num_saves}"
+        partial = self._partial_of(position)
         kinds = {**model, "weights": self._without_buffers(model["weights"])}
         if optimizer is not None:
             kinds["optimizer"] = optimizer.read()
         together(self._pipeline, lambda: partial.mkdir() if self._pipeline.is_first else None)
         self._snapshot.take(kinds)
         if self._pipeline.is_first:
-            manifest = Manifest(
-                position=position,
-                num_layers=self._pipeline.num_layers,
-                optimizer=optimizer.name if optimizer is not None else None,
-                config=dict(config or {}),
-                results=dict(results or {}),
-            )
+            manifest = self._manifest(position, optimizer, config, results)
             self._writer = LeadingWriter(
                 self._snapshot,
                 partial,
@@ -155,6 +180,26 @@ class Saver:
             self._writer.wait(_GRACE_SECONDS)
             self._writer.give_up(seconds=1.0)
             self._writer = None
+
+    def _partial_of(self, position: Position) -> Path:
+        """Return the folder into which the save under way is written; `clean` knows its name."""
+        return self._folder / f".{name_of(position.step)}.partial-{self._token}-{self._num_saves}"
+
+    def _manifest(
+        self,
+        position: Position,
+        optimizer: OptimizerState | None,
+        config: Mapping[str, Any] | None,
+        results: Mapping[str, Any] | None,
+    ) -> Manifest:
+        """Return the manifest of a checkpoint, which lacks what the processes write."""
+        return Manifest(
+            position=position,
+            num_layers=self._pipeline.num_layers,
+            optimizer=optimizer.name if optimizer is not None else None,
+            config=dict(config or {}),
+            results=dict(results or {}),
+        )
 
     def _without_buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights, and copies of the buffers among them."""

@@ -1,5 +1,13 @@
 """Checks of one setting each; a failure is one sentence: the name, the value, what was expected, how to set it."""
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args
+
+# Times anything that a run has, it is still a number of hours, steps or milliseconds that a computer can count.
+_LARGEST_NUMBER = 1e9
+_LARGEST_WHOLE_NUMBER = 2**63 - 1
+
 
 class ConfigError(ValueError):
     """A setting that is wrong in itself, or does not go with another one."""
@@ -37,3 +45,29 @@ def fixed(name: str, value: str, expected: str, group: str) -> None:
         raise ConfigError(
             f"{name} is {value}, but the settings beside it are those of {expected}: choose with {group}=..."
         )
+
+
+def countable(settings: object) -> None:
+    """Refuse numbers that nothing can count with or save, in a dataclass of settings and in those that it has.
+
+    A run with inf or nan among its settings would train to the end, and then no checkpoint's JSON could hold them.
+    """
+    for name, value, kind in _settings_of(settings):
+        alternative = ", or null" if type(None) in get_args(kind) else ""
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float):
+                expected = f"a finite number of at most {_LARGEST_NUMBER:.0e}{alternative}"
+                require(abs(number) <= _LARGEST_NUMBER, name, value, expected)
+            elif isinstance(number, int):
+                expected = f"a whole number of at most 64 bits{alternative}"
+                require(abs(number) <= _LARGEST_WHOLE_NUMBER, name, value, expected)
+
+
+def _settings_of(settings: Any, place: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield the full name, the value and the type of every field that is no dataclass itself."""
+    for field in fields(settings):
+        name, value = f"{place}{field.name}", getattr(settings, field.name)
+        if is_dataclass(value):
+            yield from _settings_of(value, f"{name}.")
+        else:
+            yield name, value, field.type

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from yaml import YAMLError
 
-from gpipe.config.checks import ConfigError, at_least, require
+from gpipe.config.checks import ConfigError, at_least, countable, require
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import date_folder, job_folder, sweep_id
 from gpipe.config.gate import guard_composition
@@ -63,7 +63,8 @@ class RunConfig:
     tracking: TrackingConfig = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that do not go together."""
+        """Refuse numbers that cannot be saved, and settings that do not go together."""
+        countable(self)
         plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name) is not None
         require(plain, "name", repr(self.name), "letters, digits, and _ . - between them: it becomes a folder's name")
         at_least("seed", self.seed, 0)

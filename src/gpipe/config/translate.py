@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from gpipe.config.checks import ConfigError, at_least, require
+from gpipe.config.checks import ConfigError, at_least, countable, require
 from gpipe.config.pipeline import Device
 from gpipe.config.run import refuse_added_keys
 
@@ -42,6 +42,7 @@ class TranslateConfig:
 
     def __post_init__(self) -> None:
         """Refuse settings that are wrong in themselves."""
+        countable(self)
         if self.checkpoint is None:
             raise ConfigError(
                 "checkpoint is null, expected the run that trained the model: set checkpoint=<a run's folder>."

@@ -79,22 +79,20 @@ class Checkpoints:
         model = model_tensors(self._pipeline, self._ema)
         load_weights(path, self._pipeline, model, replaced=replaced, settings=self._config.get("model"))
 
+    def rehearse(self, position: Position, results: Mapping[str, Any]) -> None:
+        """Find out whether this training can be saved, before it begins; raises CheckpointError where it cannot."""
+        if self._folder is None:
+            return
+        with self._pipeline.doing("rehearsing a save"):
+            self._open_saver(self._folder).rehearse(position, **self._content(), results=results)
+
     def save(self, position: Position, results: Mapping[str, Any], *, is_best: bool = False) -> None:
         """Begin to save, if anything is to be saved and is not yet; the following steps go on meanwhile."""
         if self._folder is None or self.saved_step == position.step:
             return
         self.saved_step = position.step
-        if self._saver is None:
-            self._saver = Saver(self._folder, self._pipeline, keep=self._keep)
         with self._pipeline.doing(f"saving after step {position.step}"):
-            self._saver.save(
-                position,
-                model_tensors(self._pipeline, self._ema),
-                optimizer=saved_optimizer(self._optimizer),
-                config=self._config,
-                results=results,
-                is_best=is_best,
-            )
+            self._open_saver(self._folder).save(position, **self._content(), results=results, is_best=is_best)
 
     def wait_until_copied(self) -> None:
         """Wait until the save under way, if one is, lets weights, averages and the optimiser's state change."""
@@ -119,3 +117,17 @@ class Checkpoints:
         """After an error of the training: give the save that is under way a moment to finish, or to stop."""
         if self._saver is not None:
             self._saver.abandon()
+
+    def _open_saver(self, folder: Path) -> Saver:
+        """Return what saves to the folder, which is made with it."""
+        if self._saver is None:
+            self._saver = Saver(folder, self._pipeline, keep=self._keep)
+        return self._saver
+
+    def _content(self) -> dict[str, Any]:
+        """Return what goes into a checkpoint beside its position and results."""
+        return {
+            "model": model_tensors(self._pipeline, self._ema),
+            "optimizer": saved_optimizer(self._optimizer),
+            "config": self._config,
+        }

@@ -118,6 +118,10 @@ class Trainer:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
+    def _position(self) -> Position:
+        return Position(self.pipeline.step, self._epoch, self._batch, self.seed)
+
+    @property
     def _is_done(self) -> bool:
         is_out_of_patience = self.patience is not None and self._totals.num_worse >= self.patience
         return is_out_of_patience or self.pipeline.step >= self.num_steps
@@ -162,10 +166,13 @@ class Trainer:
     def train(self) -> Summary:
         """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated.
 
+        What cannot be saved ends it before the first step, by CheckpointError.
         Raises Stopped on all processes, after the state was saved, where one of them was asked to stop.
         """
         try:
             self._stop_if_asked(self.pipeline.gather_from_job(self.asked_to_stop()))
+            if not self._is_done:
+                self._checkpoints.rehearse(self._position, self._totals.resumable())
             while not self._is_done:
                 self._train_epoch()
             self._checkpoints.finish()
@@ -350,8 +357,7 @@ class Trainer:
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
     def _save(self, *, is_best: bool = False) -> None:
-        position = Position(self.pipeline.step, self._epoch, self._batch, self.seed)
-        self._checkpoints.save(position, self._totals.resumable(), is_best=is_best)
+        self._checkpoints.save(self._position, self._totals.resumable(), is_best=is_best)
 
 
 def _is_due(count: int, every: int | None) -> bool:
