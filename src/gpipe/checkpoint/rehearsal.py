@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.files import write_flushed
 from gpipe.checkpoint.header import form_of
 from gpipe.checkpoint.manifest import MANIFEST, Manifest
 from gpipe.checkpoint.parsing import parse_fields, read_json
 from gpipe.checkpoint.state import Kinds
 from gpipe.checkpoint.writer import part_of
+from gpipe.durable_files import write_flushed
 
 
 def rehearse_part(partial: Path, process: int, kinds: Kinds) -> int:
