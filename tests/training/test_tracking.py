@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -151,6 +155,60 @@ def test_a_resumed_run_is_the_same_run_for_wandb(offline_run: Path, tmp_path: Pa
         assert list((folder / "wandb").glob(f"offline-run-*-{run_id.strip()}"))
     with Tracker(tmp_path / "other", mode="offline"):
         assert (tmp_path / "other" / RUN_ID_FILE).read_text() != run_id
+
+
+def kill_wandb() -> None:
+    """Kill wandb's own process, which is a child of this one."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    for child in " ".join(path.read_text() for path in children).split():
+        if Path(f"/proc/{child}/comm").read_text().startswith("wandb-core"):
+            os.kill(int(child), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_logged", [0, 3])
+def test_a_run_outlives_wandbs_process(tmp_path: Path, capfd: pytest.CaptureFixture[str], num_logged: int) -> None:
+    with Tracker(tmp_path / "first") as tracker:
+        kill_wandb()
+        for step in range(num_logged):
+            tracker.log({"step": step, "loss": 1.0})
+    with Tracker(tmp_path / "second") as tracker:
+        tracker.log({"step": 0, "loss": 1.0})
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == ["warning: Weights & Biases failed"]
+    assert lines[0].endswith(
+        f"the run goes on with {tmp_path}/first/metrics.jsonl alone; tracking=disabled leaves it out."
+    )
+    assert [line["step"] for line in read_lines(tmp_path / "second")] == [0]
+    assert num_logged == 0 or len(read_lines(tmp_path / "first")) == num_logged
+    assert list((tmp_path / "second" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+PROGRAM = """
+from pathlib import Path
+from gpipe.training.tracking import Tracker
+with Tracker(Path("run")) as tracker:
+    tracker.begin([{"stage": 0, "layers": [0, 1]}])
+    tracker.log({"step": 1, "loss": 1.0})
+"""
+
+
+@pytest.mark.parametrize("home", ["home", "/dev/null/home"])
+def test_an_offline_run_leaves_nothing_at_home_and_sends_nothing(tmp_path: Path, home: str) -> None:
+    """A home that is a folder of its own, or cannot be written to; whoever would send something asks the proxy."""
+    (tmp_path / "home").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        others = ("WANDB", "XDG", "NO_PROXY", "no_proxy")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        environment = {**kept, "HOME": str(tmp_path / home), "HTTPS_PROXY": address, "HTTP_PROXY": address}
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert done.stderr == ""
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((tmp_path / "home").iterdir()) == []
 
 
 def test_an_id_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,10 +23,13 @@ RUN_ID_FILE = "wandb_id.txt"
 OUTCOME = "outcome"
 _RUN_ID = re.compile(r"[0-9a-z]{1,32}")
 _MODES = ("offline", "online", "disabled")
+_TEARDOWN_SECONDS = 5.0
 
 
 class Tracker:
     """Append one JSON object a line to `folder/metrics.jsonl`, at once, and mirror it to Weights & Biases.
+
+    The mirror never ends a run: when it fails, whatever the reason, it is given up with one warning on stderr.
 
     Used with `with`, so that a run which fails is closed as failed. Where `enabled` is False (on all processes but one)
     every call does nothing.
@@ -59,21 +66,31 @@ class Tracker:
             return
         run_id = _run_id(folder) or _run_id(resumed) or secrets.token_hex(4)
         write_flushed(folder / RUN_ID_FILE, run_id + "\n")
-        # Without these settings arguments, console output, source files and the host's name land in its folder.
+        _set_environment(folder, is_offline=mode == "offline")
+        # Without these settings arguments, console output, source files, the names of the installed packages and the
+        # host's name land in its folder.
         settings = wandb.Settings(
-            x_disable_meta=True, x_disable_machine_info=True, save_code=False, console="off", silent=True, host=""
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            save_code=False,
+            console="off",
+            host="",
         )
-        self._run = wandb.init(
-            mode="online" if mode == "online" else "offline",
-            dir=str(folder),
-            project=project,
-            group=group,
-            name=name,
-            id=run_id,
-            resume="allow" if mode == "online" else None,  # offline, `wandb sync` puts the parts of an id together
-            config=dict(config or {}),
-            settings=settings,
-        )
+        try:
+            self._run = wandb.init(
+                mode="online" if mode == "online" else "offline",
+                dir=str(folder),
+                project=project,
+                group=group,
+                name=name,
+                id=run_id,
+                resume="allow" if mode == "online" else None,  # offline, `wandb sync` puts the parts of an id together
+                config=dict(config or {}),
+                settings=settings,
+            )
+        except Exception as error:  # noqa: BLE001 - as in `_mirror`
+            self._give_up(error)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write `values` as one line; they must have "step", and numbers that are not finite become null."""
@@ -82,26 +99,22 @@ class Tracker:
         if "step" not in values:
             raise ValueError(f"The values {sorted(values)} lack 'step', by which the lines are ordered: add it.")
         finite = self._write(values)
-        if self._run is not None:
-            self._run.log({key: value for key, value in finite.items() if value is not None}, step=values["step"])
+        known = {key: value for key, value in finite.items() if value is not None}
+        self._mirror(lambda run: run.log(known, step=values["step"]))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table, such as the plan, as one line {"step", name: rows}; all rows have the same keys."""
         if not self._enabled:
             return
         finite = self._write({"step": step, name: rows})[name]
-        if self._run is not None:
-            data = [[_cell(value) for value in row.values()] for row in finite]
-            table = wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
-            self._run.log({name: table}, step=step)
+        self._mirror(lambda run: run.log({name: _table(finite)}, step=step))
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
         """Write where a picture in the run's folder lies as one line {"step", name: file name}."""
         if not self._enabled:
             return
         self._write({"step": step, name: str(path.relative_to(self._folder))})
-        if self._run is not None:
-            self._run.log({name: wandb.Image(str(path))}, step=step)
+        self._mirror(lambda run: run.log({name: wandb.Image(str(path))}, step=step))
 
     def begin(self, plan: Sequence[Mapping[str, Any]]) -> None:
         """Write the plan, where the log has nothing yet."""
@@ -133,9 +146,29 @@ class Tracker:
 
     def close(self, *, failed: bool = False) -> None:
         """End the W&B run; nothing is mirrored after that."""
-        if self._run is not None:
-            self._run.finish(exit_code=int(failed))
-            self._run = None
+        self._mirror(lambda run: run.finish(exit_code=int(failed)))
+        self._run = None
+
+    def _mirror(self, give: Callable[[wandb.Run], None]) -> None:
+        """Give something to W&B, if it is there; after its first failure it is not any more."""
+        if self._run is None:
+            return
+        try:
+            give(self._run)
+        except Exception as error:  # noqa: BLE001 - its process may be killed, its disk full, its account closed
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without W&B, after a word on why."""
+        self._run = None
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(
+            f"warning: Weights & Biases failed ({reason}): the run goes on with {self._path} alone; "
+            "tracking=disabled leaves it out.",
+            file=sys.stderr,
+            flush=True,
+        )
+        _forget_service()
 
     def __enter__(self) -> Self:
         return self
@@ -157,6 +190,32 @@ def jsonable(value: Any) -> Any:
     return value
 
 
+def _set_environment(folder: Path, *, is_offline: bool) -> None:
+    """Let wandb write nothing outside of the run's folder, tell its makers nothing of its own accord, and be silent.
+
+    A run has no settings for these, only the process has. Online, the account's settings stay where they always are.
+    """
+    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    for kind in ("DATA", "CACHE", "CONFIG") if is_offline else ("DATA", "CACHE"):
+        os.environ[f"WANDB_{kind}_DIR"] = str((folder / "wandb" / kind.lower()).resolve())
+
+
+def _forget_service() -> None:
+    """Let the next run of this process, such as a sweep's next job, start wandb's own process anew."""
+    thread = threading.Thread(target=_tear_down, name="wandb-teardown", daemon=True)
+    thread.start()
+    thread.join(_TEARDOWN_SECONDS)  # it waits for that process, which may hang
+
+
+def _tear_down() -> None:
+    with suppress(Exception, SystemExit):  # it leaves the program where its process was killed
+        service: Any = wandb.setup()._connection
+        try:
+            wandb.teardown()
+        finally:
+            service._proc.join()  # private: teardown itself waits for no process that was killed
+
+
 def _is_until(line: bytes, step: int) -> bool:
     """Say whether a line belongs to the steps up to `step`; one that is damaged belongs to none."""
     try:
@@ -174,6 +233,11 @@ def _run_id(folder: Path | None) -> str | None:
     if not _RUN_ID.fullmatch(text):
         raise ValueError(f"{folder / RUN_ID_FILE} says {text!r}, expected a run's id: delete the file.")
     return text
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> wandb.Table:
+    data = [[_cell(value) for value in row.values()] for row in rows]
+    return wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
 
 
 def _cell(value: Any) -> Any:
