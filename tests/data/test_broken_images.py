@@ -88,6 +88,33 @@ def test_the_largest_image_that_is_decoded_has_pils_limit_of_pixels(files: Image
         files.image(3)
 
 
+@pytest.mark.parametrize("name", ["image.png", "image.tif", "image.pgm"])
+def test_a_grey_image_of_16_bits_has_its_upper_8(tmp_path: Path, name: str) -> None:
+    pixels = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    if name.endswith("pgm"):
+        (tmp_path / name).write_bytes(b"P5 16 16 65535\n" + pixels.astype(">u2").tobytes())
+    else:
+        Image.fromarray(pixels).save(tmp_path / name)
+    image = ImageFiles(tmp_path, [name], [0], ["a"]).image(0)
+    assert image.mode == "RGB"
+    assert np.array_equal(np.asarray(image), np.repeat((pixels >> 8)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_no_known_range_are_refused(tmp_path: Path, dtype: type) -> None:
+    Image.fromarray(np.full((4, 4), 70_000, dtype)).save(tmp_path / "image.tif")
+    with pytest.raises(BrokenImage, match=r"image\.tif: its pixels are numbers of mode [IF], expected 8 or 16 bits"):
+        ImageFiles(tmp_path, ["image.tif"], [0], ["a"]).image(0)
+
+
+def test_a_truncated_image_of_16_bits_is_broken(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 65536, (64, 64), dtype=np.uint16)).save(stream, "PNG")
+    (tmp_path / "image.png").write_bytes(stream.getvalue()[:2000])
+    with pytest.raises(BrokenImage, match=r"image\.png: .*truncated"):
+        ImageFiles(tmp_path, ["image.png"], [0], ["a"]).image(0)
+
+
 def test_no_file_reaches_a_decoder_that_runs_a_program(files: ImageFiles, monkeypatch) -> None:
     from PIL import EpsImagePlugin
 

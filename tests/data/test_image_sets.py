@@ -1,9 +1,12 @@
 """Image sets: what they hold, and what they say when files are missing or broken."""
 
 import gzip
+import os
 import struct
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from PIL import Image
 
 from gpipe.data import BrokenImage, DataMissing, ImageArray, check_image_set, open_image_set
+from gpipe.data.class_folders import list_class_folders
 
 
 def write_idx(path: Path, magic: int, shape: tuple[int, ...], content: bytes) -> None:
@@ -121,6 +125,56 @@ def test_imagenet_classes_must_agree(imagenet_root: Path) -> None:
     (imagenet_root / "val" / "n01443537").rename(imagenet_root / "val" / "n99999999")
     with pytest.raises(ValueError, match="different in 'n01443537'; sort the val images"):
         open_image_set("imagenet", "train", imagenet_root)
+
+
+def test_imagenet_follows_links_in_the_order_of_torchvision(imagenet_root: Path, tmp_path_factory) -> None:
+    from torchvision.datasets import ImageFolder
+
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (imagenet_root / "train" / "n01440764").rename(elsewhere / "images")
+    (imagenet_root / "train" / "n01440764").symlink_to(elsewhere / "images")
+    for name in ("b", "a/c", "a"):
+        (elsewhere / "images" / name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(elsewhere / "images" / name / "x.PNG")
+    train, expected = open_image_set("imagenet", "train", imagenet_root), ImageFolder(imagenet_root / "train")
+    assert [(str(train.path(index)), label) for index, label in enumerate(train.labels)] == expected.samples
+    assert len(train) == 9
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "../n01443537"])
+def test_a_link_that_leads_back_is_refused_by_name(imagenet_root: Path, target: str) -> None:
+    (imagenet_root / "train" / "n01443537" / "link").symlink_to(target)
+    (imagenet_root / "train" / "n01440764" / "link").symlink_to(target)
+    with pytest.raises(ValueError, match=r"train/n0144\S+ leads to \S+ again, whose images .*; remove the link"):
+        open_image_set("imagenet", "train", imagenet_root)
+
+
+@pytest.fixture
+def bound_by_permissions() -> Iterator[Path]:
+    """A folder of a user whom permissions bind, as they do not bind root, while that user runs this process."""
+    is_root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        if is_root:
+            os.chown(folder, 65534, -1)
+            os.seteuid(65534)
+        yield Path(folder)
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_folder_that_cannot_be_read_is_refused_by_name(bound_by_permissions: Path) -> None:
+    (bound_by_permissions / "a").mkdir()
+    (bound_by_permissions / "a" / "1.png").touch()
+    (bound_by_permissions / "a" / "more").mkdir(0o000)
+    with pytest.raises(ValueError, match=r"cannot list \S+/a/more: Permission denied; make it readable"):
+        list_class_folders(bound_by_permissions, ["a"], (".png",))
+
+
+def test_a_class_without_images_is_refused_by_name(imagenet_root: Path) -> None:
+    for path in (imagenet_root / "val" / "n01443537").iterdir():
+        path.rename(path.with_suffix(".txt"))
+    with pytest.raises(FileNotFoundError, match=r"val/n01443537 has no image, expected files that end with \.jpg"):
+        open_image_set("imagenet", "test", imagenet_root)
 
 
 def test_grey_and_disguised_files_decode_to_rgb(imagenet_root: Path) -> None:

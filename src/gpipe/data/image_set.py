@@ -86,13 +86,14 @@ class ImageFiles:
     def image(self, index: int) -> Image.Image:
         """Decode image `index` to RGB.
 
-        Raises BrokenImage, which names the file, for one that is truncated, is no picture, or has more than
-        PIL.Image.MAX_IMAGE_PIXELS pixels: the header of a small file can announce more than memory holds.
+        Raises BrokenImage, which names the file, for one that is truncated, is no picture, has pixels of unknown range,
+        or has more than PIL.Image.MAX_IMAGE_PIXELS of them: the header of a small file can announce more than memory
+        holds.
         """
         path = self.path(index)
         try:
             with _open(path) as image:
-                return image.convert("RGB")
+                return _to_rgb(image)
         except Exception as error:  # PIL's decoders raise OSError, SyntaxError, struct.error and more
             cause = str(error) or type(error).__name__
             raise BrokenImage(f"cannot decode {path}: {cause}; remove or replace it") from error
@@ -103,3 +104,17 @@ def _open(path: Path) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(path, formats=_FORMATS)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image with 8 bits a channel.
+
+    Of 16 bits the upper 8 are taken, as PIL does with colour; grey it would cut off at 255, and show white.
+    """
+    is_integer = image.mode == "I"  # PIL has so the 16 bits of PGM and, in older versions, of PNG
+    if image.mode.startswith("I;16") or (is_integer and image.format in ("PNG", "PPM")):
+        image.load()  # numpy would hide the error of a truncated file
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if is_integer or image.mode == "F":
+        raise ValueError(f"its pixels are numbers of mode {image.mode}, expected 8 or 16 bits a channel")
+    return image.convert("RGB")

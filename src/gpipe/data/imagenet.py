@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gpipe.data.class_folders import list_class_folders
 from gpipe.data.image_set import ImageFiles
 from gpipe.data.source import Source, TableCounts
 
@@ -11,15 +12,15 @@ _FOLDERS = {"train": "train", "test": "val"}
 def open_image_folder(root: Path, split: str) -> ImageFiles:
     """List the images of a split, in the order of their paths; the "test" split is root/val.
 
-    The classes are the folders of root/train, sorted. Raises ValueError where root/val has other ones, and
-    FileNotFoundError where a class has no image.
+    The classes are the folders of root/train, sorted. Raises ValueError where root/val has other ones, a folder cannot
+    be listed, or a link leads back to one; FileNotFoundError where a class has no image.
     """
     import gpipe._torchvision  # noqa: F401  (before torchvision)
 
     # isort: split
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 
-    class_names, labels_by_class = find_classes(root / "train")
+    class_names, _ = find_classes(root / "train")
     val_classes = set(find_classes(root / "val")[0])
     if different := sorted(val_classes.symmetric_difference(class_names)):
         raise ValueError(
@@ -27,9 +28,8 @@ def open_image_folder(root: Path, split: str) -> ImageFiles:
             f"different in {different[0]!r}; sort the val images into folders with the names of the training classes"
         )
     folder = root / _FOLDERS[split]
-    samples = make_dataset(folder, labels_by_class, extensions=IMG_EXTENSIONS)
-    names = [path[len(str(folder)) + 1 :] for path, _ in samples]
-    return ImageFiles(folder, names, [label for _, label in samples], class_names)
+    names, labels = list_class_folders(folder, class_names, IMG_EXTENSIONS)
+    return ImageFiles(folder, names, labels, class_names)
 
 
 IMAGENET = Source(
