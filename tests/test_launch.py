@@ -1,6 +1,7 @@
 """Processes start together, end together, and speak once when something fails."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -265,6 +266,33 @@ def test_only_what_was_loaded_while_the_collector_rested_is_never_searched(tmp_p
     command = [sys.executable, "-c", COLLECTING]
     done = subprocess.run(command, env=os.environ | PYTHONPATH, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+LISTENING = """
+import time
+from gpipe.launch import stops
+
+stops.listen()
+print("listening", flush=True)
+while stops.reason() is None:
+    time.sleep(0.01)
+print(stops.reason())
+"""
+
+
+def test_pauses_at_random_moments_make_no_request_and_nobody_deaf() -> None:
+    command = [sys.executable, "-c", LISTENING]
+    draw = random.Random(22)
+    with subprocess.Popen(command, env=os.environ | PYTHONPATH, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "listening\n"
+        for _ in range(4):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(draw.uniform(0.1, 0.3))
+            process.send_signal(signal.SIGCONT)
+            time.sleep(draw.uniform(0, 0.1))
+        assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)
+        assert process.communicate(timeout=MANY_SECONDS / 2) == ("SIGUSR1\n", None)
 
 
 def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> None:

@@ -1,6 +1,7 @@
 """A signal at any moment stops a run in good order, in each launch, and the same command goes on."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +96,21 @@ def test_a_signal_before_anything_is_there_leaves_nothing(
     session.send(signal.SIGTERM)
     assert session.status() == 75, session.said()
     assert "stopped by SIGTERM before the first step: the same command again goes on." in session.said()
+
+
+def test_a_run_that_is_paused_at_random_moments_still_hears(begin: Callable[..., Session]) -> None:
+    session = begin("launched", "pipeline.timeout_seconds=4", "trainer.num_epochs=100")
+    session.wait_for(MOMENTS["step"])
+    draw = random.Random(22)
+    for longest in (0.4, 0.4, 0.4, 6.0):  # the last one is longer than the time-out
+        session.send(signal.SIGSTOP, to_all=True)
+        time.sleep(draw.uniform(0.75, 1) * longest)
+        session.send(signal.SIGCONT, to_all=True)
+        time.sleep(draw.uniform(0, 0.2))
+    session.send(signal.SIGTERM)
+    assert session.status() == 75, session.said()
+    run = run_folder(session.folder)
+    assert saved_steps(run)[-1:] == [last_step(run)] and not (run / "error.txt").exists()
 
 
 @pytest.mark.parametrize("launch", ["one process", "launched"])

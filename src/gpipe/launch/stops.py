@@ -23,7 +23,7 @@ from types import FrameType
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 INTERRUPTED = 128 + signal.SIGINT
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.1
 _SAME_SECONDS = 1.0  # Ctrl-C reaches torchrun's processes twice: from the terminal, and from torchrun
 _REMEDY = "the same command again goes on"
 
@@ -31,9 +31,9 @@ _REMEDY = "the same command again goes on"
 class _Listener:
     """Notes the requests that reach a process, from when it is made until it is closed.
 
-    The signals are blocked and a thread waits for them, so that a process which waits inside of torch hears them too.
+    The signals are blocked and a thread looks for them, so that a process which waits inside of torch hears them too.
     Whatever is started meanwhile inherits the block: a signal to the whole group ends no process that is still
-    starting, and none that loads data. Where the system cannot wait so (macOS), Python's handlers have to do.
+    starting, and none that loads data. Where the system cannot look so (macOS), Python's handlers have to do.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,11 @@ class _Listener:
         self._received: set[int] = set()
         self._interrupted: float | None = None
         self._pass_on: Path | None = None
+        self._has_told = False
         self._obey: Path | None = None
         self._told_by: set[int] = set()  # SIGTERM's senders
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._wait, name="stops", daemon=True)
+        self._thread = threading.Thread(target=self._look_regularly, name="stops", daemon=True)
         self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         if hasattr(signal, "sigtimedwait"):
@@ -78,9 +79,8 @@ class _Listener:
 
     def pass_on(self, note: Path | None) -> None:
         """Write requests to a file, which other processes obey."""
-        self._pass_on = note
-        if self.reason is not None:
-            self.ask(self.reason)
+        self._pass_on, self._has_told = note, False
+        self._tell()
 
     def obey(self, note: Path) -> None:
         """Be one of the processes of a launcher: listen to what its process writes, and do not outlive it."""
@@ -90,13 +90,20 @@ class _Listener:
     def ask(self, reason: str) -> None:
         """Note a request."""
         self.reason = self.reason or reason
-        if self._pass_on is not None:
-            self._pass_on.write_text(self.reason, encoding="utf-8")
+        self._tell()
+
+    def _tell(self) -> None:
+        """Write the request to the file; where that fails, on a full disk perhaps, the next look tries again."""
+        if self.reason is not None and self._pass_on is not None and not self._has_told:
+            with suppress(OSError):
+                self._pass_on.write_text(self.reason, encoding="utf-8")
+                self._has_told = True
 
     def _end(self, status: int, message: str | None = None) -> None:
         """End this process now, whatever its other threads do, and those that load its data; print a last message."""
-        if message is not None:
-            os.write(sys.stderr.fileno(), f"{message}\n".encode())
+        if message is not None and sys.stderr is not None:
+            with suppress(OSError):  # nobody reads it any more
+                os.write(sys.stderr.fileno(), f"{message}\n".encode())
         if self._pass_on is None:  # the processes of a launcher see that it is gone, and end their own
             for child in multiprocessing.active_children():
                 child.kill()
@@ -105,11 +112,12 @@ class _Listener:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._receive(number, None)
 
-    def _wait(self) -> None:
-        while not self._closed.is_set():
-            found = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
-            if found is not None:
+    def _look_regularly(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            # It does not wait here: Python makes up a signal where SIGCONT, or a debugger, interrupts such a wait.
+            while (found := signal.sigtimedwait(_SIGNALS, 0)) is not None:
                 self._receive(found.si_signo, found.si_pid)
+            self._tell()
             self._look()
 
     def _receive(self, number: int, sender: int | None) -> None:

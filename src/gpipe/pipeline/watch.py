@@ -64,7 +64,7 @@ class Watch:
         self._num_processes, self._num_known = dist.get_world_size(), 0
         self._progress = 0
         self._wait: _Wait | None = None
-        self._looks = 0
+        self._looks, self._looked = 0, time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}  # how far others were, and since when
         self._alive: dict[int, tuple[int, float]] = {}  # how often they had looked, and since when
         self._next_search = 0.0
@@ -144,6 +144,11 @@ class Watch:
             self.close()
             return False
         self._looks += 1
+        if now - self._looked > max(self._timeout_seconds / 2, _STOPPED_SECONDS):
+            # This process was paused, and perhaps all were: what it saw before says nothing about the others.
+            self._seen.clear()
+            self._alive.clear()
+        self._looked = now
         if self._num_known < self._num_processes:  # one name a look, for the day when the board is gone
             self._num_known += self._board.read(f"process/{self._num_known}") is not None
         others = list(wait.ranks) if wait is not None else []
