@@ -1,10 +1,11 @@
 """Train a model through a pipeline: compose the settings, start the processes, build, train. See `--help`."""
 # ruff: noqa: E402
 
-from gpipe.launch import collector, stops
+from gpipe.launch import collector, stops, terminal
 
 # Before anything that takes its time to load: a stop at any moment is one in good order.
 stops.listen()
+terminal.outlive_readers()
 collector.rest()
 
 import os

@@ -295,6 +295,55 @@ def test_pauses_at_random_moments_make_no_request_and_nobody_deaf() -> None:
         assert process.communicate(timeout=MANY_SECONDS / 2) == ("SIGUSR1\n", None)
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["heard", "nohup"])
+def test_a_closed_window_is_a_request_unless_it_was_ignored_before(ignored: bool) -> None:
+    ignoring = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if ignored else ""
+    command = [sys.executable, "-c", ignoring + LISTENING]
+    with subprocess.Popen(command, env=os.environ | PYTHONPATH, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "listening\n"
+        process.send_signal(signal.SIGHUP)
+        if ignored:
+            time.sleep(0.3)
+            process.send_signal(signal.SIGUSR1)
+        expected = "SIGUSR1\n" if ignored else "SIGHUP\n"
+        assert process.communicate(timeout=MANY_SECONDS / 2) == (expected, None)
+
+
+def test_a_process_of_torchrun_does_not_outlive_it() -> None:
+    torchrun = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {LISTENING!r}])"
+    environment = os.environ | PYTHONPATH | {"TORCHELASTIC_RUN_ID": "job"}
+    command = [sys.executable, "-c", torchrun]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "listening\n"
+        process.kill()
+        assert process.communicate(timeout=5) == ("", None)  # which waits until nobody has its output open
+
+
+PRINTING = """
+import sys, time
+from gpipe.launch import terminal
+
+terminal.outlive_readers()
+print("listening", flush=True)
+sys.stdin.read()
+print("to nobody", flush=True)
+print("to nobody either")
+print("done", file=sys.stderr)
+"""
+
+
+def test_a_reader_that_is_gone_ends_no_program() -> None:
+    command = [sys.executable, "-c", PRINTING]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=os.environ | PYTHONPATH, text=True, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "listening\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == "done\n"
+    assert process.returncode == 0
+
+
 def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))

@@ -40,9 +40,12 @@ _MACHINES = {"examples_per_second", "step_seconds", "peak_memory_bytes", "wait_s
 
 
 class Session:
-    """A run of train.py in a session of its own, so that whatever it leaves behind can be found."""
+    """A run of train.py in a session of its own, so that whatever it leaves behind can be found.
 
-    def __init__(self, folder: Path, launch: str, *arguments: str) -> None:
+    piped: what it says goes into a pipe, which nobody reads until `close_pipe`, instead of a file.
+    """
+
+    def __init__(self, folder: Path, launch: str, *arguments: str, piped: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         python, own = LAUNCHES[launch]
@@ -51,9 +54,15 @@ class Session:
         command = [sys.executable, *python, str(ROOT / "train.py"), *flags, *TINY, *own, *settings]
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         self._output = (folder / "output.txt").open("w+", encoding="utf-8")
+        output = subprocess.PIPE if piped else self._output
         self._process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+    def close_pipe(self) -> None:
+        """Leave the run alone with its output, as a `tee` that dies."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def wait_for(self, moment: Callable[[Path], bool]) -> None:
         """Wait until something holds of the run's folder."""

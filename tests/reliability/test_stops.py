@@ -29,7 +29,7 @@ STOPS = [
     ("one process", "step", signal.SIGINT),
     ("torchrun", "step", signal.SIGUSR1),
     ("launched", "evaluation", signal.SIGUSR1),
-    ("launched", "save", signal.SIGINT),
+    ("launched", "save", signal.SIGHUP),
 ]
 
 
@@ -37,8 +37,8 @@ STOPS = [
 def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     sessions: list[Session] = []
 
-    def begin(launch: str, *arguments: str) -> Session:
-        sessions.append(Session(tmp_path, launch, *arguments))
+    def begin(launch: str, *arguments: str, piped: bool = False) -> Session:
+        sessions.append(Session(tmp_path, launch, *arguments, piped=piped))
         return sessions[-1]
 
     yield begin
@@ -111,6 +111,35 @@ def test_a_run_that_is_paused_at_random_moments_still_hears(begin: Callable[...,
     assert session.status() == 75, session.said()
     run = run_folder(session.folder)
     assert saved_steps(run)[-1:] == [last_step(run)] and not (run / "error.txt").exists()
+
+
+def test_a_closed_window_is_nothing_to_a_run_under_nohup(whole: Path, begin: Callable[..., Session]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which what is started here inherits
+    try:
+        session = begin("launched")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    session.wait_for(MOMENTS["step"])
+    session.send(signal.SIGHUP, to_all=True)
+    assert session.status() == 0, session.said()
+    assert_same(run_folder(session.folder), whole)
+
+
+def test_workers_end_with_a_torchrun_that_is_killed(begin: Callable[..., Session]) -> None:
+    session = begin("torchrun", "data.num_workers=1")
+    session.wait_for(MOMENTS["step"])
+    session.send(signal.SIGKILL)
+    assert session.status() == -signal.SIGKILL  # and nothing is left
+
+
+def test_a_tee_that_dies_ends_nothing_and_a_stop_is_one(begin: Callable[..., Session]) -> None:
+    session = begin("launched", piped=True)
+    session.wait_for(MOMENTS["step"])
+    session.close_pipe()
+    session.send(signal.SIGINT)
+    assert session.status() == 75
+    run = run_folder(session.folder)
+    assert saved_steps(run) == [last_step(run)] and not (run / "error.txt").exists()
 
 
 @pytest.mark.parametrize("launch", ["one process", "launched"])

@@ -1,8 +1,10 @@
 """torch's elastic agent, with an eye for how its processes end."""
 
+import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from multiprocessing import active_children
@@ -83,7 +85,8 @@ class Agent(LocalElasticAgent):
     def train(self) -> dict[int, Any] | End:
         """Start the processes and wait; return what they returned, by rank, or how the first of the last try ended."""
         try:
-            result = self.run()
+            with _no_handlers():
+                result = self.run()
         finally:
             self._worker_group.spec.rdzv_handler.shutdown()
         if self._first_end is not None:
@@ -136,3 +139,17 @@ class Agent(LocalElasticAgent):
         child = self._children[rank]
         assert child.pid is not None and child.exitcode is not None
         return End(rank, child.pid, child.exitcode)
+
+
+@contextmanager
+def _no_handlers() -> Iterator[None]:
+    """Leave the signals to those who handle them already, and SIGHUP ignored under nohup: torch would handle four."""
+    name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

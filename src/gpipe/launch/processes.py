@@ -9,7 +9,6 @@ import logging
 import math
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from gpipe.launch import collector, stops
 from gpipe.launch.agent import Agent, End
@@ -129,7 +127,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
     """Start the processes with torch's elastic agent, and wait; it ends all as soon as one fails."""
     error_file = processes.folder / ERROR_FILE
     collector.work()
-    with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet(), _signals_restored():
+    with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet():
         note = Path(logs) / "stop"
         stops.listen().pass_on(note)
         agent = Agent(
@@ -143,9 +141,6 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         )
         try:
             end = agent.train()
-        except SignalException as stop:
-            print(f"error: stopped by {stop.sigval.name}", file=sys.stderr)
-            raise SystemExit(128 + stop.sigval) from None
         finally:
             stops.listen().pass_on(None)
     if isinstance(end, End):
@@ -266,14 +261,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Put back the handlers that the agent replaces, for whatever comes after it in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

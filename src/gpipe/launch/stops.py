@@ -5,6 +5,7 @@ A request is only noted; training looks at the note between two steps, on all pr
     signal                     what comes of it
     SIGTERM, SIGINT (Ctrl-C)   saved at the next step boundary, exit status 75: the same command goes on
     SIGUSR1, SIGUSR2           the same; SLURM and its friends send them before a time limit
+    SIGHUP (a closed window)   the same; nothing where it was ignored before, as under nohup
     a second SIGINT            the end at once, nothing saved, exit status 130
 """
 
@@ -22,7 +23,7 @@ from types import FrameType
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 INTERRUPTED = 128 + signal.SIGINT
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 _LOOK_SECONDS = 0.1
 _SAME_SECONDS = 1.0  # Ctrl-C reaches torchrun's processes twice: from the terminal, and from torchrun
 _REMEDY = "the same command again goes on"
@@ -47,7 +48,11 @@ class _Listener:
         self._told_by: set[int] = set()  # SIGTERM's senders
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_regularly, name="stops", daemon=True)
-        self._handlers = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        # torch's agent waits for its processes; who sets variables like torchrun's by hand may leave before them.
+        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._signals = _SIGNALS - {signal.SIGHUP} if is_nohup else _SIGNALS
+        self._handlers = {number: signal.signal(number, self._handle) for number in self._signals}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         if hasattr(signal, "sigtimedwait"):
             self.block()
@@ -59,7 +64,7 @@ class _Listener:
 
     def block(self) -> None:
         """Leave the signals to the thread."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
 
     def close(self) -> None:
         """Leave the signals to whoever had them before."""
@@ -83,7 +88,7 @@ class _Listener:
         self._tell()
 
     def obey(self, note: Path) -> None:
-        """Be one of the processes of a launcher: listen to what its process writes, and do not outlive it."""
+        """Be one of the processes of a launcher: listen to what its process writes."""
         self._obey = note
         self._look()
 
@@ -115,7 +120,7 @@ class _Listener:
     def _look_regularly(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
             # It does not wait here: Python makes up a signal where SIGCONT, or a debugger, interrupts such a wait.
-            while (found := signal.sigtimedwait(_SIGNALS, 0)) is not None:
+            while (found := signal.sigtimedwait(self._signals, 0)) is not None:
                 self._receive(found.si_signo, found.si_pid)
             self._tell()
             self._look()
@@ -141,10 +146,11 @@ class _Listener:
             # torch's agent ends its processes by SIGTERM, what it asks of them comes by the note; and a training
             # process ends so those that load its data. That is no failure of theirs.
             self._end(0)
+        expected = parent.pid if parent is not None and self._obey is not None else self._agent
+        if expected is not None and os.getppid() != expected:
+            self._end(INTERRUPTED)
         if self._obey is None:
             return
-        if parent is not None and os.getppid() != parent.pid:
-            self._end(INTERRUPTED)
         with suppress(OSError):
             if text := self._obey.read_text(encoding="utf-8"):
                 self.ask(text)
