@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, newest_run, refuse_overruled_data, register_schemas, to_run
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import one_message, one_message_from_hydra
 from gpipe.resume import continued
 from gpipe.sweep import run_job
 
@@ -72,4 +72,5 @@ def train(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = T
 
 
 if __name__ == "__main__":
-    main()
+    with one_message_from_hydra():
+        main()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -111,6 +112,18 @@ def test_a_run_that_is_paused_at_random_moments_still_hears(begin: Callable[...,
     assert session.status() == 75, session.said()
     run = run_folder(session.folder)
     assert saved_steps(run)[-1:] == [last_step(run)] and not (run / "error.txt").exists()
+
+
+def test_a_process_that_hangs_while_it_starts_is_named_within_the_time_out(begin: Callable[..., Session]) -> None:
+    session = begin("launched", "pipeline.timeout_seconds=5")
+    begun = time.monotonic()
+    while len(started := session.pids_of("spawn_main")) < 2:
+        assert time.monotonic() - begun < 60
+        time.sleep(0.05)
+    os.kill(max(started), signal.SIGSTOP)
+    assert session.status() == 1
+    assert re.search(r"error: TimeoutError: (process 0|the processes \[1\]) did not come within \d", session.said())
+    assert time.monotonic() - begun < 60
 
 
 def test_a_closed_window_is_nothing_to_a_run_under_nohup(whole: Path, begin: Callable[..., Session]) -> None:

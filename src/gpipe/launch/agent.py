@@ -36,7 +36,7 @@ class End:
     def __str__(self) -> str:
         """Say it in a sentence without a full stop."""
         how = f"signal {-self.exitcode}" if self.exitcode < 0 else f"exit status {self.exitcode}"
-        cause = {0: "something in it exited before the training was over", 1: "it has said why"}
+        cause = {0: "something in it exited before the training was over", 1: "what it said stands above, if anything"}
         likely = cause.get(self.exitcode, "it was killed from outside, or ran out of memory")
         return f"process {self.pid} (rank {self.rank}) ended with {how}: {likely}"
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,16 +23,21 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
 
-from gpipe.launch import collector, stops
+from gpipe.launch import BEGAN, collector, stops
 from gpipe.launch.agent import Agent, End
 from gpipe.launch.devices import is_adopted, own_cores, pin
-from gpipe.launch.errors import ERROR_FILE, one_message
+from gpipe.launch.errors import ERROR_FILE, forget_errors, one_message
 from gpipe.launch.network import choose_interface
 from gpipe.launch.store import join_store
 
-# In which all processes must have come: they start at different speeds, the more so on a busy machine.
-_START_SECONDS = 120.0
+# A process waits for the others as long as the time-out, or as this many times what it took itself to come: they start
+# at different speeds, the more so on a slow machine.
+_START_FACTOR = 2.0
+# The processes that wait for the first one give up later than it: it knows who is missing.
+_FIRST_FACTOR = 1.2
+_BUILD_SECONDS = 120.0  # while processes build, and one measures what the others wait for
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
             return
         stops.leave_if_asked()
         if processes.num_processes == 1 and not processes.pin_cores and not processes.max_restarts:
+            with one_message(debug=processes.debug):
+                forget_errors(processes.folder)
             with one_message(processes.folder, processes.debug):
                 _set_threads(processes)
                 function(_place_alone(processes), processes.folder, *args)
@@ -144,7 +152,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         finally:
             stops.listen().pass_on(None)
     if isinstance(end, End):
-        if end.exitcode != 1:
+        if end.exitcode != 1 or not error_file.exists():
             print(f"error: {end}.", file=sys.stderr)
         raise SystemExit(1)
     if stops.STOPPED in end.values():
@@ -169,11 +177,13 @@ def _work(
     if note is not None:
         listener.obey(note)
     try:
-        with one_message(debug=processes.debug):
+        # The processes of a launcher have the same folder from the start; torchrun's composed their own configurations.
+        with one_message(None if note is None else processes.folder, processes.debug):
             num_cores = len(own_cores())
             _set_threads(processes)
             place = replace(_join(processes), num_cores=num_cores)
-            # Each of torchrun's processes composed its own configuration: the first one's folder holds.
+            if note is None and place.is_main:
+                forget_errors(processes.folder)
             folder = Path(place.share(str(processes.folder)))
         with one_message(folder, processes.debug):
             function(place, folder, *args)
@@ -207,10 +217,27 @@ def _join(processes: Processes) -> Place:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    timeout = timedelta(seconds=max(processes.timeout_seconds, _START_SECONDS))
-    store, rank, size = join_store(timeout)
+    store, rank, size = _meet(processes.timeout_seconds)
+    timeout = timedelta(seconds=max(processes.timeout_seconds, _BUILD_SECONDS))
+    store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
+
+
+def _meet(timeout_seconds: float) -> tuple[Store, int, int]:
+    """Wait until all processes have come; return the store that they share, this one's rank, and their number.
+
+    Raises TimeoutError where one does not come.
+    """
+    seconds = max(timeout_seconds, _START_FACTOR * (time.monotonic() - BEGAN))
+    is_first = os.environ["RANK"] == "0"
+    try:
+        return join_store(timedelta(seconds=seconds if is_first else _FIRST_FACTOR * seconds))
+    except dist.DistStoreError:
+        raise TimeoutError(
+            f"process 0 did not come within {_FIRST_FACTOR * seconds:.1f} s: see what keeps it, or raise "
+            "pipeline.timeout_seconds."
+        ) from None
 
 
 def _place_alone(processes: Processes) -> Place:

@@ -36,7 +36,10 @@ def fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     part, deadline = f"part-{own}", time.monotonic() + timeout.total_seconds()
     while unaware := [other for other in range(1, size) if not store.check([f"{part}/{other}"])]:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the processes {unaware} did not come within {timeout}: see what keeps them.")
+            raise TimeoutError(
+                f"the processes {unaware} did not come within {timeout.total_seconds():.1f} s: see what keeps them, "
+                "or raise pipeline.timeout_seconds."
+            )
         for other in unaware:
             if store.check([f"asks/{other}"]):  # which may be of an old process: then a new one will ask too
                 store.set(f"answer/{store.get(f'asks/{other}').decode()}", part)
