@@ -2,11 +2,13 @@
 
 import gzip
 import os
+import shutil
 import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,6 @@ import pytest
 from PIL import Image
 
 from gpipe.data import BrokenImage, DataMissing, ImageArray, check_image_set, open_image_set
-from gpipe.data.class_folders import list_class_folders
 
 
 def write_idx(path: Path, magic: int, shape: tuple[int, ...], content: bytes) -> None:
@@ -128,6 +129,9 @@ def test_imagenet_classes_must_agree(imagenet_root: Path) -> None:
 
 
 def test_imagenet_follows_links_in_the_order_of_torchvision(imagenet_root: Path, tmp_path_factory) -> None:
+    import gpipe._torchvision  # noqa: F401  (before torchvision)
+
+    # isort: split
     from torchvision.datasets import ImageFolder
 
     elsewhere = tmp_path_factory.mktemp("elsewhere")
@@ -149,25 +153,27 @@ def test_a_link_that_leads_back_is_refused_by_name(imagenet_root: Path, target: 
         open_image_set("imagenet", "train", imagenet_root)
 
 
-@pytest.fixture
-def bound_by_permissions() -> Iterator[Path]:
-    """A folder of a user whom permissions bind, as they do not bind root, while that user runs this process."""
-    is_root = os.geteuid() == 0
-    with tempfile.TemporaryDirectory() as folder:
-        if is_root:
-            os.chown(folder, 65534, -1)
-            os.seteuid(65534)
-        yield Path(folder)
-        if is_root:
-            os.seteuid(0)
+@contextmanager
+def bound_by_permissions() -> Iterator[None]:
+    """Be a user whom permissions bind, as they do not bind root."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
-def test_a_folder_that_cannot_be_read_is_refused_by_name(bound_by_permissions: Path) -> None:
-    (bound_by_permissions / "a").mkdir()
-    (bound_by_permissions / "a" / "1.png").touch()
-    (bound_by_permissions / "a" / "more").mkdir(0o000)
-    with pytest.raises(ValueError, match=r"cannot list \S+/a/more: Permission denied; make it readable"):
-        list_class_folders(bound_by_permissions, ["a"], (".png",))
+def test_a_folder_that_cannot_be_read_is_refused_by_name(imagenet_root: Path) -> None:
+    open_image_set("imagenet", "train", imagenet_root)  # which loads what it needs
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+        root = shutil.copytree(imagenet_root, folder, dirs_exist_ok=True)
+        Path(root).chmod(0o755)
+        (unreadable := Path(root) / "train" / "n01440764" / "more").mkdir(0o000)
+        message = r"cannot list \S+/n01440764/more: Permission denied; make it readable"
+        with bound_by_permissions(), pytest.raises(ValueError, match=message):
+            open_image_set("imagenet", "train", root)
+        unreadable.rmdir()
 
 
 def test_a_class_without_images_is_refused_by_name(imagenet_root: Path) -> None:
