@@ -1,15 +1,24 @@
 """No configuration can name code to run: what the README's section on security promises."""
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
 from hydra import compose
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError
+from gpipe.config.gate import refuse
 from gpipe.config.saved import from_plain
 from tests.foreign_config import compose_with, write_config
 
@@ -30,14 +39,37 @@ CODE = {
     "script_line": 'hydra: {launcher: {comment: "a\\ntouch sprung"}}',
     "function": "hydra: {sweeper: {custom_search_space: os.system}}",
     "model": "model: {_target_: os.system}",
+    "log_file": "hydra: {job_logging: {root: {handlers: [file]}, handlers: {file: {filename: .bashrc}}}}",
+    "log_class": "hydra: {hydra_logging: {root: {}, handlers: {a: {class: logging.FileHandler, filename: .bashrc}}}}",
+    "log_callback": "hydra: {callbacks: {mine: {_target_: logging.FileHandler, filename: .bashrc, mode: w}}}",
+    "log_name": "hydra: {job: {name: ../.bashrc}}",
+    "run_folder": "hydra: {run: {dir: '${name}/../..'}}",
+    "absolute_folder": "hydra: {sweep: {dir: '${hydra.runtime.cwd}'}}",
+    "output_folder": "hydra: {output_subdir: ../..}",
+    "submitit_folder": "hydra: {launcher: {submitit_folder: /tmp}}",
+    "job_output": "hydra: {launcher: {additional_parameters: {output: .bashrc}}}",
+    "study": "hydra: {sweeper: {storage: 'sqlite:///.bashrc'}}",
+    "job_words": "hydra: {sweeper: {params: {hydra.run.dir: /tmp}}}",
+    "added_words": "hydra: {sweeper: {params: {+hydra.callbacks.mine._target_: os.system}}}",
+    "chosen_words": "hydra: {sweeper: {params: {hydra/job_logging: evil}}}",
+    "preset_words": "hydra: {overrides: {hydra: [hydra.run.dir=/tmp]}}",
+    "reproduction": "reproduction: ../elsewhere",
+    "cache": "data: {cache: .ssh}",
 }
+_REFUSAL = "expected (none: no configuration may name code|nothing, because a configuration may name no file)"
 _REFUSALS = {
     "environment": "env_set is LD_PRELOAD, expected nothing: no configuration may name code",
     "shell_lines": "setup is touch sprung, expected nothing",
-    "script_line": "expected one line: it becomes a line of a job's script",
+    "script_line": "expected a word without blanks or slashes, because a configuration may name no file",
     "function": "custom_search_space is os.system, expected nothing",
     "model": "_target_",
+    "run_folder": r"hydra.run.dir is '\$\{name\}/../..', expected a folder in runs/",
+    "absolute_folder": "expected a folder in runs/",
+    "submitit_folder": "submitit_folder is '/tmp', expected a folder in runs/",
+    "log_name": r"job.name is '../.bashrc', expected letters",
+    "reproduction": "expected letters",
 }
+_OF_SLURM = ("shell_lines", "script_line", "submitit_folder", "job_output")
 
 
 @pytest.fixture
@@ -50,11 +82,24 @@ def elsewhere(tmp_path: Path, monkeypatch) -> Path:
 @pytest.mark.usefixtures("composer")
 @pytest.mark.parametrize("kind", CODE)
 def test_a_config_that_names_code_is_refused_before_anything_is_made_of_it(kind: str, elsewhere: Path) -> None:
-    choices = {"launcher": "submitit_slurm"} if kind in ("shell_lines", "script_line") else {}
-    choices |= {"sweeper": "optuna"} if kind in ("sampler", "function") else {}
-    with pytest.raises(HydraException, match=_REFUSALS.get(kind, "expected none: no configuration may name code")):
-        compose_with(elsewhere, CODE[kind], *(f"hydra/{group}={name}" for group, name in choices.items()))
+    choices = {"hydra/launcher": "submitit_slurm"} if kind in _OF_SLURM else {}
+    choices |= {"data": "parallel_text", "model": "translation_small"} if kind == "cache" else {}
+    choices |= {"hydra/sweeper": "optuna"} if kind in ("sampler", "function", "study") else {}
+    with pytest.raises(HydraException, match=_REFUSALS.get(kind, _REFUSAL)):
+        compose_with(elsewhere, CODE[kind], *(f"{group}={name}" for group, name in choices.items()))
     assert not (elsewhere / "sprung").exists()
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_job_that_a_launcher_starts_elsewhere_is_guarded_too(elsewhere: Path, monkeypatch) -> None:
+    """It composes for itself, also what a search puts into its words; launchers hand it Hydra's state as a pickle."""
+    state = cloudpickle.dumps(Singleton.get_state())
+    for name in ("load_configuration", "_process_config_searchpath"):
+        monkeypatch.setattr(ConfigLoaderImpl, name, getattr(ConfigLoaderImpl, name).__wrapped__)
+    compose_with(elsewhere, CODE["run_folder"])  # as in a process that has not been told
+    cloudpickle.loads(state)
+    with pytest.raises(HydraException, match="expected a folder in runs/"):
+        compose_with(elsewhere, CODE["run_folder"])
 
 
 @pytest.mark.usefixtures("composer")
@@ -74,6 +119,16 @@ def test_the_launchers_sweepers_and_logs_that_are_known_pass(choice: str) -> Non
     assert composed.hydra.callbacks.sweep_end._target_ == "gpipe.sweep.SweepEnd"
 
 
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    "word", ["hydra.run.dir=/elsewhere", "hydra.job_logging.root.level=DEBUG", "hydra.verbose=true"]
+)
+def test_the_command_line_may_name_a_folder(word: str) -> None:
+    composed = compose("train", overrides=[word], return_hydra_config=True)
+    place, _, value = word.partition("=")
+    assert str(OmegaConf.select(composed, place)).lower() == value.lower()
+
+
 def test_settings_that_were_saved_are_not_interpolated() -> None:
     with pytest.raises(ConfigError, match=r"have an interpolation, \$\{\.\.\.\}, expected values"):
         from_plain({"name": "${oc.env:HOME}"})
@@ -83,11 +138,100 @@ def environment_of(**values: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), **values}
 
 
-def test_the_program_itself_runs_nothing_of_a_folder_of_configurations(elsewhere: Path) -> None:
+BASHRC = """
+hydra:
+  job_logging:
+    version: 1
+    formatters: {simple: {format: touch sprung}}
+    handlers: {file: {class: logging.FileHandler, filename: .bashrc, formatter: simple}}
+    root: {level: DEBUG, handlers: [file]}
+    disable_existing_loggers: false
+"""
+
+
+@pytest.mark.parametrize("text", [CODE["logging_factory"], BASHRC], ids=["factory", "lines of a shell"])
+def test_the_program_itself_runs_nothing_of_a_folder_of_configurations(text: str, elsewhere: Path) -> None:
     """What is refused is refused before Hydra's own start: its log, its callbacks, its launcher."""
-    write_config(elsewhere, CODE["logging_factory"])
-    command = [sys.executable, str(ROOT / "train.py"), "--config-dir", "conf", "+extra=evil"]
+    write_config(elsewhere, text)
+    (elsewhere / ".bashrc").touch()
+    command = [sys.executable, str(ROOT / "train.py"), "--config-dir", "conf", "+extra=evil", "trainer.dry_run=true"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere, env=environment_of(), check=False)
-    assert done.returncode == 1 and "no configuration may name code to run; remove it." in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in elsewhere.iterdir()] == ["conf"]
+    subprocess.run(["bash", "--rcfile", ".bashrc", "-i", "-c", "true"], cwd=elsewhere, check=True, capture_output=True)
+    assert not (elsewhere / "sprung").exists()
+    assert (elsewhere / ".bashrc").read_text() == ""
+    assert done.returncode == 1 and len(done.stderr.splitlines()) < 4, done.stderr
+    assert "a configuration may name no file" in done.stderr or "no configuration may name code" in done.stderr
+    assert sorted(path.name for path in elsewhere.iterdir()) == [".bashrc", "conf"]
+
+
+# What files and classes may look like, and where any text may be: it is shown, or Hydra overwrites it, or it is the
+# value of a setting in a job's words, which are checked in their turn.
+HOSTILE = (
+    "/outside",
+    "../outside",
+    "runs/../../outside",
+    "${data.root}",
+    "a\ntouch sprung",
+    "a --output=b",
+    "ext://os",
+)
+SETTINGS = {  # what Hydra's refer to
+    "name": "train",
+    "data": {"root": "/outside"},
+    "pipeline": {"num_stages": 2, "stages_per_device": 1},
+    "launch": {"num_replicas": 1},
+}
+CLASS_NAMES = ("os.system", "logging.handlers.SMTPHandler", "gpipe.sweep.Path.touch")
+CLASS = {"new": {"_target_": "logging.FileHandler"}}
+TEXT = re.compile(
+    r"hydra\.(runtime\.(?!output_dir)|job\.(override_dirname|config_name)|sweeper\.(params|search_space)\.)"
+)
+CHOICES = (
+    (),
+    ("launcher=slurm", "sweeper=optuna", "sweeper/sampler=cmaes", "job_logging=default", "hydra_logging=default"),
+    ("launcher=submitit_local", "sweeper=optuna", "sweeper/sampler=grid", "job_logging=stdout", "hydra_logging=none"),
+    ("sweeper=optuna", "sweeper/sampler=motpe", "job_logging=none"),
+    ("sweeper=optuna", "sweeper/sampler=nsgaii"),
+    ("sweeper=optuna", "sweeper/sampler=tpe"),
+)
+
+
+def places(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield every place below a node, as the keys that lead there, and what is there."""
+    for key in list(node) if isinstance(node, dict) else range(len(node)):
+        yield (*path, key), node[key]
+        if isinstance(node[key], dict | list):
+            yield from places(node[key], (*path, key))
+
+
+def passes(config: DictConfig) -> bool:
+    try:
+        refuse(config)
+    except HydraException:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("composer")
+def test_nothing_of_hydras_own_settings_names_a_file_or_a_class(monkeypatch) -> None:
+    """A hostile value at every place of Hydra's schema, with each launcher, sweeper, sampler and log, one by one."""
+    monkeypatch.setattr(os, "environ", {})  # which is searched for secrets each time
+    tried: set[str] = set()
+    for choices in CHOICES:
+        composed = compose("train", overrides=[f"hydra/{choice}" for choice in choices], return_hydra_config=True)
+        hydra = OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)
+        for prose in ("help", "hydra_help", "overrides"):
+            del hydra[prose]
+        config = OmegaConf.create({**SETTINGS, "hydra": hydra})
+        assert passes(config)
+        for path, value in places(hydra, ("hydra",)):
+            place = ".".join(map(str, path))
+            if place in tried:
+                continue
+            tried.add(place)
+            node: Any = reduce(lambda outer, key: outer._get_node(key), path[:-1], config)
+            for attempt in (*HOSTILE, CLASS, *(CLASS_NAMES if path[-1] in ("_target_", "class") else ())):
+                node[path[-1]] = attempt
+                assert not passes(config) or (TEXT.match(place) and attempt is not CLASS), (place, attempt)
+            node[path[-1]] = value
+    assert len(tried) > 100

@@ -1,49 +1,109 @@
-"""What no configuration may do: name code to run, read the environment, or repeat a secret.
+"""What no configuration may do: name a file or code to run, read the environment, or repeat a secret.
 
-Hydra makes objects of `_target_`s and of the logging's settings, sets environment variables, and writes what was
-composed into files, all before train.py gets a word in. So what it composes is checked where it composes.
+Hydra makes folders and log files, makes objects of `_target_`s and of the logging's settings, sets environment
+variables, and writes what was composed into files, all before train.py gets a word in. So what it composes is checked
+where it composes: of Hydra's own settings only those pass that are known to be harmless, unless the command line has
+them.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, NoReturn
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from gpipe.config.checks import ConfigError
 from gpipe.environment_secrets import find_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
-_KNOWN_CODE = frozenset(
-    {
-        "gpipe.sweep.SweepEnd",
-        "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
-        "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
-        "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
-        "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
-        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
-        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
-        *(f"optuna.samplers.{kind}Sampler" for kind in ("CmaEs", "Grid", "MOTPE", "NSGAII", "Random", "TPE")),
-        *(f"logging.{kind}" for kind in ("FileHandler", "Formatter", "NullHandler", "StreamHandler")),
-    }
-)
-_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+_TEXT = r"(?s:.*)"  # where it is only shown, is a value of a setting that is checked elsewhere, or Hydra overwrites it
+_WORD = r"[\w.,:=+@*&|()\[\]-]*"
+_NAME = r"(?!\.)[\w.,=+-]+"
+_EXPERIMENT = r"[A-Za-z0-9][\w.-]*"
+_FOLDER = r"\.|(runs|multirun)(/(?!\.{1,2}(/|$))[\w.,=+%-]+)*"
+_EXPECTED = {
+    _WORD: "a word without blanks or slashes",
+    _NAME: "letters, digits and _ . , = + -",
+    _FOLDER: "a folder in runs/",
+}
+# The places of Hydra's settings, and what may be there besides null: what is not here is not for a file to say.
+_HARMLESS = {
+    r"(hydra_)?help\..*|job\.(override_dirname|config_name)|runtime\.(?!output_dir).*": _TEXT,
+    r"mode|verbose(\.\d+)?|job\.(id|num)|job\.config\.override_dirname\.exclude_keys\.\d+": _WORD,
+    r"job\.config\.override_dirname\.(kv|item)_sep": "[=,]",
+    r"job\.chdir": "False",
+    r"job\.name": _NAME,
+    r"run\.dir|sweep\.dir|launcher\.submitit_folder": _FOLDER,
+    r"sweep\.subdir": rf"{_NAME}|\$\{{hydra\.job\.num\}}",
+    # Logs as Hydra has them: to the terminal, and to a file in the run's folder.
+    r"(job|hydra)_logging\.(version|disable_existing_loggers|([\w.]+\.)?level)": _WORD,
+    r"(job|hydra)_logging\.(root\.handlers\.\d+|handlers\.(console|file)\.formatter)": "console|file|simple",
+    r"(job|hydra)_logging\.formatters\.simple\.format": r"[%\w()\[\] -]*",
+    r"(job|hydra)_logging\.handlers\.console\.stream": r"ext://sys\.(stdout|stderr)",
+    r"job_logging\.handlers\.file\.filename": r"\$\{hydra\.runtime\.output_dir\}/\$\{hydra\.job\.name\}\.log",
+    r"launcher\.(account|array_parallelism|comment|constraint|cpus_per_(gpu|task)|exclude|gpus_per_(node|task)|gres"
+    r"|max_num_timeout|mem_gb|mem_per_(cpu|gpu)|name|nodes|partition|qos|signal_delay_s|stderr_to_stdout"
+    r"|tasks_per_node|timeout_min)": _WORD,
+    r"sweeper\.(direction(\.\d+)?|max_batch_size|max_failure_rate|n_jobs|n_trials|study_name)": _WORD,
+    r"sweeper\.sampler\.([a-z]\w*(\.[\w.]+)?|_partial_)": _WORD,
+    # These become words of each job's command line, which may say what a file may not.
+    r"sweeper\.(params|search_space)\.\+{0,2}(?!hydra\b|output\b|data\.cache\b)\w[\w./]*": _TEXT,
+}
+_HARMLESS_CODE = {
+    r"(job|hydra)_logging\.handlers\.console\.class": r"logging\.StreamHandler",
+    r"job_logging\.handlers\.file\.class": r"logging\.FileHandler",
+    r"callbacks\.sweep_end\._target_": r"gpipe\.sweep\.SweepEnd",
+    r"launcher\._target_": r"hydra\._internal\.core_plugins\.basic_launcher\.BasicLauncher"
+    r"|hydra_plugins\.hydra_submitit_launcher\.submitit_launcher\.(Local|Slurm)Launcher",
+    r"sweeper\._target_": r"hydra\._internal\.core_plugins\.basic_sweeper\.BasicSweeper"
+    r"|hydra_plugins\.hydra_optuna_sweeper\.optuna_sweeper\.OptunaSweeper",
+    r"sweeper\.sampler\._target_": r"optuna\.samplers\.(CmaEs|Grid|MOTPE|NSGAII|Random|TPE)Sampler",
+}
+# Settings of our own that are names of files and folders to write.
+_FILES = {"output": "", "data.cache": "", "reproduction": _NAME}
 # What else runs code: variables such as LD_PRELOAD, lines of a shell, a function by its name.
 _EMPTY = ("hydra.job.env_set", "hydra.launcher.setup", "hydra.launcher.srun_args", "hydra.sweeper.custom_search_space")
 
 _compose = ConfigLoaderImpl.load_configuration
+_search = ConfigLoaderImpl._process_config_searchpath
 
 
 def guard_composition() -> None:
-    """Let Hydra compose, from here on in this process, only what passes `refuse`; `${oc.env:...}` is an error."""
+    """Let Hydra compose only what passes `refuse`, from here on in this process, and in those of a sweep's jobs.
+
+    `${oc.env:...}` is an error.
+    """
     ConfigLoaderImpl.load_configuration = _composed_and_checked  # type: ignore[method-assign]
-    OmegaConf.register_new_resolver("oc.env", _refuse_environment, replace=True)
+    ConfigLoaderImpl._process_config_searchpath = _searched_and_checked  # type: ignore[method-assign, assignment]
+    OmegaConf.register_new_resolver("oc.env", _NoEnvironment(), replace=True)
 
 
-def refuse(composed: DictConfig) -> None:
-    """Refuse a composed configuration that names code, or has a secret in it. Raises ConfigCompositionException."""
+class _NoEnvironment:
+    """What is in the place of oc.env; launchers hand it on to each job, where unpickling it guards the composition."""
+
+    def __call__(self, name: str = "", *_: Any) -> NoReturn:
+        raise ConfigError(_environment_is_read(name))
+
+    def __reduce__(self) -> tuple[Callable[[], "_NoEnvironment"], tuple[()]]:
+        return _handed_on, ()
+
+
+def _handed_on() -> _NoEnvironment:
+    guard_composition()
+    return _NoEnvironment()
+
+
+def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
+    """Refuse a composed configuration that names a file or code, or has a secret in it.
+
+    overrides: the command line's, which may name files. Raises ConfigCompositionException.
+    """
     for place in _EMPTY:
         if value := OmegaConf.select(composed, place):
             # Of variables their names alone: hydra.job.env_copy has put there what the environment says.
@@ -52,19 +112,62 @@ def refuse(composed: DictConfig) -> None:
                 f"{place} is {shown}, expected nothing: no configuration may name code to run; do it in the shell that "
                 "starts the program."
             )
-    for place, key, value in _entries(OmegaConf.to_container(composed, resolve=False)):
+    plain = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(plain, dict)
+    _refuse_name(plain.get("name"))
+    for place, key, value in _entries(plain):
         _refuse_secret(place, f"{key} {value}")
-        if isinstance(value, str) and "${oc.env" in value:  # the resolver refuses what is not so plain to see
+        if _reads_environment(value):  # the resolver refuses what is not so plain to see
             raise ConfigCompositionException(_environment_is_read(value))
-        names_code = key in _NAMES_CODE and value not in _KNOWN_CODE
-        if names_code or (isinstance(value, str) and _is_reference(value)):
+        if (expected := _expected(composed, place, key, value, overrides)) is None:
+            continue
+        if _names_code(key, value):
             raise ConfigCompositionException(
                 f"{place} is {value}, expected none: no configuration may name code to run; remove it."
             )
-        if place.startswith("hydra.launcher.") and "\n" in f"{key}{value}":
+        if not any(_is_said(place, override) for override in overrides):
             raise ConfigCompositionException(
-                f"{place} is {value!r}, expected one line: it becomes a line of a job's script; remove the line breaks."
+                f"{place} is {value!r}, expected {expected}, because a configuration may name no file and no code: "
+                "correct it, or say it on the command line."
             )
+
+
+def _refuse_name(name: Any) -> None:
+    """Refuse the name of an experiment that is no folder's, before what follows from it is refused."""
+    if isinstance(name, str) and name != "???" and "${" not in name and not re.fullmatch(_EXPERIMENT, name):
+        raise ConfigCompositionException(
+            f"name is {name!r}, expected letters, digits, and _ . - between them: it becomes a folder's name."
+        )
+
+
+def _expected(composed: DictConfig, place: str, key: str, value: Any, overrides: Sequence[str]) -> str | None:
+    """Return what is expected at a place, None where that is there."""
+    if value in (None, "", "???"):
+        return None
+    if place.startswith("hydra.overrides."):  # what a file puts there would pass for the command line's
+        return None if value in overrides else "nothing"
+    if place.startswith("hydra."):
+        harmless = _harmless(place.removeprefix("hydra."), _HARMLESS_CODE if key in _NAMES_CODE else _HARMLESS)
+    else:
+        harmless = "" if _names_code(key, value) else _FILES.get(place, _TEXT)
+    if re.fullmatch(harmless, str(value)) or re.fullmatch(harmless, _resolved(composed, place, value)):
+        return None
+    return _EXPECTED.get(harmless, "nothing")
+
+
+def _is_said(place: str, override: str) -> bool:
+    """Say whether a word of the command line has the value of a place, or of a list or dict that it is in."""
+    key, _, value = override.lstrip("+").partition("=")
+    return place == key or (value.startswith(("[", "{")) and place.startswith(f"{key}."))
+
+
+def _names_code(key: str, value: Any) -> bool:
+    return key in _NAMES_CODE or (isinstance(value, str) and value.startswith(("ext://", "cfg://")))
+
+
+def _harmless(place: str, known: Mapping[str, str]) -> str:
+    """Return the pattern of what may be at a place."""
+    return next((harmless for places, harmless in known.items() if re.fullmatch(places, place)), "")
 
 
 @wraps(_compose)
@@ -74,8 +177,22 @@ def _composed_and_checked(
     for override in overrides:  # before Hydra can complain of one and repeat it
         _refuse_secret(override.partition("=")[0] if "=" in override else "an override", override)
     composed = _compose(self, config_name, overrides, *args, **settings)
-    refuse(composed)
+    refuse(composed, overrides)
     return composed
+
+
+@wraps(_search)
+def _searched_and_checked(
+    self: ConfigLoaderImpl, config_name: str | None, overrides: list[Override], repo: CachingConfigRepository
+) -> None:
+    loaded = repo.load_config(config_name) if config_name is not None else None
+    path = None if loaded is None else OmegaConf.select(loaded.config, "hydra.searchpath")
+    if path and not any(override.get_key_element() == "hydra.searchpath" for override in overrides):
+        raise ConfigCompositionException(  # here, because pkg://... runs a package's code
+            f"hydra.searchpath is {path}, expected nothing, because a configuration may name no file and no code: "
+            "remove it, or say it on the command line."
+        )
+    _search(self, config_name, overrides, repo)
 
 
 def _entries(node: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -87,8 +204,19 @@ def _entries(node: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
         yield from _entries(value, inside)
 
 
-def _is_reference(value: str) -> bool:
-    return value.startswith(("ext://", "cfg://")) and value not in _STREAMS
+def _resolved(composed: DictConfig, place: str, value: Any) -> str:
+    """Return a value as text, with what its interpolations stand for."""
+    if not isinstance(value, str) or "${" not in value:
+        return str(value)
+    try:
+        found = OmegaConf.select(composed, place)
+        return str(value if found is None else found)
+    except OmegaConfBaseException as error:
+        raise ConfigCompositionException(f"{place} is {value}: {str(error).splitlines()[0]}") from error
+
+
+def _reads_environment(value: Any) -> bool:
+    return isinstance(value, str) and re.search(r"(?<!\\)\$\{oc\.env", value) is not None
 
 
 def _refuse_secret(place: str, text: str) -> None:
@@ -97,10 +225,6 @@ def _refuse_secret(place: str, text: str) -> None:
             f"{'a setting' if find_secret(place) else place} has {what} in it, which would be written into the run's "
             "files: leave secrets in the environment, where the libraries that need them find them."
         )
-
-
-def _refuse_environment(name: str = "", *_: Any) -> NoReturn:
-    raise ConfigError(_environment_is_read(name))
 
 
 def _environment_is_read(what: str) -> str:

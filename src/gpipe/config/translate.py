@@ -8,6 +8,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from gpipe.config.checks import ConfigError, at_least, countable, require
+from gpipe.config.gate import guard_composition
 from gpipe.config.pipeline import Device
 from gpipe.config.run import refuse_added_keys
 
@@ -62,7 +63,8 @@ class TranslateConfig:
 
 
 def register_schema() -> None:
-    """Tell Hydra the shape of these settings."""
+    """Tell Hydra the shape of these settings, and let it compose none that name files or code."""
+    guard_composition()
     ConfigStore.instance().store(name="translate_schema", node=TranslateConfig)
 
 
