@@ -1,5 +1,7 @@
 """Gloo listens where the first host is reached."""
 
+from collections.abc import Callable
+
 import pytest
 
 from gpipe.launch import network
@@ -16,18 +18,32 @@ def test_an_address_that_only_this_host_knows_leads_nowhere() -> None:
     assert network._address_towards("localhost") is None
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1"},
-        {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-        {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "GLOO_SOCKET_IFNAME": "mine"},
-    ],
-    ids=["one host", "nothing known", "said by the user"],
-)
-def test_gloo_is_left_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set variables in place of torchrun; what is set from them is taken back."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+
+
+@pytest.mark.parametrize("gloo", ["eth0", None])
+def test_processes_of_one_host_talk_by_the_loopback_interface(gloo: str | None, variables: Callable[..., None]) -> None:
+    said = {} if gloo is None else {"GLOO_SOCKET_IFNAME": gloo}
+    variables(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="192.0.2.1", **said)
     network.choose_interface()
-    assert network.os.environ.get("GLOO_SOCKET_IFNAME") == variables.get("GLOO_SOCKET_IFNAME")
+    assert (network.os.environ["GLOO_SOCKET_IFNAME"], network.os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
+        {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "GLOO_SOCKET_IFNAME": "mine"},
+    ],
+    ids=["nothing known", "said by the user"],
+)
+def test_gloo_is_left_alone(said: dict[str, str], variables: Callable[..., None]) -> None:
+    variables(WORLD_SIZE="2", **said)
+    network.choose_interface()
+    assert network.os.environ.get("GLOO_SOCKET_IFNAME") == said.get("GLOO_SOCKET_IFNAME")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
@@ -21,6 +22,9 @@ from gpipe.config import ConfigError
 from gpipe.config.gate import refuse
 from gpipe.config.saved import from_plain
 from tests.foreign_config import compose_with, write_config
+from tests.listeners import listeners
+from tests.test_secrets import TINY
+from tests.train_program import TRAIN
 
 ROOT = Path(__file__).parents[1]
 # What a folder of configurations from elsewhere may try.
@@ -235,3 +239,15 @@ def test_nothing_of_hydras_own_settings_names_a_file_or_a_class(monkeypatch) -> 
                 assert not passes(config) or (TEXT.match(place) and attempt is not CLASS), (place, attempt)
             node[path[-1]] = value
     assert len(tried) > 100
+
+
+def test_a_run_on_one_host_listens_on_the_loopback_interface_alone(tmp_path: Path) -> None:
+    command = [sys.executable, TRAIN, *TINY, "launch=process_per_stage", "pipeline.num_stages=2", "tracking=offline"]
+    program = subprocess.Popen(command, cwd=tmp_path, env=environment_of(), stdout=subprocess.DEVNULL)
+    found = set()
+    while program.poll() is None:
+        found |= listeners(program.pid)
+        time.sleep(0.2)
+    assert program.returncode == 0
+    assert len(found) >= 3  # the store's, and one of each process
+    assert [(address, port) for address, port in found if not address.is_loopback] == []

@@ -2,7 +2,6 @@
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from gpipe.launch.rendezvous import OneHost
 
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 3  # for a process that does not end by SIGTERM
@@ -61,13 +60,10 @@ class Agent(LocalElasticAgent):
         error_file: Path,
         on_restart: Callable[[End, int], None],
     ) -> None:
-        rendezvous = get_rendezvous_handler(
-            RendezvousParameters("c10d", "localhost:0", uuid.uuid4().hex, 1, 1, local_addr="localhost")
-        )
         spec = WorkerSpec(
             role="gpipe",
             local_world_size=num_processes,
-            rdzv_handler=rendezvous,
+            rdzv_handler=OneHost(),
             entrypoint=entrypoint,
             args=args,
             max_restarts=max_restarts,

@@ -1,27 +1,27 @@
-"""The network that the processes of a run reach each other by, where they are on several hosts."""
+"""The network that the processes of a run reach each other by."""
 
 import fcntl
 import os
 import socket
 import struct
 
-_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def choose_interface() -> None:
-    """Let Gloo listen where the first host is reached from here, unless GLOO_SOCKET_IFNAME says where.
+    """Let Gloo and NCCL listen where the processes of this job are, and nowhere else.
 
-    By itself it listens at the address of this host's name, which on many systems is 127.0.1.1: the processes of one
-    host find each other there, those of two do not. MASTER_ADDR is the first host, which torchrun's processes have all
-    reached. Where no interface of Linux has the address, as with IPv6, Gloo is left alone.
+    Where all are on this host, that is the loopback interface, whatever the environment says for jobs of many hosts.
+    Else Gloo listens where the first host is reached from here, unless GLOO_SOCKET_IFNAME says where: by itself it
+    listens at the address of this host's name, which on many systems is 127.0.1.1, where no other host finds it.
+    MASTER_ADDR is the first host, which torchrun's processes have all reached. Where no interface of Linux has the
+    address, as with IPv6, Gloo is left alone.
     """
-    is_on_one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    if is_on_one_host or _VARIABLE in os.environ:
-        return
-    name = _interface_of(_address_towards(os.environ["MASTER_ADDR"]))
-    if name is not None:
-        os.environ[_VARIABLE] = name
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ[_GLOO] = os.environ[_NCCL] = _interface_of("127.0.0.1") or "lo0"  # macOS has that name
+    elif _GLOO not in os.environ and (name := _interface_of(_address_towards(os.environ["MASTER_ADDR"]))) is not None:
+        os.environ[_GLOO] = name
 
 
 def _address_towards(host: str) -> str | None:
