@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gpipe.launch.rendezvous import SECRET
+
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
 PORT = 29400
@@ -29,18 +31,29 @@ class Host:
         # An address is told that it is this host's own: in a namespace, the host's name does not lead to it.
         torchrun = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id", "job",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{FIRST_ADDRESS}:{PORT}", "--local-addr", self.address,
+            "--rdzv-backend", "gpipe", "--rdzv-endpoint", f"{FIRST_ADDRESS}:{PORT}", "--local-addr", self.address,
             "--rdzv-conf", f"is_host={int(number == 0)}",
         ]  # fmt: skip
         with (folder / f"{number}.err").open("w") as errors, (folder / f"{number}.out").open("w") as output:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *torchrun, *arguments],
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
+                env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", SECRET: "known to both hosts alone"},
                 stdout=output,
                 stderr=errors,
                 text=True,
             )
+
+    def run(self, folder: Path, *command: str) -> subprocess.Popen[str]:
+        """Start a program on this host, whose output can be read."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *command],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def pull_the_cable(self) -> None:
         """Take the link down: what is on its way is lost, and nobody is told."""

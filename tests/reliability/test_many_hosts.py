@@ -1,7 +1,11 @@
 """Training over several hosts: the same bits as on one, and an end when a host is gone."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.listeners import listeners
 from tests.reliability.hosts import TRAIN, Host, two_hosts
 from tests.reliability.test_faults import GRACE_SECONDS, RUN, TIMEOUT_SECONDS, UNHURRIED_SECONDS, wait_for_file
 from tests.train_program import start
@@ -26,6 +31,15 @@ UNHURRIED = (*(item for item in RUN if "num_stages" not in item), f"pipeline.tim
 def hosts() -> Iterator[tuple[Host, Host]]:
     with two_hosts() as found:
         yield found
+
+
+def listened_at(programs: list[subprocess.Popen[str]]) -> set[str]:
+    """Return the addresses at which programs listen until they end, the loopback interface's left out."""
+    found: set[str] = set()
+    while any(program.poll() is None for program in programs):
+        found |= {str(at) for program in programs for at, _ in listeners(program.pid) if not at.is_loopback}
+        time.sleep(0.5)
+    return found
 
 
 def results(run: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
@@ -48,6 +62,7 @@ def test_two_hosts_train_as_one_does(shape: tuple[str, ...], hosts: tuple[Host, 
     assert done.returncode == 0, done.stderr
     arguments = (TRAIN, *UNHURRIED, *shape, "launch.num_processes=1")
     programs = [host.start(i, tmp_path / "two", *arguments) for i, host in enumerate(hosts)]
+    assert listened_at(programs) == {host.address for host in hosts}
     for number, program in enumerate(programs):
         assert program.wait(timeout=200) == 0, (tmp_path / "two" / f"{number}.err").read_text()
     expected, expected_log = results(tmp_path / "one" / "run")
@@ -56,6 +71,41 @@ def test_two_hosts_train_as_one_does(shape: tuple[str, ...], hosts: tuple[Host, 
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     assert log == expected_log and len(log) > 6
+
+
+REACH = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), 2).close()
+        print(port)
+    except OSError:
+        pass
+"""
+OPEN_TO_ALL = (
+    "import socket; server = socket.create_server((str(), 0)); print(server.getsockname()[1], flush=True); input()"
+)
+
+
+def test_a_run_on_one_host_does_not_answer_another(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The other host tries all its ports, and one that is open on purpose."""
+    control = hosts[0].run(tmp_path, sys.executable, "-c", OPEN_TO_ALL)
+    assert control.stdout is not None
+    open_port = int(control.stdout.readline())
+    program = hosts[0].run(
+        tmp_path, sys.executable, TRAIN, *RUN, "trainer.max_steps=100000", "trainer.num_epochs=100000"
+    )
+    try:
+        wait_for_file(tmp_path / "run" / "checkpoints" / "latest", 150)
+        ports = {port for _, port in listeners(program.pid)} | {open_port}
+        assert len(ports) > 4  # the store's, and those of three processes
+        tried = hosts[1].run(tmp_path, sys.executable, "-c", REACH, hosts[0].address, *map(str, ports))
+        assert [int(port) for port in tried.communicate(timeout=60)[0].split()] == [open_port]
+    finally:
+        for pid in hosts[0].processes():
+            os.kill(pid, signal.SIGKILL)
+        for ended in (control, program):
+            ended.communicate()
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -1,13 +1,32 @@
-"""How the processes of a job find each other, with no port open further than it has to be."""
+"""How the processes of a job find each other, with no port open further than it has to be.
 
+Nothing that another host sends is unpickled, unless it is signed with a secret of the job.
+"""
+
+import hmac
+import os
 import socket
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 LOOPBACK = "127.0.0.1"
+SECRET = "GPIPE_JOB_SECRET"
+_SHORTEST = 16  # characters
 _TIMEOUT = timedelta(minutes=1)
 
 
@@ -66,3 +85,91 @@ class OneHost(RendezvousHandler):
     def shutdown(self) -> bool:
         """Say that all is over: the store ends with the agent."""
         return True
+
+
+def signed() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """Return what makes the rendezvous of `torchrun --rdzv-backend gpipe`; torchrun finds it by its entry point."""
+    return _signed
+
+
+def _signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Meet the other hosts as by c10d, at one address, and with all that is unpickled signed.
+
+    Raises ValueError without a secret, and where this host's name leads to the loopback interface.
+    """
+    store = _meet(parameters)
+    handler = create_handler(store, SignedBackend(store, parameters.run_id, _secret()), parameters)
+    handler._create_tcp_store_server = _serve_processes  # type: ignore[method-assign, assignment]
+    return handler
+
+
+class SignedBackend(C10dRendezvousBackend):
+    """torch's, which keeps the hosts' state as a pickle in a store; here, with a signature in front of it."""
+
+    def __init__(self, store: Store, run_id: str, secret: str) -> None:
+        super().__init__(store, run_id)
+        self._signing_key = hmac.digest(secret.encode(), run_id.encode(), "sha256")
+
+    @property
+    def name(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return "gpipe"
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Write a state unless somebody was faster; return what is there now, and whether it is that one."""
+        found = super().set_state(self._signature(state) + state, token)
+        return None if found is None else (found[0], found[1], found[0] == state)
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
+        found = super()._decode_state(base64_state)
+        if found is None:
+            return None
+        signature, state = found[0][:32], found[0][32:]
+        if not hmac.compare_digest(signature, self._signature(state)):
+            raise RendezvousStateError(
+                f"the rendezvous has a state that is not signed with this host's {SECRET}, expected the same secret on "
+                "all hosts and nobody else at its port: set the variable alike, and see who reaches the port."
+            )
+        return state, found[1]
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._signing_key, state, "sha256")
+
+
+def _secret() -> str:
+    secret = os.environ.get(SECRET, "")
+    if len(secret) < _SHORTEST:
+        raise ValueError(
+            f"the environment variable {SECRET} has {len(secret)} characters, expected {_SHORTEST} or more, the same "
+            f"on all hosts: set it, as with export {SECRET}=$(openssl rand -hex 32), before torchrun starts."
+        )
+    return secret
+
+
+def _meet(parameters: RendezvousParameters) -> TCPStore:
+    """Serve the store in which the hosts meet, or join it: the host that the endpoint names serves it."""
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
+    is_told = parameters.get_as_bool("is_host")
+    if _matches_machine_hostname(host) if is_told is None else is_told:
+        try:
+            return serve_store(_address(parameters.local_addr or host), port)
+        except OSError:  # another torchrun of this host serves it
+            if is_told:
+                raise
+    return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+
+
+def _serve_processes(host: str, port: int) -> TCPStore:
+    """Serve the store of the processes, where the other hosts reach this one."""
+    return serve_store(_address(host), port)
+
+
+def _address(host: str) -> str:
+    """Return the address of this host under one of its names."""
+    address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    if ip_address(address).is_loopback and host not in (address, "localhost"):
+        raise ValueError(
+            f"{host} leads to {address} on this host, expected an address at which the other hosts reach it: add "
+            "--local-addr <its address> to torchrun."
+        )
+    return address
