@@ -146,7 +146,7 @@ BASHRC = """
 hydra:
   job_logging:
     version: 1
-    formatters: {simple: {format: touch sprung}}
+    formatters: {simple: {format: "touch sprung # %(message)s"}}
     handlers: {file: {class: logging.FileHandler, filename: .bashrc, formatter: simple}}
     root: {level: DEBUG, handlers: [file]}
     disable_existing_loggers: false
