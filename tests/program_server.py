@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _ROOT = Path(__file__).parents[1]
 _SERVE = "from tests.program_server import serve; serve()"
@@ -47,38 +47,27 @@ def run_program(
 
 def serve() -> None:
     """Load what programs load, then fork one after the other, as standard input says."""
-    import gpipe.build
-    import gpipe.data
-    import gpipe.outcome
-    import gpipe.run  # noqa: F401
-
+    load()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            _become(**json.loads(line))
+            become(**json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _ask(request: Mapping[str, Any]) -> int:
-    server = _server()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
+def load() -> None:
+    """Load what programs load."""
+    import gpipe.build
+    import gpipe.data
+    import gpipe.outcome
+    import gpipe.run
+    import gpipe.sweep  # noqa: F401
 
 
-@cache
-def _server() -> subprocess.Popen[str]:
-    """Start the server of this process; it ends with it, when its standard input does."""
-    environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}"}
-    return subprocess.Popen(
-        [sys.executable, "-c", _SERVE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def _become(
+def become(
     script: str, arguments: list[str], folder: str, environment: dict[str, str], warn: str, files: list[str]
-) -> None:
+) -> NoReturn:
+    """Turn a fork of a process that has loaded it into a program; files: for its output and its errors."""
     status: object = 0
     try:
         os.environ.clear()
@@ -102,3 +91,20 @@ def _become(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
+
+
+def _ask(request: Mapping[str, Any]) -> int:
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """Start the server of this process; it ends with it, when its standard input does."""
+    environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}"}
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )

@@ -104,7 +104,7 @@ class Session:
         self._output.close()
 
     def _left(self) -> list[int]:
-        return [pid for pid in _pids() if _session_of(pid) == self._process.pid]
+        return left_of(self._process.pid)
 
 
 def run_folder(folder: Path) -> Path:
@@ -150,6 +150,11 @@ def assert_same(run: Path, whole: Path) -> None:
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
     assert log_of(run) == log_of(whole)
+
+
+def left_of(session: int) -> list[int]:
+    """Return the processes of a session of the system that still run."""
+    return [pid for pid in _pids() if _session_of(pid) == session]
 
 
 def _pids() -> Sequence[int]:

@@ -1,0 +1,35 @@
+"""Whatever happens to runs, and in whatever order: each has a folder of its own, and ends as one that nobody disturbed.
+
+Each history is played in some tenths of a second a start; one that went wrong is played alone, and keeps its folder, by
+
+    PYTHONPATH=src:. python -m tests.reliability.histories FOLDER SEED
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.session import ROOT
+
+pytestmark = pytest.mark.reliability
+NUM_HISTORIES = 300
+NUM_TOGETHER = 75  # which share the load of the program and the undisturbed runs
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(0, NUM_HISTORIES, NUM_TOGETHER))
+def test_random_histories(first: int, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    seeds = [str(first), str(first + NUM_TOGETHER - 1)]
+    command = [sys.executable, "-m", "tests.reliability.histories", str(tmp_path), *seeds]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert all(counts[status] >= 5 for status in ("0", "1", "75", "-9")), (
+        f"what does not happen proves nothing: {counts}"
+    )
+    assert counts["compared"] >= NUM_TOGETHER // 2
