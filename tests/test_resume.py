@@ -41,6 +41,14 @@ def test_the_newest_unfinished_one_of_the_same_settings_goes_on(
     assert said == f"going on in {newest}, which has the same settings and no end (trainer.resume=never starts anew)\n"
 
 
+def test_one_that_has_saved_something_comes_before_a_newer_one_that_has_not(tmp_path: Path) -> None:
+    saved = leave(tmp_path / "1")
+    (saved / "checkpoints" / "step-00000002").mkdir(parents=True)
+    leave(tmp_path / "2")
+    with continued(run_of(), tmp_path / "3") as folder:
+        assert folder == saved
+
+
 def test_one_that_still_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path / "1")
     with continued(run_of(), tmp_path / "2") as first, continued(run_of(), tmp_path / "3") as second:

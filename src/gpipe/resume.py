@@ -1,6 +1,6 @@
 """The same command again goes on where it stopped: which folder of a run that is.
 
-    runs/<name>/<date>/        a run's own; the newest unfinished one of the same settings, or a new one
+    runs/<name>/<date>/        a run's own; an unfinished one of the same settings, or a new one
     runs/<name>/<date>-2/      the folder of another run that began in the same second
     runs/sweep-<id>/<job>/     a sweep's job has the same folder each time
 
@@ -46,20 +46,24 @@ def continued(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Iterato
 
 
 def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | None:
-    """Hold the newest unfinished run of the same settings beside `folder`; None where there is none that is free."""
+    """Hold an unfinished run of the same settings beside `folder`; None where there is none that is free.
+
+    It is the newest one, or the newest of those that have saved something, where there are any.
+    """
     if run.trainer.resume is Resume.never:
         return None
-    for path in sorted((file.parent for file in folder.parent.glob(f"*/{CONFIG_FILE}")), reverse=True):
-        if not is_unfinished(path, run):
-            continue
-        try:
-            held.enter_context(hold(path))
-        except FolderHeld as busy:
-            print(f"{busy} and has the same settings: this run is another one")
-            continue
-        if is_unfinished(path, run):  # still
-            _announce(path, "trainer.resume=never starts anew")
-            return path
+    earlier = [path.parent for path in folder.parent.glob(f"*/{CONFIG_FILE}") if is_unfinished(path.parent, run)]
+    for path in sorted(earlier, key=lambda path: (_has_saved(path), path), reverse=True):
+        with ExitStack() as tried:
+            try:
+                tried.enter_context(hold(path))
+            except FolderHeld as busy:
+                print(f"{busy} and has the same settings: this run is another one")
+                continue
+            if is_unfinished(path, run):  # still
+                held.push(tried.pop_all())
+                _announce(path, "trainer.resume=never starts anew")
+                return path
     return None
 
 
@@ -105,6 +109,10 @@ def _announce(folder: Path, remedy: str) -> None:
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         os.removedirs(folder)
+
+
+def _has_saved(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-*"))
 
 
 def is_unfinished(folder: Path, run: RunConfig) -> bool:
