@@ -26,7 +26,7 @@ _TEXT = r"(?s:.*)"  # where it is only shown, is a value of a setting that is ch
 _WORD = r"[\w.,:=+@*&|()\[\]-]*"
 _NAME = r"(?!\.)[\w.,=+-]+"
 _EXPERIMENT = r"[A-Za-z0-9][\w.-]*"
-_FOLDER = r"\.|(runs|multirun)(/(?!\.{1,2}(/|$))[\w.,=+%-]+)*"
+_FOLDER = r"\.|(runs|multirun)(/(?!\.{1,2}(/|$))[\w.,=+%-]+)*(/\.)?"  # ending as that of torchrun's later processes
 _EXPECTED = {
     _WORD: "a word without blanks or slashes",
     _NAME: "letters, digits and _ . , = + -",
