@@ -27,8 +27,8 @@ def run_of(*overrides: str) -> RunConfig:
 class Training:
     """Leaves the files of a training in its folder, or those of one that failed or was cut short."""
 
-    def __init__(self, end: str = "done", top1: float = 0.75) -> None:
-        self.end, self.top1 = end, top1
+    def __init__(self, end: str = "done", top1: float = 0.75, error: str = "") -> None:
+        self.end, self.top1, self.error = end, top1, error
         self.resumed_from: list[str | None] = []
 
     def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
@@ -40,7 +40,7 @@ class Training:
             (folder / "checkpoints" / "latest").write_text("step-00000001\n")
             raise SystemExit(130)
         if self.end == "failed":
-            (folder / "error.txt").write_text("error: the layers do not fit\n\nTraceback ...")
+            (folder / "error.txt").write_text(self.error)
             raise SystemExit(1)
         record = make_record(
             kind="measured", command="x", experiment=run.name, config=to_plain(run), seed=run.seed,
@@ -110,9 +110,18 @@ def test_a_job_that_another_process_does_is_left_to_it(folder: Path, capsys: pyt
     assert said.startswith(f"\nleft out: data=digits seed=3: {folder} is in use by process {os.getpid()} on ")
 
 
-def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(folder: Path) -> None:
-    assert run_job(folder, OVERRIDES, "digits", run_of, Training("failed")) is None
-    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", "the layers do not fit", to_plain(run_of()))
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("error: the layers do not fit\n\nTraceback ...", "the layers do not fit"),
+        ("", "see its message above"),  # all that a full disk leaves
+    ],
+)
+def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(
+    folder: Path, error: str, reason: str
+) -> None:
+    assert run_job(folder, OVERRIDES, "digits", run_of, Training("failed", error=error)) is None
+    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", reason, to_plain(run_of()))
     assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
     assert outcome_in(folder).status == "done"
 

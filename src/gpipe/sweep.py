@@ -133,6 +133,5 @@ def _record(folder: Path, run: RunConfig) -> Record | None:
 def _reason(folder: Path) -> str:
     """Return the message of the error that ended a job."""
     path = folder / ERROR_FILE
-    if not path.exists():
-        return "see its message above"
-    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("error: ")
+    first, _, _ = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")
+    return first.removeprefix("error: ") or "see its message above"  # on a full disk the file may be empty
