@@ -211,9 +211,10 @@ def test_an_offline_run_leaves_nothing_at_home_and_sends_nothing(tmp_path: Path,
     assert list((tmp_path / "home").iterdir()) == []
 
 
-def test_an_id_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / RUN_ID_FILE).write_text("../elsewhere")
-    with pytest.raises(ValueError, match=r"says '\.\./elsewhere', expected a run's id: delete the file"):
+@pytest.mark.parametrize(("content", "shown"), [(b"../elsewhere", r"\.\./elsewhere"), (b"\xff\xfe", "\ufffd\ufffd")])
+def test_an_id_that_is_none_is_refused(tmp_path: Path, content: bytes, shown: str) -> None:
+    (tmp_path / RUN_ID_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"says '{shown}', expected a run's id: delete the file"):
         Tracker(tmp_path, mode="offline")
 
 

@@ -229,7 +229,7 @@ def _run_id(folder: Path | None) -> str | None:
     """Return the id that an earlier run left in its folder for Weights & Biases, None where there is none."""
     if folder is None or not (folder / RUN_ID_FILE).exists():
         return None
-    text = (folder / RUN_ID_FILE).read_text(encoding="utf-8").strip()
+    text = (folder / RUN_ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
     if not _RUN_ID.fullmatch(text):
         raise ValueError(f"{folder / RUN_ID_FILE} says {text!r}, expected a run's id: delete the file.")
     return text
