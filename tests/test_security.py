@@ -142,9 +142,10 @@ def environment_of(**values: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), **values}
 
 
+# Hydra writes into it what it says of a sweep, line by line.
 BASHRC = """
 hydra:
-  job_logging:
+  hydra_logging:
     version: 1
     formatters: {simple: {format: "touch sprung # %(message)s"}}
     handlers: {file: {class: logging.FileHandler, filename: .bashrc, formatter: simple}}
@@ -158,7 +159,8 @@ def test_the_program_itself_runs_nothing_of_a_folder_of_configurations(text: str
     """What is refused is refused before Hydra's own start: its log, its callbacks, its launcher."""
     write_config(elsewhere, text)
     (elsewhere / ".bashrc").touch()
-    command = [sys.executable, str(ROOT / "train.py"), "--config-dir", "conf", "+extra=evil", "trainer.dry_run=true"]
+    arguments = ("-m", "--config-dir", "conf", "+extra=evil", "trainer.dry_run=true")
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere, env=environment_of(), check=False)
     subprocess.run(["bash", "--rcfile", ".bashrc", "-i", "-c", "true"], cwd=elsewhere, check=True, capture_output=True)
     assert not (elsewhere / "sprung").exists()
