@@ -1,12 +1,15 @@
 """Processes start together, end together, and speak once when something fails."""
 
+import json
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -33,7 +36,7 @@ def two(folder: Path, **changes: object) -> Processes:
 def note_place(place: Place, folder: Path, word: str) -> None:
     coordinate = None if place.mesh is None else list(place.mesh.get_coordinate())
     rank = 0 if place.mesh is None else dist.get_rank()
-    shared = place.share(f"from {rank}")
+    shared = place.share("rank", f"from {rank}")
     text = f"{word} {coordinate} {place.is_main} {torch.get_num_threads()} {shared}"
     (folder / f"{rank}.txt").write_text(text)
 
@@ -53,6 +56,20 @@ def fail(place: Place, folder: Path, how: str) -> None:
 def hang(place: Place, folder: Path) -> None:
     (folder / f"process-{os.getpid()}").touch()
     time.sleep(MANY_SECONDS)
+
+
+def hang_before(place: Place, folder: Path, what: str) -> None:
+    if dist.get_rank() == 0:
+        time.sleep(MANY_SECONDS)
+    if what == "a value":
+        place.share("word", "from the other")
+    dist.new_group(timeout=timedelta(seconds=1))
+
+
+def note_origin(place: Place, folder: Path) -> None:
+    """Note what starts this process, whether a module was there before, and a variable."""
+    origin = {"parent": os.getppid(), "loaded": "colorsys" in sys.modules, "variable": os.environ["VARIABLE"]}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(origin))
 
 
 def is_running(pid: int) -> bool:
@@ -465,9 +482,42 @@ def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_while_it_star
     }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(processes, "BEGAN", time.monotonic())  # as if this process had just started
     with pytest.raises(TimeoutError, match=message):
-        processes._meet(0.5)
+        processes._meet(0.5, time.monotonic())
+
+
+@pytest.mark.parametrize("what", ["a value", "a connection"])
+def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_once_all_have_come(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], what: str
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(SystemExit):
+        run(hang_before, two(tmp_path, timeout_seconds=1.0), what)
+    assert time.monotonic() - begun < MANY_SECONDS / 2
+    said = r"error: another process did not come in time \(wait timeout after \d+ms, .*\): see what keeps it, or raise"
+    assert re.search(said, capfd.readouterr().err)
+
+
+def test_new_processes_are_copies_of_one_that_has_loaded_what_they_need_and_ends_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = set()
+    for variable in ("first", "second"):
+        monkeypatch.setenv("VARIABLE", variable)
+        run(note_origin, two(tmp_path, modules=("colorsys",)))
+        first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+        assert first == second == {"parent": first["parent"], "loaded": True, "variable": variable}
+        assert not is_running(first["parent"])
+        servers.add(first["parent"])
+    assert len(servers) == 2 and os.getpid() not in servers
+
+
+def test_processes_start_below_a_folder_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("VARIABLE", "")
+    run(note_origin, two(tmp_path, modules=("colorsys",)))
+    assert json.loads((tmp_path / "1.json").read_text())["parent"] == os.getpid()
 
 
 def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,5 @@
 """Settings -> objects. Nothing else knows both; below this nobody sees a config."""
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -108,9 +107,9 @@ def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None
         if place is None:
             raise ConfigError("pipeline.partition_by is seconds, but a dry run computes nothing: set it to flops.")
         # Two measurements never agree, and two cuts would never meet: the first process measures for all.
-        measured = measure_seconds(build_layers(run), inputs, run.seed, place.device_type) if place.is_main else []
-        seconds = json.loads(place.share(json.dumps(measured)))
-        costs = [replace(cost, seconds=value) for cost, value in zip(costs, seconds, strict=True)]
+        measure = partial(measure_seconds, build_layers(run), inputs, run.seed, place.device_type)
+        seconds = place.share_each("seconds", len(layers), lambda tell: measure(lambda value: tell(value.hex())))
+        costs = [replace(cost, seconds=float.fromhex(value)) for cost, value in zip(costs, seconds, strict=True)]
     return plan_pipeline(
         costs,
         sizes,

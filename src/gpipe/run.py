@@ -95,4 +95,5 @@ def _processes_of(run: RunConfig, folder: Path) -> Processes:
         stages_per_device=run.pipeline.stages_per_device,
         pin_cores=run.launch.pin_cores,
         max_restarts=run.launch.max_restarts,
+        modules=("gpipe.build", "gpipe.outcome"),
     )

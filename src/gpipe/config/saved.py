@@ -24,8 +24,8 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
         )
     try:
         parts = {field.name: _part(hints[field.name], plain[field.name]) for field in fields(RunConfig)}
-        run = RunConfig(**parts)
-        OmegaConf.structured(run)  # which checks the types of what is no section, too
+        run = OmegaConf.to_object(OmegaConf.structured(RunConfig(**parts)))  # which takes care of the types, of all
+        assert isinstance(run, RunConfig)
         return run
     except ConfigError:
         raise

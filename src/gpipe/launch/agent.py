@@ -48,6 +48,7 @@ class Agent(LocalElasticAgent):
 
     entrypoint: called as entrypoint(*args) in each process. logs: a folder for the agent. error_file: where a process
     that fails says why. on_restart: called with the end and the number of restarts that are left, before each.
+    start_method: of multiprocessing.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Agent(LocalElasticAgent):
         logs: Path,
         error_file: Path,
         on_restart: Callable[[End, int], None],
+        start_method: str,
     ) -> None:
         spec = WorkerSpec(
             role="gpipe",
@@ -73,7 +75,7 @@ class Agent(LocalElasticAgent):
         # torch 2.11 has no such setting.
         known = signature(LocalElasticAgent.__init__).parameters
         shutdown: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs)), start_method="spawn", **shutdown)
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs)), start_method=start_method, **shutdown)
         self._error_file, self._on_restart = error_file, on_restart
         self._children: list[BaseProcess] = []
         self._first_end: tuple[End, float] | None = None

@@ -118,6 +118,8 @@ def _sentence(error: Exception) -> str:
         return (
             f"no access to {error.filename} ({error.strerror}): change its permissions, or start where you may write."
         )
+    if type(error).__name__ == "DistStoreError":  # torch's, which takes seconds to load
+        return f"another process did not come in time ({error}): see what keeps it, or raise pipeline.timeout_seconds."
     speaks = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
     return message if speaks and message else f"{type(error).__name__}: {message}"

@@ -23,10 +23,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpipe.launch import BEGAN, collector, stops
 from gpipe.launch.agent import Agent, End
+from gpipe.launch.copies import start_method
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, forget_errors, one_message
 from gpipe.launch.network import choose_interface
@@ -37,7 +38,6 @@ from gpipe.launch.store import join_store
 _START_FACTOR = 2.0
 # The processes that wait for the first one give up later than it: it knows who is missing.
 _FIRST_FACTOR = 1.2
-_BUILD_SECONDS = 120.0  # while processes build, and one measures what the others wait for
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,25 @@ class Place:
         num_devices = min(num_stages // stages_per_device, torch.cuda.device_count())
         return [torch.device("cuda", stage % num_devices) for stage in range(num_stages)]
 
-    def share(self, value: str) -> str:
-        """Return the first process's value, a text that is not empty, on every process; every process calls it."""
+    def share(self, name: str, value: str) -> str:
+        """Return the first process's value on every process; every process calls it, once for a name."""
+        return self.share_each(name, 1, lambda tell: tell(value))[0]
+
+    def share_each(self, name: str, count: int, make: Callable[[Callable[[str], None]], Any]) -> list[str]:
+        """Return so many values, which the first process makes one by one, on every process; every process calls it.
+
+        name: of the values, never used before. make: called by the first one alone, with what it calls with each value.
+        The others wait for each as long as for any message: raises DistStoreError on them where one does not come.
+        """
+        found: list[str] = []
         if self.mesh is None:
-            return value
-        # As bytes: what carries any object unpickles it.
-        size = torch.tensor(len(value.encode()))
-        dist.broadcast(size, src=0)
-        content = torch.frombuffer(bytearray(value.encode()[: int(size)].ljust(int(size))), dtype=torch.uint8)
-        dist.broadcast(content, src=0)
-        return content.numpy().tobytes().decode()
+            make(found.append)
+            return found
+        store = PrefixStore(f"shared/{name}", dist.distributed_c10d._get_default_store())
+        if self.is_main:
+            numbers = iter(range(count))
+            make(lambda value: store.set(str(next(numbers)), value))
+        return [store.get(str(number)).decode() for number in range(count)]
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,7 @@ class Processes:
     folder: for the file with an error's traceback. debug: show the traceback on the terminal too.
     pin_cores: every process, an only one too, is a new one; on a CPU it has as many cores of its own as threads.
     max_restarts: so many times all are started again after one has failed; more than 0 makes an only one a new one.
+    modules: what each needs, and takes time to load: new processes are copies of one that has loaded it.
     """
 
     num_stages: int
@@ -101,6 +111,7 @@ class Processes:
     stages_per_device: int = 1
     pin_cores: bool = False
     max_restarts: int = 0
+    modules: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -135,7 +146,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
     """Start the processes with torch's elastic agent, and wait; it ends all as soon as one fails."""
     error_file = processes.folder / ERROR_FILE
     collector.work()
-    with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, _quiet():
+    with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, start_method(processes.modules) as method, _quiet():
         note = Path(logs) / "stop"
         stops.listen().pass_on(note)
         agent = Agent(
@@ -146,6 +157,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
             Path(logs),
             error_file,
             partial(_announce_restart, processes.max_restarts),
+            method,
         )
         try:
             end = agent.train()
@@ -173,6 +185,8 @@ def _work(
     note: where the process that started this one says that it was asked to stop. Having stopped is no failure, so the
         status of that is returned to it.
     """
+    # One that is a copy of another began when that was made, not when that one did.
+    began = BEGAN if note is None else time.monotonic()
     listener = stops.listen()
     if note is not None:
         listener.obey(note)
@@ -181,10 +195,10 @@ def _work(
         with one_message(None if note is None else processes.folder, processes.debug):
             num_cores = len(own_cores())
             _set_threads(processes)
-            place = replace(_join(processes), num_cores=num_cores)
+            place = replace(_join(processes, began), num_cores=num_cores)
             if note is None and place.is_main:
                 forget_errors(processes.folder)
-            folder = Path(place.share(str(processes.folder)))
+            folder = Path(place.share("folder", str(processes.folder)))
         with one_message(folder, processes.debug):
             function(place, folder, *args)
         if place.mesh is not None:
@@ -196,7 +210,7 @@ def _work(
     return None
 
 
-def _join(processes: Processes) -> Place:
+def _join(processes: Processes, began: float) -> Place:
     """Join the process group; neighbouring ranks are neighbouring stages."""
     size, expected = int(os.environ["WORLD_SIZE"]), math.prod(processes.shape)
     if size == 1:
@@ -217,19 +231,24 @@ def _join(processes: Processes) -> Place:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    store, rank, size = _meet(processes.timeout_seconds)
-    timeout = timedelta(seconds=max(processes.timeout_seconds, _BUILD_SECONDS))
+    store, rank, size = _meet(processes.timeout_seconds, began)
+    timeout = timedelta(seconds=_patience(processes.timeout_seconds, began))
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
 
 
-def _meet(timeout_seconds: float) -> tuple[Store, int, int]:
+def _patience(timeout_seconds: float, began: float) -> float:
+    """Return for how many seconds a process waits for the others while all start; began: when it did."""
+    return max(timeout_seconds, _START_FACTOR * (time.monotonic() - began))
+
+
+def _meet(timeout_seconds: float, began: float) -> tuple[Store, int, int]:
     """Wait until all processes have come; return the store that they share, this one's rank, and their number.
 
     Raises TimeoutError where one does not come.
     """
-    seconds = max(timeout_seconds, _START_FACTOR * (time.monotonic() - BEGAN))
+    seconds = _patience(timeout_seconds, began)
     is_first = os.environ["RANK"] == "0"
     try:
         return join_store(timedelta(seconds=seconds if is_first else _FIRST_FACTOR * seconds))

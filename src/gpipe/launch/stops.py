@@ -146,8 +146,10 @@ class _Listener:
             # torch's agent ends its processes by SIGTERM, what it asks of them comes by the note; and a training
             # process ends so those that load its data. That is no failure of theirs.
             self._end(0)
-        expected = parent.pid if parent is not None and self._obey is not None else self._agent
-        if expected is not None and os.getppid() != expected:
+        is_orphan = self._agent is not None and os.getppid() != self._agent
+        if self._obey is not None and parent is not None:
+            is_orphan = not parent.is_alive()  # os.getppid() is the process that this one may be a copy of
+        if is_orphan:
             self._end(INTERRUPTED)
         if self._obey is None:
             return

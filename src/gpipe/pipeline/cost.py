@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -76,7 +76,9 @@ def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
     return [replace(cost, tied_parameters=tied) for cost, tied in zip(costs, tied_parameters(layers), strict=True)]
 
 
-def measure_layers(layers: nn.Sequential, example: Any, *, repeats: int = 5) -> list[LayerCost]:
+def measure_layers(
+    layers: nn.Sequential, example: Any, *, repeats: int = 5, on_layer: Callable[[float], None] | None = None
+) -> list[LayerCost]:
     """Describe every layer as `analyze_layers` does and time its forward function in training mode, on a copy.
 
     Time varies from call to call, and so may a partition by time: all processes of a run must use the numbers of one.
@@ -85,6 +87,7 @@ def measure_layers(layers: nn.Sequential, example: Any, *, repeats: int = 5) -> 
         layers: the whole model, in order, on one device.
         example: an input of the first layer, as large as a micro-batch, on that device.
         repeats: number of timed runs a layer, after one that is not timed; the median counts.
+        on_layer: called with each layer's seconds as soon as they are known.
 
     Raises:
         ValueError: `repeats` is below 1, a layer cannot run on the meta device or on the example, or is itself on the
@@ -102,6 +105,8 @@ def measure_layers(layers: nn.Sequential, example: Any, *, repeats: int = 5) -> 
             with _blame(index, layer, "cannot be timed on the example", _TIME_REMEDY):
                 value, seconds = _time(layer, value, repeats, devices)
             costs[index] = replace(costs[index], seconds=seconds)
+            if on_layer is not None:
+                on_layer(seconds)
     return costs
 
 

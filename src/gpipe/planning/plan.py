@@ -1,6 +1,6 @@
 """The plan of a pipeline, printed before it starts: which layers each stage gets, and what that promises."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -142,14 +142,20 @@ def plan_pipeline(
     )
 
 
-def measure_seconds(layers: nn.Sequential, example: Tensor, seed: int, device: torch.device | str) -> list[float]:
-    """Time each layer's forward function on a device, with weights drawn from `seed`.
+def measure_seconds(
+    layers: nn.Sequential,
+    example: Tensor,
+    seed: int,
+    device: torch.device | str,
+    on_layer: Callable[[float], None] | None = None,
+) -> list[float]:
+    """Time each layer's forward function on a device, with weights drawn from `seed`; `on_layer` hears of each.
 
     layers, example: on the meta device. The layers get memory on `device`: describe the model anew for other use.
     """
     device = torch.device(device)
     real = nn.Sequential(*Ties(layers).build(dict.fromkeys(range(len(layers)), device), seed).values())
-    costs = measure_layers(real, torch.zeros_like(example, device=device))
+    costs = measure_layers(real, torch.zeros_like(example, device=device), on_layer=on_layer)
     return [cost.seconds or 0.0 for cost in costs]
 
 
