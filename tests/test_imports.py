@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "config": {"environment_secrets"},
     "pipeline": set(),
     "models": {GUARD},
-    "data": {GUARD, FAIRSEQ_GUARD},
+    "data": {"durable_files", GUARD, FAIRSEQ_GUARD},
     "durable_files": set(),
     "checkpoint": {"durable_files", "pipeline"},
     "training": {"checkpoint", "durable_files", "pipeline", GUARD},

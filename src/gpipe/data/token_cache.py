@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from gpipe.data.parallel_corpus import LanguagePairs, Skipped
 from gpipe.data.sentences import Sentences, token_type
+from gpipe.durable_files import flush, write_flushed
 
 DEFAULT_NAME = "token_cache"
 _FORMAT = 1
@@ -272,11 +273,9 @@ class TokenCache:
                     description = {"key": key, "skipped": skipped, **writer.finish()}
                 if _describe(files) != key["files"]:
                     raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
-                (partial / _DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", "utf-8")
-                _flush(partial / _DESCRIPTION)
-                _flush(partial)
+                write_flushed(partial / _DESCRIPTION, json.dumps(description, indent=1) + "\n")
                 partial.rename(folder)
-                _flush(self.folder)
+                flush(self.folder)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -288,14 +287,6 @@ def _lock(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _describe(files: Sequence[Path]) -> list[list[Any]]:

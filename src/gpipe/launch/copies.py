@@ -1,6 +1,8 @@
 """New processes as copies of one that has loaded what each of them needs: once, and not once in each."""
 
 import multiprocessing
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,5 +27,12 @@ def start_method(modules: Sequence[str]) -> Iterator[str]:
     try:
         yield "forkserver"
     finally:
-        # It has the environment and the output of now, which are not those of this process's next run.
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        _end()
+
+
+def _end() -> None:
+    """End the process that was loaded: its environment and its output are not those of this process's next run."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # else it waits for what a process that was killed had started
+    server._stop()
