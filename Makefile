@@ -14,10 +14,10 @@ quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photog
 
 test: lint ## set up, then lint and run the tests
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest --numprocesses 2 -m alone
 
-reliability: .venv ## set up, then kill, stop, starve and disconnect whole runs: 20 to 25 minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m reliability
+reliability: .venv ## set up, then kill, stop, starve and disconnect whole runs: a quarter of an hour on two cores
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m reliability
 
 lint: .venv ## style, format and types
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from typing import Any
 
 _MOST_BYTES = 75  # of a folder for sockets: a path has 107 at most, of which Python takes 32 for names of its own
 _IS_PRIVATE = sys.version_info >= (3, 11, 1)  # before, all users of a host could send it a pickle (CVE-2022-42919)
@@ -32,7 +33,7 @@ def start_method(modules: Sequence[str]) -> Iterator[str]:
 
 def _end() -> None:
     """End the process that was loaded: its environment and its output are not those of this process's next run."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGKILL)  # else it waits for what a process that was killed had started
     server._stop()
