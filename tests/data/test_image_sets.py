@@ -1,14 +1,11 @@
 """Image sets: what they hold, and what they say when files are missing or broken."""
 
 import gzip
-import os
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 from PIL import Image
 
 from gpipe.data import BrokenImage, DataMissing, ImageArray, check_image_set, open_image_set
+from tests.data.permissions import bound_by_permissions
 
 
 def write_idx(path: Path, magic: int, shape: tuple[int, ...], content: bytes) -> None:
@@ -151,17 +149,6 @@ def test_a_link_that_leads_back_is_refused_by_name(imagenet_root: Path, target: 
     (imagenet_root / "train" / "n01440764" / "link").symlink_to(target)
     with pytest.raises(ValueError, match=r"train/n0144\S+ leads to \S+ again, whose images .*; remove the link"):
         open_image_set("imagenet", "train", imagenet_root)
-
-
-@contextmanager
-def bound_by_permissions() -> Iterator[None]:
-    """Be a user whom permissions bind, as they do not bind root."""
-    user = os.geteuid()
-    os.seteuid(user or 65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
 
 
 def test_a_folder_that_cannot_be_read_is_refused_by_name(imagenet_root: Path) -> None:

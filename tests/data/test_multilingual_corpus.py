@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import lzma
+import tempfile
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,8 @@ import yaml
 
 from gpipe.data import SPLITS, DataMissing, Tokenizer, check_data, open_corpus, split_of
 from gpipe.data.english_split import base_language, choose_variants, clean_line
-from gpipe.data.multilingual_text import embedded_tokenizer_path, read_embedded
+from gpipe.data.multilingual_text import embedded_tokenizer_path, read_embedded, vlc_pairs
+from tests.data.permissions import bound_by_permissions
 from tests.data.small_text import embedded_tokenizer, ids, write_mo
 
 EMBEDDED = Path(str(files("gpipe.data").joinpath("embedded")))
@@ -124,6 +126,17 @@ def test_vlc_adds_to_the_embedded_pairs_under_the_same_rule(tmp_path: Path) -> N
         assert new and added.tolist() == [len(new), 0, 2 * len(new) + known_in_zh]
         source, target = opened[0].pair("de", len(opened[1].pairs("de")))
         assert [tokenizer.decode(ids(side)) for side in (source, target)] == [f"de {new[0]}", new[0]]
+
+
+def test_a_catalogue_that_cannot_be_reached_is_refused_by_name() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+        Path(folder).chmod(0o755)
+        for locale in ("de", "fr"):
+            write_mo(Path(folder) / "usr/share/locale" / locale / "LC_MESSAGES/vlc.mo", {"line": f"{locale} line"})
+        (unreadable := Path(folder) / "usr/share/locale/fr/LC_MESSAGES").chmod(0o000)
+        with bound_by_permissions(), pytest.raises(PermissionError, match=r"fr/LC_MESSAGES/vlc\.mo"):
+            list(vlc_pairs(Path(folder), "train", "de"))
+        unreadable.chmod(0o755)
 
 
 def test_where_vlc_is_missing_the_message_says_how_to_get_it(tmp_path: Path) -> None:

@@ -49,11 +49,13 @@ def vlc_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
     """Yield the embedded pairs, and then those of VLC's catalogues below root that are not among them.
 
     English lines are split by the same rule, so that none of an evaluation is trained on.
-    Raises ValueError, which names the file, for a damaged catalogue.
+    Raises ValueError, which names the file, for a damaged catalogue, PermissionError for one that cannot be reached.
     """
     yield from embedded_pairs(root, split, language)
     seen = {(pair.source, pair.target) for pair in read_embedded()[language]}
-    paths = {path.parts[-3]: path for path in root.glob(VLC_CATALOGUES)}
+    # Not by glob, which leaves out a folder that cannot be read.
+    folder, _, catalogue = VLC_CATALOGUES.partition("/*/")
+    paths = {tag.name: path for tag in (root / folder).iterdir() if (path := tag / catalogue).exists()}
     for tag in choose_variants(paths).get(language, []):
         for entry, (text, english) in enumerate(read_mo(paths[tag]), start=1):
             if (text, english) not in seen and split_of(english) == split:
