@@ -512,6 +512,28 @@ def test_new_processes_are_copies_of_one_that_has_loaded_what_they_need_and_ends
     assert len(servers) == 2 and os.getpid() not in servers
 
 
+LOADING_ONCE = """
+import importlib
+import torch
+
+def refuse(*_, **__):
+    raise AssertionError("a GPU is asked for")
+
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_properties"):
+    setattr(torch.cuda, name, refuse)
+from gpipe.run import LOADED_ONCE
+for module in LOADED_ONCE:
+    importlib.import_module(module)
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_what_is_loaded_once_asks_for_no_gpu() -> None:
+    command = [sys.executable, "-c", LOADING_ONCE]
+    done = subprocess.run(command, env=os.environ | PYTHONPATH, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_processes_start_below_a_folder_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

@@ -21,6 +21,9 @@ from gpipe.training.stop import Stopped
 if TYPE_CHECKING:
     from gpipe.pipeline.timeline import Timeline
 
+# What `train` loads. Loading it must not touch a GPU: a process whose CUDA has begun cannot be copied.
+LOADED_ONCE = ("gpipe.build", "gpipe.outcome")
+
 
 def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
     """Start the processes that train, or print the plan alone; an error is one message and an exit with status 1.
@@ -95,5 +98,5 @@ def _processes_of(run: RunConfig, folder: Path) -> Processes:
         stages_per_device=run.pipeline.stages_per_device,
         pin_cores=run.launch.pin_cores,
         max_restarts=run.launch.max_restarts,
-        modules=("gpipe.build", "gpipe.outcome"),
+        modules=LOADED_ONCE,
     )
