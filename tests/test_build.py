@@ -7,7 +7,7 @@ import torch
 from hydra import compose
 
 from gpipe.build import build_layers, build_pipeline, build_plan, build_tracker, build_trainer, name_processes
-from gpipe.config import ConfigError, RunConfig, to_run
+from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
 from gpipe.launch.processes import Place
 from gpipe.training.trainer import Trainer
 from gpipe.workloads import workload_of
@@ -62,6 +62,18 @@ def test_measured_seconds_cut_the_layers_too() -> None:
     layers = build_layers(run)
     assert sum(build_plan(run, layers, ALONE).partitions) == len(layers)
     assert all(parameter.is_meta for parameter in layers.parameters())
+
+
+LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", "data=random_tokens", "trainer.batch_size=8")
+TRANSLATION = ("+experiment=transformer_multilingual", "scale=laptop", "trainer.batch_size=8")
+
+
+@pytest.mark.parametrize("cut", PartitionBy)
+@pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
+def test_every_model_can_be_cut_by_every_cost(model: tuple[str, ...], cut: PartitionBy) -> None:
+    run = to_run(compose("train", overrides=[*model, f"pipeline.partition_by={cut.value}", "pipeline.num_stages=2"]))
+    layers = build_layers(run)
+    assert sum(build_plan(run, layers, ALONE).partitions) == len(layers)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe.pipeline.cost import LayerCost, measure_layers
 from gpipe.pipeline.partition import Objective, partition_layers
+from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.ties import Ties
 
 
@@ -144,18 +145,21 @@ def plan_pipeline(
 
 def measure_seconds(
     layers: nn.Sequential,
-    example: Tensor,
+    example: Any,
     seed: int,
     device: torch.device | str,
     on_layer: Callable[[float], None] | None = None,
 ) -> list[float]:
     """Time each layer's forward function on a device, with weights drawn from `seed`; `on_layer` hears of each.
 
-    layers, example: on the meta device. The layers get memory on `device`: describe the model anew for other use.
+    layers, example: on the meta device, the example as any tensors that the first layer takes. The layers get memory on
+    `device`: describe the model anew for other use.
     """
     device = torch.device(device)
     real = nn.Sequential(*Ties(layers).build(dict.fromkeys(range(len(layers)), device), seed).values())
-    costs = measure_layers(real, torch.zeros_like(example, device=device), on_layer=on_layer)
+    inputs = Payload.of(example)
+    inputs.tensors = [torch.zeros_like(tensor, device=device) for tensor in inputs.tensors]
+    costs = measure_layers(real, inputs.value(), on_layer=on_layer)
     return [cost.seconds or 0.0 for cost in costs]
 
 
