@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _aten = torch.ops.aten
 Shape: TypeAlias = tuple[int, ...]
@@ -104,8 +104,8 @@ class Ledger(TorchDispatchMode):
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     packet = func.overloadpacket
-    if packet in _ATTENTION:
-        return _ATTENTION[packet](args)
+    if packet in _COUNTS:
+        return _COUNTS[packet](args)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
     return 0
@@ -121,10 +121,19 @@ def _attention_backward(args: tuple[Any, ...]) -> int:
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-# The processor's fused attention, which torch's own counter does not know.
-_ATTENTION: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+def _convolution_backward(args: tuple[Any, ...]) -> int:
+    """Count each gradient like the forward: each product of that has one in the input's and one in the weight's."""
+    gradient, inputs, weight = (list(tensor.shape) for tensor in args[:3])
+    transposed, (of_inputs, of_weight, _) = args[7], args[10]
+    return int(conv_flop_count(inputs, weight, gradient, transposed) * (of_inputs + of_weight))
+
+
+# What torch's own counter does not know, the processor's fused attention, or counts wrongly: the gradient of the weight
+# of a convolution in groups, as if there were none.
+_COUNTS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten.convolution_backward: _convolution_backward,
 }
 
 
