@@ -1,8 +1,7 @@
-"""Processes start together, end together, and speak once when something fails."""
+"""Processes start together, from one that has loaded what they need, and end together."""
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -16,29 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe.launch import devices, processes, stops
-from gpipe.launch.errors import one_message
-from gpipe.launch.processes import Place, Processes, run
-
-ROOT = Path(__file__).parents[1]
-PYTHONPATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-MANY_SECONDS = 60  # a process that outlives this was not ended
-
-
-def two(folder: Path, **changes: object) -> Processes:
-    settings = {
-        "num_stages": 2, "num_replicas": 1, "num_processes": 2, "num_threads": 1, "device": "cpu",
-        "timeout_seconds": 30.0, "folder": folder,
-    }  # fmt: skip
-    return Processes(**(settings | changes))
-
-
-def note_place(place: Place, folder: Path, word: str) -> None:
-    coordinate = None if place.mesh is None else list(place.mesh.get_coordinate())
-    rank = 0 if place.mesh is None else dist.get_rank()
-    shared = place.share("rank", f"from {rank}")
-    text = f"{word} {coordinate} {place.is_main} {torch.get_num_threads()} {shared}"
-    (folder / f"{rank}.txt").write_text(text)
+from gpipe.launch import devices, processes
+from gpipe.launch.processes import Place, run
+from tests.launched import MANY_SECONDS, PYTHONPATH, ROOT, is_running, note_place, pids, two
 
 
 def fail(place: Place, folder: Path, how: str) -> None:
@@ -50,11 +29,6 @@ def fail(place: Place, folder: Path, how: str) -> None:
         raise {"sentence": ValueError("batch_size is 3, expected 4."), "bug": KeyError("width")}[how]
     if how == "bug":
         raise RuntimeError("the other one is gone")
-    time.sleep(MANY_SECONDS)
-
-
-def hang(place: Place, folder: Path) -> None:
-    (folder / f"process-{os.getpid()}").touch()
     time.sleep(MANY_SECONDS)
 
 
@@ -70,19 +44,6 @@ def note_origin(place: Place, folder: Path) -> None:
     """Note what starts this process, whether a module was there before, and a variable."""
     origin = {"parent": os.getppid(), "loaded": "colorsys" in sys.modules, "variable": os.environ["VARIABLE"]}
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(origin))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat")
-    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def pids(folder: Path) -> list[int]:
-    return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
 
 
 def test_one_process_stays_in_this_one(tmp_path: Path) -> None:
@@ -182,90 +143,6 @@ def test_one_failing_process_ends_all_with_one_message(
         assert "Traceback" in (tmp_path / "error.txt").read_text()
 
 
-def stop(place: Place, folder: Path) -> None:
-    """Do what training does: go on until asked to stop, and leave with the status of that."""
-    hang_until_asked(folder)
-    raise SystemExit(stops.STOPPED)
-
-
-def hang_until_asked(folder: Path) -> None:
-    (folder / f"process-{os.getpid()}").touch()
-    while (reason := stops.reason()) is None:
-        time.sleep(0.05)
-    (folder / f"asked-{os.getpid()}").write_text(reason)
-
-
-def parent_of(function: str, folder: Path) -> subprocess.Popen[str]:
-    """Start a process that starts two, and wait until these are at work."""
-    program = (
-        "from pathlib import Path\nfrom gpipe.launch.processes import run\n"
-        f"from tests.test_launch import {function}, two\n"
-        f"if __name__ == '__main__': run({function}, two(Path({str(folder)!r})))\n"
-    )
-    script = folder / "script.py"
-    script.write_text(program)
-    environment = os.environ | PYTHONPATH
-    parent = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(pids(folder)) == 2)
-    return parent
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("numbers", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]], ids=["SIGKILL", "SIGINT twice"])
-def test_ending_the_parent_at_once_leaves_no_orphan(tmp_path: Path, numbers: list[signal.Signals]) -> None:
-    with parent_of("hang", tmp_path) as parent:
-        for number in numbers:
-            parent.send_signal(number)
-            time.sleep(0.5)
-        said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
-    wait_until(lambda: not any(map(is_running, pids(tmp_path))))
-    if signal.SIGINT in numbers:
-        assert parent.returncode == 130
-        assert said.startswith("error: interrupted, nothing was saved\n")  # Python tells of semaphores after it
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_the_parent_waits_for_processes_that_it_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
-    with parent_of("stop", tmp_path) as parent:
-        parent.send_signal(number)
-        said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
-    assert (parent.returncode, said) == (stops.STOPPED, "")
-    assert [path.read_text() for path in tmp_path.glob("asked-*")] == [number.name] * 2
-    assert not any(map(is_running, pids(tmp_path)))
-
-
-def leave_when_asked(status: int) -> None:
-    with stops.listening():
-        assert stops.reason() is None
-        os.kill(os.getpid(), signal.SIGUSR2)
-        wait_until(lambda: stops.reason() == "SIGUSR2")
-        raise SystemExit(status)
-
-
-LOADING = """
-import multiprocessing, time
-from gpipe.launch import stops
-
-stops.listen()  # in the other process too, which imports this program
-
-if __name__ == "__main__":
-    child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,), daemon=True)
-    child.start()
-    print(child.pid)
-"""
-
-
-def test_a_program_that_ends_ends_the_processes_that_load_its_data(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(LOADING)
-    command = [sys.executable, str(tmp_path / "program.py")]
-    done = subprocess.run(
-        command, env=os.environ | PYTHONPATH, capture_output=True, text=True, timeout=MANY_SECONDS, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not is_running(int(done.stdout))
-
-
 COLLECTING = """
 import gc
 from gpipe.launch import collector
@@ -284,112 +161,6 @@ def test_only_what_was_loaded_while_the_collector_rested_is_never_searched(tmp_p
     command = [sys.executable, "-c", COLLECTING]
     done = subprocess.run(command, env=os.environ | PYTHONPATH, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-LISTENING = """
-import time
-from gpipe.launch import stops
-
-stops.listen()
-print("listening", flush=True)
-while stops.reason() is None:
-    time.sleep(0.01)
-print(stops.reason())
-"""
-
-
-def test_pauses_at_random_moments_make_no_request_and_nobody_deaf() -> None:
-    command = [sys.executable, "-c", LISTENING]
-    draw = random.Random(22)
-    with subprocess.Popen(command, env=os.environ | PYTHONPATH, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "listening\n"
-        for _ in range(4):
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(draw.uniform(0.1, 0.3))
-            process.send_signal(signal.SIGCONT)
-            time.sleep(draw.uniform(0, 0.1))
-        assert process.poll() is None
-        process.send_signal(signal.SIGUSR1)
-        assert process.communicate(timeout=MANY_SECONDS / 2) == ("SIGUSR1\n", None)
-
-
-@pytest.mark.parametrize("ignored", [False, True], ids=["heard", "nohup"])
-def test_a_closed_window_is_a_request_unless_it_was_ignored_before(ignored: bool) -> None:
-    ignoring = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if ignored else ""
-    command = [sys.executable, "-c", ignoring + LISTENING]
-    with subprocess.Popen(command, env=os.environ | PYTHONPATH, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "listening\n"
-        process.send_signal(signal.SIGHUP)
-        if ignored:
-            time.sleep(0.3)
-            process.send_signal(signal.SIGUSR1)
-        expected = "SIGUSR1\n" if ignored else "SIGHUP\n"
-        assert process.communicate(timeout=MANY_SECONDS / 2) == (expected, None)
-
-
-def test_a_process_of_torchrun_does_not_outlive_it() -> None:
-    torchrun = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {LISTENING!r}])"
-    environment = os.environ | PYTHONPATH | {"TORCHELASTIC_RUN_ID": "job"}
-    command = [sys.executable, "-c", torchrun]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "listening\n"
-        process.kill()
-        assert process.communicate(timeout=5) == ("", None)  # which waits until nobody has its output open
-
-
-PRINTING = """
-import sys, time
-from gpipe.launch import terminal
-
-terminal.outlive_readers()
-print("listening", flush=True)
-sys.stdin.read()
-print("to nobody", flush=True)
-print("to nobody either")
-print("done", file=sys.stderr)
-"""
-
-
-def test_a_reader_that_is_gone_ends_no_program() -> None:
-    command = [sys.executable, "-c", PRINTING]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=os.environ | PYTHONPATH, text=True, **pipes) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "listening\n"
-        process.stdout.close()
-        process.stdin.close()
-        assert process.stderr.read() == "done\n"
-    assert process.returncode == 0
-
-
-def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> None:
-    received: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
-    try:
-        for status, expected in ((0, []), (stops.STOPPED, [signal.SIGUSR2])):
-            with pytest.raises(SystemExit):
-                leave_when_asked(status)
-            assert received == expected and stops.reason() is None
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert received == [signal.SIGUSR2] * 2, "the handler before is back"
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def test_nothing_is_started_after_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with stops.listening() as listener:
-        listener.ask("SIGTERM")
-        with pytest.raises(SystemExit) as left:
-            run(note_place, two(tmp_path), "never")
-    assert left.value.code == stops.STOPPED
-    assert capsys.readouterr().out == "stopped by SIGTERM before the first step: the same command again goes on.\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_time_is_a_request_of_its_own() -> None:
-    with stops.listening():
-        assert stops.reason(max_hours=1.0) is None
-        assert stops.reason(max_hours=1e-9) == stops.reason() == "trainer.max_hours=1e-09"
 
 
 def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -417,49 +188,6 @@ def test_a_gpu_that_is_not_there_is_named(
     with pytest.raises(SystemExit):
         run(note_place, two(tmp_path, num_processes=1, device="cuda"), "never")
     assert "error: launch.device is cuda, but torch finds no GPU here" in capfd.readouterr().err
-
-
-def test_the_second_process_that_fails_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for cause in ("the first cause", "a consequence"):
-        with pytest.raises(SystemExit), one_message(tmp_path):
-            raise ValueError(cause)
-    said = capsys.readouterr().err
-    assert "the first cause" in said
-    assert "a consequence" not in said
-
-
-def test_of_processes_that_have_no_folder_yet_the_first_one_to_fail_speaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank in ("1", "0"):
-        (tmp_path / rank).mkdir()
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
-        with pytest.raises(SystemExit), one_message():
-            raise ValueError(f"cause in {rank}")
-    assert capsys.readouterr().err == "error: cause in 1\n"
-
-
-@pytest.mark.reliability
-def test_a_process_that_fails_before_it_joined_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    num_cores = len(os.sched_getaffinity(0))  # so that nothing is left for the second process
-    with pytest.raises(SystemExit):
-        run(note_place, two(tmp_path, pin_cores=True, num_threads=num_cores), "never")
-    said = capfd.readouterr().err
-    assert said.startswith(f"error: launch.pin_cores is true, but process 1 of this host finds 0 of {num_cores} cores")
-    assert "Traceback" in (tmp_path / "error.txt").read_text()
-
-
-def test_an_error_of_an_earlier_try_silences_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "error.txt").write_text("error: the old one\n")
-    with pytest.raises(SystemExit):
-        run(fail_alone, two(tmp_path, num_processes=1))
-    assert capsys.readouterr().err.startswith("error: the new one\n")
-    assert (tmp_path / "error.txt").read_text().startswith("error: the new one\n")
-
-
-def fail_alone(place: Place, folder: Path) -> None:
-    raise ValueError("the new one")
 
 
 @pytest.mark.parametrize(
@@ -540,63 +268,3 @@ def test_processes_start_below_a_folder_of_any_length(tmp_path: Path, monkeypatc
     monkeypatch.setenv("VARIABLE", "")
     run(note_origin, two(tmp_path, modules=("colorsys",)))
     assert json.loads((tmp_path / "1.json").read_text())["parent"] == os.getpid()
-
-
-def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | PYTHONPATH, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_a_typo_in_yaml_is_told_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "typo.yaml").write_text("# @package _global_\ntrainer:\n  num_epochs: [1\nseed: 3\n")
-    done = train_in(tmp_path, "--config-dir", str(tmp_path), "+experiment=typo")
-    place = f"{tmp_path / 'experiment' / 'typo.yaml'}, line 4"
-    expected = f"error: {place}: expected ',' or ']', but got ':': correct it there, or in the line before.\n"
-    assert (done.returncode, done.stderr) == (1, expected)
-
-
-def test_a_place_where_no_folder_can_be_made_is_told_in_one_sentence() -> None:
-    done = train_in(Path("/sys"))  # where root may not write either
-    assert done.returncode == 1
-    assert re.fullmatch(
-        r"error: no access to runs \(.*\): change its permissions, or start where you may write\.\n", done.stderr
-    )
-
-
-def test_an_error_of_a_launcher_is_told_in_one_sentence(tmp_path: Path) -> None:
-    done = train_in(tmp_path, "-m", "hydra/launcher=slurm", "seed=1")
-    assert (done.returncode, done.stderr) == (
-        1,
-        'error: RuntimeError: Could not detect "srun", are you indeed on a slurm cluster?\n',
-    )
-
-
-def test_of_a_log_in_a_message_the_last_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    dashes = "-" * 22
-    with pytest.raises(SystemExit), one_message():
-        raise ValueError(
-            f"Job failed with trace:\n{dashes}\nTraceback:\n  File x\nKeyError: 3\n\n{dashes}\nSee job.err"
-        )
-    assert capsys.readouterr().err == "error: Job failed with trace:\nKeyError: 3\nSee job.err\n"
-
-
-def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), one_message(debug=True):
-        raise ValueError("cause")
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), one_message():
-        raise KeyError("width")
-    assert capsys.readouterr().err == "error: KeyError: 'width'\n"
-
-
-def wait_until(holds: object) -> None:
-    deadline = time.monotonic() + MANY_SECONDS / 2
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -1,0 +1,50 @@
+"""Processes that tests start, and what becomes of them."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gpipe.launch.processes import Place, Processes
+
+ROOT = Path(__file__).parents[1]
+PYTHONPATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+MANY_SECONDS = 60  # a process that outlives this was not ended
+
+
+def two(folder: Path, **changes: object) -> Processes:
+    settings = {
+        "num_stages": 2, "num_replicas": 1, "num_processes": 2, "num_threads": 1, "device": "cpu",
+        "timeout_seconds": 30.0, "folder": folder,
+    }  # fmt: skip
+    return Processes(**(settings | changes))
+
+
+def note_place(place: Place, folder: Path, word: str) -> None:
+    coordinate = None if place.mesh is None else list(place.mesh.get_coordinate())
+    rank = 0 if place.mesh is None else dist.get_rank()
+    shared = place.share("rank", f"from {rank}")
+    text = f"{word} {coordinate} {place.is_main} {torch.get_num_threads()} {shared}"
+    (folder / f"{rank}.txt").write_text(text)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
+
+
+def wait_until(holds: object) -> None:
+    deadline = time.monotonic() + MANY_SECONDS / 2
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,133 @@
+"""What fails is said once, in one sentence, by whichever process it is."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe.launch.errors import one_message
+from gpipe.launch.processes import Place, run
+from tests.launched import PYTHONPATH, ROOT, note_place, two
+
+PRINTING = """
+import sys, time
+from gpipe.launch import terminal
+
+terminal.outlive_readers()
+print("listening", flush=True)
+sys.stdin.read()
+print("to nobody", flush=True)
+print("to nobody either")
+print("done", file=sys.stderr)
+"""
+
+
+def test_a_reader_that_is_gone_ends_no_program() -> None:
+    command = [sys.executable, "-c", PRINTING]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=os.environ | PYTHONPATH, text=True, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "listening\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == "done\n"
+    assert process.returncode == 0
+
+
+def test_the_second_process_that_fails_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for cause in ("the first cause", "a consequence"):
+        with pytest.raises(SystemExit), one_message(tmp_path):
+            raise ValueError(cause)
+    said = capsys.readouterr().err
+    assert "the first cause" in said
+    assert "a consequence" not in said
+
+
+def test_of_processes_that_have_no_folder_yet_the_first_one_to_fail_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in ("1", "0"):
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        with pytest.raises(SystemExit), one_message():
+            raise ValueError(f"cause in {rank}")
+    assert capsys.readouterr().err == "error: cause in 1\n"
+
+
+@pytest.mark.reliability
+def test_a_process_that_fails_before_it_joined_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    num_cores = len(os.sched_getaffinity(0))  # so that nothing is left for the second process
+    with pytest.raises(SystemExit):
+        run(note_place, two(tmp_path, pin_cores=True, num_threads=num_cores), "never")
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: launch.pin_cores is true, but process 1 of this host finds 0 of {num_cores} cores")
+    assert "Traceback" in (tmp_path / "error.txt").read_text()
+
+
+def test_an_error_of_an_earlier_try_silences_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "error.txt").write_text("error: the old one\n")
+    with pytest.raises(SystemExit):
+        run(fail_alone, two(tmp_path, num_processes=1))
+    assert capsys.readouterr().err.startswith("error: the new one\n")
+    assert (tmp_path / "error.txt").read_text().startswith("error: the new one\n")
+
+
+def fail_alone(place: Place, folder: Path) -> None:
+    raise ValueError("the new one")
+
+
+def train_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | PYTHONPATH, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_typo_in_yaml_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "typo.yaml").write_text("# @package _global_\ntrainer:\n  num_epochs: [1\nseed: 3\n")
+    done = train_in(tmp_path, "--config-dir", str(tmp_path), "+experiment=typo")
+    place = f"{tmp_path / 'experiment' / 'typo.yaml'}, line 4"
+    expected = f"error: {place}: expected ',' or ']', but got ':': correct it there, or in the line before.\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+def test_a_place_where_no_folder_can_be_made_is_told_in_one_sentence() -> None:
+    done = train_in(Path("/sys"))  # where root may not write either
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"error: no access to runs \(.*\): change its permissions, or start where you may write\.\n", done.stderr
+    )
+
+
+def test_an_error_of_a_launcher_is_told_in_one_sentence(tmp_path: Path) -> None:
+    done = train_in(tmp_path, "-m", "hydra/launcher=slurm", "seed=1")
+    assert (done.returncode, done.stderr) == (
+        1,
+        'error: RuntimeError: Could not detect "srun", are you indeed on a slurm cluster?\n',
+    )
+
+
+def test_of_a_log_in_a_message_the_last_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    dashes = "-" * 22
+    with pytest.raises(SystemExit), one_message():
+        raise ValueError(
+            f"Job failed with trace:\n{dashes}\nTraceback:\n  File x\nKeyError: 3\n\n{dashes}\nSee job.err"
+        )
+    assert capsys.readouterr().err == "error: Job failed with trace:\nKeyError: 3\nSee job.err\n"
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), one_message(debug=True):
+        raise ValueError("cause")
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), one_message():
+        raise KeyError("width")
+    assert capsys.readouterr().err == "error: KeyError: 'width'\n"
