@@ -18,7 +18,7 @@ def main(composed: DictConfig) -> None:
         plan = to_run(composed)
         assert isinstance(plan, PlanConfig)
         find_device(plan.device)
-    from gpipe.plan import start
+    from gpipe.programs.plan import start
 
     start(plan)
 

@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, newest_run, refuse_overruled_data, register_schemas, to_run
 from gpipe.launch.errors import one_message, one_message_from_hydra
-from gpipe.resume import continued
-from gpipe.sweep import run_job
+from gpipe.programs.resume import continued
+from gpipe.programs.sweep import run_job
 
 register_schemas()
 
@@ -66,7 +66,7 @@ def check(composed: DictConfig, overrides: list[str]) -> RunConfig:
 
 def train(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
     """Load what trains, start the processes, and train; or print the plan alone."""
-    from gpipe.run import start
+    from gpipe.programs.train import start
 
     start(run, folder, overrides, hints=hints)
 

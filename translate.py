@@ -16,7 +16,7 @@ def main(composed: DictConfig) -> None:
     """Check the composed settings, then translate."""
     with one_message(debug=composed.debug):
         settings = to_settings(composed)
-    from gpipe.translate import start
+    from gpipe.programs.translate import start
 
     start(settings)
 

@@ -30,10 +30,10 @@ from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.decoding.scores import group_averages, score_corpus, signatures
 from gpipe.launch.errors import one_message
+from gpipe.programs.trained import TrainedModel, open_trained
+from gpipe.programs.translate import find_device, translate_lines
 from gpipe.results.records import Record, append_record, make_record, without_places
 from gpipe.results.translation_runs import SCORING, resource_groups
-from gpipe.trained import TrainedModel, open_trained
-from gpipe.translate import find_device, translate_lines
 
 SEARCH = {"length_penalty": 1.0, "max_length_a": 2.0, "max_length_b": 16, "max_length": 256}  # see BeamSearch
 COLUMNS = {"bleu": "BLEU", "chrf": "chrF", "fairseq_sacrebleu": "fairseq sacrebleu", "fairseq_bleu": "fairseq bleu"}

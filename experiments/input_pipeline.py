@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-import gpipe._torchvision  # noqa: F401  (before torchvision)
+import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
 from gpipe.data import ImageFiles, ImageLoader, training_transform
 from gpipe.results.records import make_record
 from gpipe.results.reproduction import add_record

@@ -19,9 +19,9 @@ from statistics import median
 
 from declaration import udhr_pairs
 
-from gpipe.data.english_split import choose_variants, split_of
-from gpipe.data.message_catalogue import Pair, pairs_of, plural_rule
-from gpipe.data.tokenizer import Tokenizer
+from gpipe.data.text.english_split import choose_variants, split_of
+from gpipe.data.text.message_catalogue import Pair, pairs_of, plural_rule
+from gpipe.data.text.tokenizer import Tokenizer
 
 NUM_LANGUAGES = 102
 VOCABULARY_SIZE = 4000

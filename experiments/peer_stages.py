@@ -10,7 +10,7 @@ from peer_workloads import Workload
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe.pipeline.materialize import materialize
+from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.partition import partition_ranges
 
 SEED = 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpipe.outcome import TRACE_FILE
+from gpipe.programs.outcome import TRACE_FILE
 from gpipe.results.records import RECORD_FILE, Record, read_records
 from gpipe.results.reproduction import add_record
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from gpipe.build import build_layers, build_plan
 from gpipe.config import register_schemas, to_run
+from gpipe.programs.build import build_layers, build_plan
 from gpipe.results.records import make_record
 from gpipe.results.reproduction import add_record, read_paper
 

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from gpipe.data import SPLITS, open_corpus, open_tokenizer
-from gpipe.data.multilingual_text import read_embedded
+from gpipe.data.text.multilingual_text import read_embedded
 from gpipe.results.records import make_record
 from gpipe.results.reproduction import add_record
 from gpipe.results.text_scale import BUILD, EXPERIMENT, RESUME, START
@@ -91,7 +91,7 @@ def open_in_this_process(options: argparse.Namespace) -> None:
     if options.what != BUILD:
         import torch
 
-        import gpipe.data.translation_loader  # noqa: F401
+        import gpipe.data.text.translation_loader  # noqa: F401
 
         torch.set_num_threads(1)
     print("ready", flush=True)

@@ -12,13 +12,14 @@ from gpipe.config import register_schemas
 from tests.process_pool import ProcessPool
 
 CONF = Path(__file__).parents[1] / "conf"
+PROGRAMS = Path(__file__).parent / "programs"
 # For the programs that tests start, beside other tests: threads that share a core wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files of whole programs first: they take longest, and the last file leaves the other workers idle."""
-    items.sort(key=lambda item: len(item.path.parts))
+    items.sort(key=lambda item: not item.path.is_relative_to(PROGRAMS))
 
 
 @pytest.fixture(autouse=True, scope="session")

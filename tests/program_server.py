@@ -57,11 +57,6 @@ def serve() -> None:
 
 def load() -> None:
     """Load what programs load."""
-    import gpipe.build
-    import gpipe.data
-    import gpipe.outcome
-    import gpipe.run
-    import gpipe.sweep  # noqa: F401
 
 
 def become(

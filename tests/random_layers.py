@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-import gpipe._torchvision  # before timm
+import gpipe._compat.torchvision  # before timm
 
 # isort: split
 from timm.layers import DropPath

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from gpipe._fairseq import VERSION
+from gpipe._compat.fairseq import VERSION
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"^\s*(?:- )?(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)", re.MULTILINE)

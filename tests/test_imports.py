@@ -10,35 +10,27 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "gpipe"
 # The guards that let torchvision be imported beside any build of torch, and fairseq at all; they know nothing of ours.
-GUARD = "_torchvision"
-FAIRSEQ_GUARD = "_fairseq"
+GUARDS = "_compat"
 MAY_IMPORT = {
-    GUARD: set(),
-    FAIRSEQ_GUARD: set(),
+    GUARDS: set(),
     "environment_secrets": set(),
     "config": {"environment_secrets"},
     "pipeline": set(),
-    "models": {GUARD},
-    "data": {"durable_files", GUARD, FAIRSEQ_GUARD},
+    "models": {GUARDS},
+    "data": {"durable_files", GUARDS},
     "durable_files": set(),
     "checkpoint": {"durable_files", "pipeline"},
-    "training": {"checkpoint", "durable_files", "pipeline", GUARD},
-    "decoding": {"models", FAIRSEQ_GUARD},
+    "training": {"checkpoint", "durable_files", "pipeline", GUARDS},
+    "decoding": {"models", GUARDS},
     "planning": {"pipeline"},
     "results": {"config", "durable_files"},
     "launch": {"pipeline", "environment_secrets"},
-    "workloads": {"config", "durable_files", "pipeline", "models", "data", "training"},
-    "build": {"checkpoint", "config", "pipeline", "models", "training", "planning", "launch", "results", "workloads"},
-    "plan": {"build", "config", "launch", "planning"},
-    "trained": {"build", "checkpoint", "config", "data", "workloads"},
-    "translate": {"config", "data", "decoding", "launch", "trained"},
-    "run": {"build", "config", "durable_files", "launch", "outcome", "pipeline", "planning", "training"},
-    "folder_lock": set(),
-    "resume": {"config", "folder_lock", "launch", "results"},
-    "sweep": {"config", "data", "environment_secrets", "folder_lock", "launch", "results", "resume"},
-    "outcome": {"durable_files", "launch", "pipeline", "planning", "results", "training"},
-    "__init__": {"pipeline"},
-}
+    "programs": {
+        "checkpoint", "config", "data", "decoding", "durable_files", "environment_secrets", "launch", "models",
+        "pipeline", "planning", "results", "training",
+    },
+    "__init__": {"pipeline", "planning"},
+}  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -73,7 +65,7 @@ def test_a_file_imports_only_the_parts_below_its_own(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_only_build_knows_the_config(path: Path) -> None:
     knows = {name.partition(".")[0] for name in all_imports(path)} & {"hydra", "omegaconf"}
-    assert not knows or part_of(path) in {"build", "config", "launch", "sweep", FAIRSEQ_GUARD}
+    assert not knows or part_of(path) in {"programs", "config", "launch", GUARDS}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -12,8 +12,8 @@ import torch
 from hydra import compose
 from safetensors.torch import save_file
 
-from gpipe.build import build_layers
 from gpipe.config import to_run
+from gpipe.programs.build import build_layers
 
 ROOT = Path(__file__).parents[1]
 

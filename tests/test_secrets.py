@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from gpipe.config import to_run
 from gpipe.environment_secrets import find_secret, redact
 from gpipe.launch.errors import one_message
-from gpipe.run import start
+from gpipe.programs.train import start
 from tests.foreign_config import compose_with
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 # What a folder of configurations from elsewhere may try.
 CODE = {
     "callback": "hydra: {callbacks: {mine: {_target_: os.system, command: touch sprung}}}",
-    "method": "hydra: {callbacks: {mine: {_target_: gpipe.sweep.Path.touch, self: sprung}}}",
+    "method": "hydra: {callbacks: {mine: {_target_: gpipe.programs.sweep.Path.touch, self: sprung}}}",
     "launcher": "hydra: {launcher: {_target_: torch.load}}",
     "sampler": "hydra: {sweeper: {sampler: {_target_: torch.hub.load}}}",
     "nested": "hydra: {sweeper: {params: {a: [{_target_: builtins.eval}]}}}",
@@ -120,7 +120,7 @@ def test_a_job_that_a_launcher_starts_elsewhere_is_guarded_too(elsewhere: Path, 
 )
 def test_the_launchers_sweepers_and_logs_that_are_known_pass(choice: str) -> None:
     composed = compose("train", overrides=[f"hydra/{choice}"], return_hydra_config=True)
-    assert composed.hydra.callbacks.sweep_end._target_ == "gpipe.sweep.SweepEnd"
+    assert composed.hydra.callbacks.sweep_end._target_ == "gpipe.programs.sweep.SweepEnd"
 
 
 @pytest.mark.usefixtures("composer")
@@ -187,7 +187,7 @@ SETTINGS = {  # what Hydra's refer to
     "pipeline": {"num_stages": 2, "stages_per_device": 1},
     "launch": {"num_replicas": 1},
 }
-CLASS_NAMES = ("os.system", "logging.handlers.SMTPHandler", "gpipe.sweep.Path.touch")
+CLASS_NAMES = ("os.system", "logging.handlers.SMTPHandler", "gpipe.programs.sweep.Path.touch")
 CLASS = {"new": {"_target_": "logging.FileHandler"}}
 TEXT = re.compile(
     r"hydra\.(runtime\.(?!output_dir)|job\.(override_dirname|config_name)|sweeper\.(params|search_space)\.)"

@@ -11,7 +11,7 @@ from hydra import compose
 from safetensors.torch import load_file
 
 from gpipe.config import to_run
-from gpipe.run import start as start_run
+from gpipe.programs.train import start as start_run
 from tests.program_server import run_program
 
 ROOT = Path(__file__).parents[1]

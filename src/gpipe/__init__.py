@@ -5,26 +5,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe.pipeline.batch_norm import convert_batch_norm
-    from gpipe.pipeline.cost import LayerCost, analyze_layers, measure_layers
     from gpipe.pipeline.engine import Pipeline
-    from gpipe.pipeline.failure import NonFiniteError, PeerFailure, PipelineError
+    from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
     from gpipe.pipeline.partition import partition_layers
     from gpipe.pipeline.report import StepReport
     from gpipe.pipeline.timeline import Timeline
+    from gpipe.planning.cost import LayerCost, analyze_layers, measure_layers
 
 # Imported when first asked for: reading a configuration, or finding that a data set is missing, needs no torch.
 _PLACES = {
-    "LayerCost": "cost",
-    "NonFiniteError": "failure",
-    "PeerFailure": "failure",
-    "Pipeline": "engine",
-    "PipelineError": "failure",
-    "StepReport": "report",
-    "Timeline": "timeline",
-    "analyze_layers": "cost",
-    "convert_batch_norm": "batch_norm",
-    "measure_layers": "cost",
-    "partition_layers": "partition",
+    "LayerCost": "planning.cost",
+    "NonFiniteError": "pipeline.job.errors",
+    "PeerFailure": "pipeline.job.errors",
+    "Pipeline": "pipeline.engine",
+    "PipelineError": "pipeline.job.errors",
+    "StepReport": "pipeline.report",
+    "Timeline": "pipeline.timeline",
+    "analyze_layers": "planning.cost",
+    "convert_batch_norm": "pipeline.batch_norm",
+    "measure_layers": "planning.cost",
+    "partition_layers": "pipeline.partition",
 }
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"gpipe.pipeline.{_PLACES[name]}"), name)
+    return getattr(import_module(f"gpipe.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:

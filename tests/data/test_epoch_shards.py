@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpipe.data import LanguagePairs, ParallelCorpus, TranslationLoader, sampling_probabilities, sentence_walk
+from gpipe.data import LanguagePairs, ParallelCorpus, TranslationLoader, sampling_probabilities
 from gpipe.data.index_permutation import IndexPermutation
 from gpipe.data.randomness import epoch_generator, walk_generator
-from gpipe.data.sentences import Sentences
-from tests.data.small_text import made_up_corpus
-from tests.data.test_token_batches import cut_one_by_one
-from tests.data.test_translation_loader import assert_equal
+from gpipe.data.text import sentence_walk
+from gpipe.data.text.sentences import Sentences
+from tests.data.text.small_text import made_up_corpus
+from tests.data.text.test_token_batches import cut_one_by_one
+from tests.data.text.test_translation_loader import assert_equal
 
 SEED = 3
 Pair = tuple[int, int]  # the number of a language, and of a pair in it

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from scipy.io import savemat
 
-from gpipe._fairseq import import_fairseq
+from gpipe._compat.fairseq import import_fairseq
 from gpipe.data import Tokenizer, open_image_set
-from gpipe.data import binarized as binarized_text
-from gpipe.data.idx import read_idx
-from gpipe.data.matlab_file import check_unpacked_size
-from gpipe.data.message_catalogue import read_mo
-from tests.data.small_sets import write_stanford_cars
-from tests.data.small_text import write_mo
+from gpipe.data.images.idx import read_idx
+from gpipe.data.images.matlab_file import check_unpacked_size
+from gpipe.data.text import binarized as binarized_text
+from gpipe.data.text.message_catalogue import read_mo
+from tests.data.images.small_sets import write_stanford_cars
+from tests.data.text.small_text import write_mo
 
 
 class Trap:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpipe._fairseq import import_fairseq
+from gpipe._compat.fairseq import import_fairseq
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.models import translation_transformer
 from tests.models.test_translation_fairseq import (

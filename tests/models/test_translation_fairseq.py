@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe._fairseq import import_fairseq
+from gpipe._compat.fairseq import import_fairseq
 from gpipe.models import translation_transformer
 from tests.models.translation_case import END, PADDING, SOURCES, TARGETS, pad, shift
 

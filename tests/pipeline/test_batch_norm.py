@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-import gpipe._torchvision
+import gpipe._compat.torchvision
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 
 from timm.layers import BatchNormAct2d  # isort: skip

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe import run
 from gpipe.launch.processes import Place
+from gpipe.programs import train as run
 
 ROOT = Path(__file__).parents[2]
 STEP = 3  # finished steps at the moment of the damage in a step
@@ -156,7 +156,7 @@ def train(place: Place, folder: Path, *args: Any) -> None:
 
 
 def _plant(place: str, action: str, folder: Path) -> None:
-    from gpipe import build  # which the process that starts the others needs not load
+    from gpipe.programs import build  # which the process that starts the others needs not load
 
     build_pipeline, build_trainer = build.build_pipeline, build.build_trainer
 

@@ -18,8 +18,8 @@ from hydra import compose, initialize_config_dir
 
 from gpipe.config import register_schemas, to_run
 from gpipe.data import check_data
-from gpipe.resume import continued
-from gpipe.run import start
+from gpipe.programs.resume import continued
+from gpipe.programs.train import start
 from tests.reliability.session import ROOT, TINY
 
 

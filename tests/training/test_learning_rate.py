@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import gpipe._torchvision  # noqa: F401
+import gpipe._compat.torchvision  # noqa: F401
 from gpipe.training.learning_rate import Schedule, build_schedule, constant, cosine, exponential, inverse_square_root
 
 from timm.scheduler import CosineLRScheduler, StepLRScheduler  # isort: skip

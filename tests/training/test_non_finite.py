@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.checkpoint.folder import latest_checkpoint
-from gpipe.pipeline.failure import NonFiniteError
+from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
 from gpipe.pipeline.stage import MASKS
 from gpipe.training.optimizers import set_learning_rate

@@ -13,7 +13,7 @@ from small_run import RandomImages, SmallRun, small_run, small_trainer
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import best_checkpoint, find_checkpoint, latest_checkpoint
-from gpipe.pipeline.failure import NonFiniteError, PipelineError
+from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import constant
 from gpipe.training.metrics import EvaluationMetrics

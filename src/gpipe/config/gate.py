@@ -58,7 +58,7 @@ _HARMLESS = {
 _HARMLESS_CODE = {
     r"(job|hydra)_logging\.handlers\.console\.class": r"logging\.StreamHandler",
     r"job_logging\.handlers\.file\.class": r"logging\.FileHandler",
-    r"callbacks\.sweep_end\._target_": r"gpipe\.sweep\.SweepEnd",
+    r"callbacks\.sweep_end\._target_": r"gpipe\.programs\.sweep\.SweepEnd",
     r"launcher\._target_": r"hydra\._internal\.core_plugins\.basic_launcher\.BasicLauncher"
     r"|hydra_plugins\.hydra_submitit_launcher\.submitit_launcher\.(Local|Slurm)Launcher",
     r"sweeper\._target_": r"hydra\._internal\.core_plugins\.basic_sweeper\.BasicSweeper"

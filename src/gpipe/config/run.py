@@ -135,7 +135,9 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
     store.store(group="optimizer", name="adafactor_schema", node=AdafactorConfig)
     # What ends a sweep; named here and not in conf/, where no file may name code.
-    store.store(group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.sweep.SweepEnd"}})
+    store.store(
+        group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.programs.sweep.SweepEnd"}}
+    )
     # Cached: the jobs of a sweep get the values that the sweep has.
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)

@@ -3,32 +3,32 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpipe.data.catalogue import IMAGE_SETS, check_data, check_image_set, count_differences, open_image_set
-from gpipe.data.corpora import CORPORA, check_corpus, open_corpus, open_tokenizer
-from gpipe.data.english_split import SPLITS, split_of
-from gpipe.data.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
-from gpipe.data.parallel_corpus import LanguagePairs, ParallelCorpus
-from gpipe.data.source import DataMissing, Source, TableCounts
-from gpipe.data.temperature import sampling_probabilities
-from gpipe.data.tokenizer import Tokenizer
-from gpipe.data.tokens import RandomTokens, TokenSet
+from gpipe.data.images.catalogue import IMAGE_SETS, check_data, check_image_set, count_differences, open_image_set
+from gpipe.data.images.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
+from gpipe.data.images.source import DataMissing, Source, TableCounts
+from gpipe.data.text.corpora import CORPORA, check_corpus, open_corpus, open_tokenizer
+from gpipe.data.text.english_split import SPLITS, split_of
+from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus
+from gpipe.data.text.temperature import sampling_probabilities
+from gpipe.data.text.tokenizer import Tokenizer
+from gpipe.data.text.tokens import RandomTokens, TokenSet
 
 if TYPE_CHECKING:
-    from gpipe.data.augmentation import Transform, evaluation_transform, training_transform
-    from gpipe.data.loader import Batch, ImageLoader
-    from gpipe.data.token_loader import TokenLoader
-    from gpipe.data.translation_loader import TranslationBatch, TranslationLoader
+    from gpipe.data.images.augmentation import Transform, evaluation_transform, training_transform
+    from gpipe.data.images.loader import Batch, ImageLoader
+    from gpipe.data.text.token_loader import TokenLoader
+    from gpipe.data.text.translation_loader import TranslationBatch, TranslationLoader
 
 # Imported when first asked for: they load torch, and finding that a data set is missing must not wait for that.
 _PLACES = {
-    "Batch": "loader",
-    "ImageLoader": "loader",
-    "TokenLoader": "token_loader",
-    "Transform": "augmentation",
-    "TranslationBatch": "translation_loader",
-    "TranslationLoader": "translation_loader",
-    "evaluation_transform": "augmentation",
-    "training_transform": "augmentation",
+    "Batch": "images.loader",
+    "ImageLoader": "images.loader",
+    "TokenLoader": "text.token_loader",
+    "Transform": "images.augmentation",
+    "TranslationBatch": "text.translation_loader",
+    "TranslationLoader": "text.translation_loader",
+    "evaluation_transform": "images.augmentation",
+    "training_transform": "images.augmentation",
 }
 
 __all__ = [

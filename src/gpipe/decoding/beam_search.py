@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe._fairseq import import_fairseq
+from gpipe._compat.fairseq import import_fairseq
 from gpipe.decoding.fairseq_model import FairseqModel
 
 _GRAIN = 8  # tokens: sentences whose lengths, rounded up to a multiple of this, are equal may share a batch

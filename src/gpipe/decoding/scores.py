@@ -10,7 +10,7 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from gpipe._fairseq import import_fairseq
+from gpipe._compat.fairseq import import_fairseq
 
 
 @dataclass(frozen=True)

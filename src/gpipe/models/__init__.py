@@ -1,6 +1,6 @@
 """Models as plain sequences of layers; importing this package also registers them with timm."""
 
-import gpipe._torchvision  # first, because timm imports torchvision
+import gpipe._compat.torchvision  # first, because timm imports torchvision
 import gpipe.models.amoebanet_timm  # noqa: F401  (registers the models)
 from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
 from gpipe.models.amoebanet_heads import count_auxiliary_parameters

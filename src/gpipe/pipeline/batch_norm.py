@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 if TYPE_CHECKING:
-    from gpipe.pipeline.synchronized_norm import SynchronizedMicroBatch
+    from gpipe.pipeline.shared.synchronized_norm import SynchronizedMicroBatch
 
 _OUTSIDE, _FORWARD, _RECOMPUTE = "outside", "forward", "recompute"
 _phase = _OUTSIDE

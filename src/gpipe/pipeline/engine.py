@@ -14,28 +14,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
-from gpipe.pipeline.activity import Activity
-from gpipe.pipeline.averaging import Averaging
 from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor, make_plan
-from gpipe.pipeline.failure import LostPeer, NonFiniteError
 from gpipe.pipeline.guard import Guard
-from gpipe.pipeline.messages import Messenger
+from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.job.errors import LostPeer, NonFiniteError
+from gpipe.pipeline.job.messages import Messenger
+from gpipe.pipeline.job.topology import Processes
+from gpipe.pipeline.job.watch import Watch
+from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
-from gpipe.pipeline.minibatch_loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.modes import evaluation_mode
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.placement import Devices, local_devices, process_device
 from gpipe.pipeline.probe import NonFinite, Probe
-from gpipe.pipeline.processes import Processes
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
+from gpipe.pipeline.shared.averaging import Averaging
+from gpipe.pipeline.shared.tied_gradients import TiedGradients
+from gpipe.pipeline.shared.ties import Ties
 from gpipe.pipeline.stage import Stage
-from gpipe.pipeline.tied_gradients import TiedGradients
-from gpipe.pipeline.ties import Ties
 from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
-from gpipe.pipeline.watch import Watch
 
 
 class Pipeline:
@@ -385,7 +385,7 @@ class Pipeline:
         """Let batch norms exchange their statistics over the replicas; return whether the model has any to do so."""
         if self._replicas is None or self._processes is None or not batch_norm.converted_batch_norms(layers):
             return False
-        from gpipe.pipeline.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
+        from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
 
         named = self.layers.named_modules(prefix="layers")
         norms = {name: module for name, module in named if isinstance(module, batch_norm.MicroBatchNorm)}

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from gpipe.pipeline.activity import Activity
 from gpipe.pipeline.clock import Clock
+from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.loss import MiniBatchLoss
 from gpipe.pipeline.microbatch import merge, microbatch_sizes, split
-from gpipe.pipeline.minibatch_loss import MiniBatchLoss
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.schedule import (

@@ -11,8 +11,8 @@ from gpipe.pipeline import batch_norm
 from gpipe.pipeline.autocast import uncached_autocast
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.executor import Executor
-from gpipe.pipeline.failure import LostPeer, NonFiniteError, PeerFailure, PipelineError
-from gpipe.pipeline.processes import Processes
+from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError
+from gpipe.pipeline.job.topology import Processes
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.transfer import Transfer
 

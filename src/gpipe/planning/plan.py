@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from gpipe.pipeline.cost import LayerCost, measure_layers
 from gpipe.pipeline.partition import Objective, partition_layers
 from gpipe.pipeline.payload import Payload
-from gpipe.pipeline.ties import Ties
+from gpipe.pipeline.shared.ties import Ties
+from gpipe.planning.cost import LayerCost, measure_layers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
-from gpipe.pipeline.materialize import materialize
+from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.planning.repeats import structure

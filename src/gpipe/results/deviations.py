@@ -18,14 +18,14 @@ _IMAGES = (
     "conf/data/imagenet.yaml", "conf/data/cifar10.yaml", "conf/data/cifar100.yaml", "conf/data/stanford_cars.yaml",
     "conf/data/oxford_pets.yaml", "conf/data/food101.yaml", "conf/data/fgvc_aircraft.yaml", "conf/data/birdsnap.yaml",
     "conf/experiment/amoebanet_*.yaml", "conf/experiment/transfer*.yaml", "conf/recipe/imagenet.yaml",
-    "conf/optimizer/rmsprop.yaml", "src/gpipe/data/augmentation.py", "src/gpipe/training/*.py",
+    "conf/optimizer/rmsprop.yaml", "src/gpipe/data/images/augmentation.py", "src/gpipe/training/*.py",
 )  # fmt: skip
 _AMOEBANET = ("conf/model/amoebanet_*.yaml", "src/gpipe/models/amoebanet*.py", "src/gpipe/models/linear.py")
 _TRANSFORMER = ("conf/model/transformer_lm*.yaml", "src/gpipe/models/transformer*.py")
 _TRANSLATION = (
     "conf/recipe/translation*.yaml", "conf/model/translation_*.yaml", "src/gpipe/models/translation*.py",
     "src/gpipe/models/transformer*.py", "conf/data/multilingual_*.yaml", "conf/data/parallel_text.yaml",
-    "conf/data/binarized.yaml", "src/gpipe/data/sentence_walk.py", "conf/optimizer/adam.yaml",
+    "conf/data/binarized.yaml", "src/gpipe/data/text/sentence_walk.py", "conf/optimizer/adam.yaml",
 )  # fmt: skip
 _PIPELINE = ("conf/pipeline/*.yaml", "src/gpipe/pipeline/*.py", "conf/launch/*.yaml")
 _PLACES = {

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-import gpipe._torchvision  # noqa: F401  (must come before timm, which imports torchvision)
+import gpipe._compat.torchvision  # noqa: F401  (must come before timm, which imports torchvision)
 
 from timm.utils.model_ema import ModelEmaV3  # isort: skip
 

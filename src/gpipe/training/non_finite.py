@@ -1,6 +1,6 @@
 """The report on a training that a number which is not finite has ended."""
 
-from gpipe.pipeline.failure import NonFiniteError
+from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.probe import NonFinite
 
 

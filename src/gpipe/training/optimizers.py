@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-import gpipe._torchvision  # noqa: F401  (must come before timm, which imports torchvision)
+import gpipe._compat.torchvision  # noqa: F401  (must come before timm, which imports torchvision)
 
 from timm.optim.rmsprop_tf import RMSpropTF  # isort: skip
 

@@ -12,7 +12,7 @@ import torch
 from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.failure import NonFiniteError, PipelineError
+from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints

@@ -1,0 +1,1 @@
+"""Labelled images: the sets by name, augmentation, and their mini-batches."""

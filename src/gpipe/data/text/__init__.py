@@ -1,0 +1,1 @@
+"""Tokens and pairs of sentences: corpora by name, tokenizers, caches, and their mini-batches."""

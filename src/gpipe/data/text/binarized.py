@@ -1,0 +1,171 @@
+"""Folders made by fairseq-preprocess: the dictionary through fairseq's own, the ids mapped where they lie."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpipe._compat.fairseq import VERSION, import_fairseq
+from gpipe.data.text.parallel_corpus import LanguagePairs
+from gpipe.data.text.sentences import Sentences, starts_of
+from gpipe.data.text.special_tokens import BEGIN, END, PADDING, UNKNOWN
+
+TARGET_LANGUAGE = "en"
+_MAGIC = b"MMIDIDX\x00\x00"  # of the index of fairseq's mmap format
+_HEADER = struct.Struct("<9sQBQ")  # magic, version, kind of number, number of sentences
+# Of fairseq's codes of a number's type (data/indexed_dataset.py), those that an id may have.
+_INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
+_ENTRY_BYTES = 4 + 8  # a sentence's length, and where it starts
+_BLOCK = 1 << 20  # sentences that are read, and tokens that are checked, at a time
+
+
+def binarized_languages(root: Path) -> Sequence[str]:
+    """Return the languages that have training data in the folder, sorted."""
+    end = f"-{TARGET_LANGUAGE}.{TARGET_LANGUAGE}.idx"
+    return sorted(path.name.removeprefix("train.").removesuffix(end) for path in root.glob(f"train.*{end}"))
+
+
+def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
+    """Return the symbols of the vocabulary that all languages and English share, in the order of their ids.
+
+    Raises ValueError where a dictionary is missing or differs from the English one, FairseqMissing without fairseq.
+    """
+    joined: list[str] | None = None
+    for language in (TARGET_LANGUAGE, *languages):
+        path = root / f"dict.{language}.txt"
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: fairseq-preprocess writes it beside the binarised text")
+        reader: Any = import_fairseq("fairseq.data").Dictionary
+        try:
+            dictionary = reader.load(str(path))
+        except Exception as error:  # it raises ValueError, RuntimeError and plain Exception
+            raise ValueError(f"{path} is no dictionary of fairseq ({error}): binarise again") from error
+        special = [dictionary.bos(), dictionary.pad(), dictionary.eos(), dictionary.unk()]
+        if special != [BEGIN, PADDING, END, UNKNOWN]:
+            raise ValueError(f"{path} has the special ids {special}, expected 0 to 3: make it with fairseq {VERSION}")
+        if joined is None:
+            joined = list(dictionary.symbols)
+        elif joined != dictionary.symbols:
+            raise ValueError(
+                f"{path} differs from dict.{TARGET_LANGUAGE}.txt, but one vocabulary must serve both sides and all "
+                "languages: binarise with --joined-dictionary, or with one --srcdict and --tgtdict for all pairs"
+            )
+    assert joined is not None
+    return joined
+
+
+def binarized_files(root: Path, split: str, language: str) -> list[Path]:
+    """Return the .bin of the language and of English, and the .idx of both. Raises ValueError for a missing one."""
+    stem = f"{split}.{language}-{TARGET_LANGUAGE}"
+    paths = [root / f"{stem}.{side}.{ending}" for ending in ("bin", "idx") for side in (language, TARGET_LANGUAGE)]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: binarise it again, with --dataset-impl mmap")
+    return paths
+
+
+def number_type(index: Path) -> np.dtype[Any]:
+    """Return the type of the ids of a .bin, given its .idx. Raises ValueError for an index that is damaged."""
+    return _read_header(index)[0]
+
+
+def binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
+    """Yield the pairs <split>.<language>-en, some at a time; tokens and starts are those of the whole .bin, mapped.
+
+    Raises ValueError for missing or damaged files, sides of unequal length, and an id outside the vocabulary.
+    """
+    *bins, source_index, target_index = binarized_files(root, split, language)
+    sources, targets = (_Side(path, index) for path, index in zip(bins, (source_index, target_index), strict=True))
+    if len(sources) != len(targets):
+        raise ValueError(
+            f"{root / f'{split}.{language}-{TARGET_LANGUAGE}'} has {len(sources):,} sentences in {language} and "
+            f"{len(targets):,} in {TARGET_LANGUAGE}: binarise it again"
+        )
+    for start in range(0, len(sources), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        yield LanguagePairs(sources.read(rows, vocabulary_size), targets.read(rows, vocabulary_size))
+    for side in (sources, targets):
+        side.finish()
+
+
+class _Side:
+    """Read one side of a language from the front to the back, checking everything."""
+
+    def __init__(self, path: Path, index: Path) -> None:
+        kind, num = _read_header(index)
+        self._path, self._index = path, index
+        if path.stat().st_size % kind.itemsize:
+            raise self._contradiction()
+        self._tokens = _map(path, kind)
+        self._lengths = _map(index, np.dtype("<i4"), _HEADER.size, num)
+        self._pointers = _map(index, np.dtype("<i8"), _HEADER.size + num * 4, num)
+        self._end = 0  # of what was read, in tokens
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def read(self, rows: slice, vocabulary_size: int) -> Sentences:
+        """Return the next sentences."""
+        lengths, pointers = np.array(self._lengths[rows]), self._pointers[rows]
+        starts = starts_of(lengths) + self._end
+        if (lengths < 1).any() or (pointers != starts * self._tokens.itemsize).any():
+            raise ValueError(
+                f"{self._index} has sentences that are empty or not one behind the other: binarise it again"
+            )
+        begin, self._end = self._end, int(starts[-1] + lengths[-1])
+        if self._end > len(self._tokens):
+            raise self._contradiction()
+        self._check_ids(begin, rows.start, starts, lengths, vocabulary_size)
+        return Sentences(self._tokens, starts, lengths)
+
+    def finish(self) -> None:
+        """Refuse tokens behind the last sentence."""
+        if self._end != len(self._tokens):
+            raise self._contradiction()
+
+    def _check_ids(
+        self, begin: int, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int32], vocabulary_size: int
+    ) -> None:
+        for place in range(begin, self._end, _BLOCK):
+            block = self._tokens[place : min(place + _BLOCK, self._end)]
+            wrong = np.flatnonzero((block < 0) | (block >= vocabulary_size))
+            if len(wrong):
+                found = place + int(wrong[0])
+                sentence = first + int(np.searchsorted(starts, found, side="right"))
+                raise ValueError(
+                    f"{self._path} has the id {self._tokens[found]} in sentence {sentence:,}, expected ids below the "
+                    f"dictionary's {vocabulary_size:,}: binarise it with the dictionaries beside it"
+                )
+        wrong = np.flatnonzero(self._tokens[starts + lengths - 1] != END)
+        if len(wrong):
+            raise ValueError(
+                f"{self._path} does not end sentence {first + int(wrong[0]) + 1:,} with id {END}: fairseq-preprocess "
+                "appends it"
+            )
+
+    def _contradiction(self) -> ValueError:
+        num_bytes = self._path.stat().st_size
+        return ValueError(f"{self._path} has {num_bytes:,} bytes, which its index contradicts: binarise it again")
+
+
+def _map(path: Path, kind: np.dtype[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
+    if length == 0 or path.stat().st_size == 0:  # which no system maps
+        return np.empty(0, kind)
+    return np.asarray(np.memmap(path, kind, "r", offset, None if length is None else (length,)))
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    """Return the type of the ids, and the number of sentences, of an index whose size they explain."""
+    with path.open("rb") as stream:
+        header = stream.read(_HEADER.size)
+    if not header.startswith(_MAGIC):
+        raise ValueError(f"{path} is no index of fairseq's mmap format: binarise with --dataset-impl mmap")
+    num_bytes = path.stat().st_size
+    if len(header) == _HEADER.size:
+        _, version, code, num_sentences = _HEADER.unpack(header)
+        if version == 1 and code in _INTEGERS and num_bytes == _HEADER.size + num_sentences * _ENTRY_BYTES:
+            return np.dtype(_INTEGERS[code]), num_sentences
+    raise ValueError(f"{path} has {num_bytes:,} bytes, which its header contradicts: binarise it again")

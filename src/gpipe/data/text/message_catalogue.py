@@ -1,0 +1,77 @@
+"""Pairs of sentences from the catalogues of gettext, in which programs keep their translations."""
+
+import gettext
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from gpipe.data.text.english_split import clean_line
+
+Pair = tuple[str, str]  # a sentence, and the same in English
+_MAGIC = 0x950412DE
+_PLURAL_FORMS = re.compile(r"^plural-forms:.*?plural\s*=\s*([^;\n]+)", re.IGNORECASE | re.MULTILINE)
+
+
+def plural_rule(header: str) -> Callable[[int], int]:
+    """Return the function number -> index of the plural form that a catalogue's header (the entry "") states.
+
+    A header without one means the two forms of the Germanic languages, as in gettext's manual.
+    """
+    found = _PLURAL_FORMS.search(header)
+    return gettext.c2py(found[1].strip() if found else "n != 1")
+
+
+def pairs_of(
+    english: str, english_plural: str | None, forms: Mapping[int, str], rule: Callable[[int], int]
+) -> Iterator[Pair]:
+    """Yield the pairs of one entry, cleaned; none for an empty or an untranslated form.
+
+    forms: index -> translation. A form that means one thing and not also two goes with the English singular, every
+    other one (two, few, many, and the only form of Japanese) with the English plural. Placeholders such as %(name)s
+    are kept: they are text that a translation must carry over. A form equal to the English is no translation.
+    """
+    for index, form in sorted(forms.items()):
+        singular = english_plural is None or (index == rule(1) and index != rule(2))
+        pair = clean_line(form), clean_line(english if singular else english_plural or "")
+        if all(pair) and pair[0] != pair[1]:
+            yield pair
+
+
+def read_mo(path: Path) -> list[Pair]:
+    """Return the pairs of a compiled catalogue, in its order, each once. Raises ValueError, which names a damaged file.
+
+    The format is that of gettext's manual, "The Format of GNU MO Files": two tables of (length, offset) of strings, in
+    which a zero byte parts singular from plural and a byte 4 ends the context.
+    """
+    data = path.read_bytes()
+    try:
+        entries = dict(_mo_entries(data))
+        rule = plural_rule(entries.pop("", ""))
+        pairs: dict[Pair, None] = {}
+        for key, value in entries.items():
+            english, _, plural = key.rpartition("\x04")[2].partition("\0")
+            pairs.update(dict.fromkeys(pairs_of(english, plural or None, dict(enumerate(value.split("\0"))), rule)))
+    # A plural rule is a calculation, which may divide by nothing.
+    except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{path} is no compiled catalogue of gettext ({error}): unpack its package again") from error
+    return list(pairs)
+
+
+def _mo_entries(data: bytes) -> Iterator[Pair]:
+    order = "<" if data[:4] == struct.pack("<I", _MAGIC) else ">"
+    magic, _, num_entries, originals, translations = struct.unpack_from(f"{order}5I", data)
+    if magic != _MAGIC:
+        raise ValueError(f"it begins with {data[:4].hex()}")
+    num_bytes = 0
+    for entry in range(num_entries):
+        texts = []
+        for table in (originals, translations):
+            length, start = struct.unpack_from(f"{order}2I", data, table + 8 * entry)
+            if start + length > len(data):
+                raise ValueError(f"entry {entry} ends beyond the file's end")
+            num_bytes += length
+            if num_bytes > len(data):  # a small file could hold a large one many times over
+                raise ValueError(f"entry {entry} shares its bytes with others")
+            texts.append(data[start : start + length].decode())
+        yield texts[0], texts[1]

@@ -1,0 +1,83 @@
+"""Many sentences of token ids in one array: a few bytes per token, and a whole mini-batch is read at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpipe.data.text.special_tokens import END, PADDING
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Hold sentence i as tokens[starts[i] : starts[i] + lengths[i]], END included.
+
+    tokens: ids, any integer type.
+    """
+
+    tokens: NDArray[Any]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the arrays lie in memory, and not in a file that is mapped into it."""
+        return True
+
+    def __len__(self) -> int:
+        """Return the number of sentences."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return the ids of one sentence, int64 [length], END included."""
+        start = self.starts[index]
+        return self.tokens[start : start + self.lengths[index]].astype(np.int64)
+
+    def select(self, rows: NDArray[Any] | slice) -> Self:
+        """Return some of the sentences, by their indices, a mask or a slice, without a copy of the tokens."""
+        return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
+
+    def lengths_of(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
+        """Return the lengths of sentences by their indices, or by a slice."""
+        return self.lengths[rows]
+
+    def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return sentences by their indices, int64 [len(rows), width], filled up with PADDING on the right.
+
+        width: at least the longest of them.
+        """
+        columns = np.arange(width)
+        inside = columns < self.lengths[rows, None]
+        batch = np.full(inside.shape, PADDING, np.int64)
+        batch[inside] = self.tokens[(self.starts[rows, None] + columns)[inside]]
+        return batch
+
+    @classmethod
+    def pack(cls, sentences: Sequence[Sequence[int]], vocabulary_size: int) -> "Sentences":
+        """Copy sentences without END into one array."""
+        lengths = np.array([len(sentence) + 1 for sentence in sentences], np.int32)
+        flat = chain.from_iterable(chain(sentence, (END,)) for sentence in sentences)
+        tokens = np.fromiter(flat, token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
+        return Sentences(tokens, starts_of(lengths), lengths)
+
+    @classmethod
+    def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
+        """Return the sentences of several ones in memory, in their order; the tokens are copied."""
+        sizes = np.array([len(part.tokens) for part in packed])
+        shifts = np.cumsum(sizes) - sizes
+        starts = np.concatenate([part.starts + shift for part, shift in zip(packed, shifts, strict=True)])
+        lengths = np.concatenate([part.lengths for part in packed])
+        return Sentences(np.concatenate([part.tokens for part in packed]), starts, lengths)
+
+
+def token_type(vocabulary_size: int) -> np.dtype[Any]:
+    """Return the type in which the ids of a vocabulary are kept: two bytes per token where they suffice."""
+    return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.int32)
+
+
+def starts_of(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return where each sentence starts when they stand one behind the other."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths

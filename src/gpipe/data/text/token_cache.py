@@ -1,0 +1,326 @@
+"""Token ids on the disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
+
+    <folder>/.lock                                    held by the process that writes; the others wait
+    <folder>/train.de-en.<digest>/description.json    what it was made from, and its numbers
+                                  sources.tokens      the ids, one sentence behind the other
+                                  sources.starts      int64: where each sentence starts
+                                  sources.lengths     int32: its tokens, END included
+                                  targets. ...        the same
+
+The digest is of all that the ids depend on: the text files' names, sizes and times of modification, the tokenizer, the
+longest sentence, and the version of this format. So what is stale is not found, and text that changes is tokenised
+again. The folder appears when it is complete, or not at all. Delete what no run uses at any time.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpipe.data.text.parallel_corpus import LanguagePairs, Skipped
+from gpipe.data.text.sentences import Sentences, token_type
+from gpipe.durable_files import flush, write_flushed
+
+DEFAULT_NAME = "token_cache"
+_FORMAT = 1
+_DESCRIPTION = "description.json"
+_SIDES = ("sources", "targets")
+_START, _LENGTH = np.dtype("<i8"), np.dtype("<i4")
+_NUMBERS = ("num_pairs", "num_tokens", "longest")
+_MOST_BYTES = 1 << 16  # of a description
+_PIECE = 1 << 10  # pairs: the disk is asked for that many at least
+
+Key = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CachedSentences(Sentences):
+    """Hold sentences of a cache. Nothing that comes from the files is believed: what is damaged is refused by name."""
+
+    folder: Path
+    max_tokens: int
+    vocabulary_size: int
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the arrays lie in memory: they do not."""
+        return False
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return the ids of one sentence, int64 [length], END included."""
+        rows = np.array([range(len(self))[index]])
+        (sentence,) = self.padded(rows, int(self.lengths_of(rows)[0]))
+        return np.asarray(sentence)
+
+    def lengths_of(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
+        """Return the lengths of sentences by their indices, or by a slice."""
+        lengths = np.asarray(super().lengths_of(rows))
+        if len(lengths) and (lengths.min() < 1 or lengths.max() > self.max_tokens):
+            raise _damaged(self.folder, "it has a sentence that is empty or too long")
+        return lengths
+
+    def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return sentences by their indices, int64 [len(rows), width], filled up with PADDING on the right."""
+        try:
+            batch = super().padded(rows, width)
+        except IndexError:
+            raise _damaged(self.folder, "it has a sentence outside of its tokens") from None
+        if batch.size and (batch.min() < 0 or batch.max() >= self.vocabulary_size):
+            raise _damaged(self.folder, f"it has an id that is not below {self.vocabulary_size:,}")
+        return batch
+
+
+class _MappedFile:
+    """Map a file of numbers into memory: the system reads what is used of it, and may drop that again."""
+
+    def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.numbers = np.frombuffer(self._map, kind)
+
+    def prefetch(self, first: int, end: int) -> None:
+        """Let the disk read the numbers from `first` to before `end`, as far as they exist; do not wait for it."""
+        size = self.numbers.itemsize
+        begin, stop = max(0, first) * size // mmap.PAGESIZE * mmap.PAGESIZE, min(end, len(self.numbers)) * size
+        if begin < stop:
+            self._map.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
+
+
+class CachedPairs:
+    """The pairs of one language in a cache: `Pairs`, whose files are mapped when a sentence is first asked for.
+
+    tokens: the files of both sides' ids, where these are not in the cache, and the type of their numbers.
+    Raises ValueError for a cache that is damaged.
+    """
+
+    def __init__(self, folder: Path, key: Key, tokens: Sequence[tuple[Path, np.dtype[Any]]] | None) -> None:
+        self._folder, self._key = folder, key
+        description = _read_description(folder)
+        if description.get("key") != json.loads(json.dumps(key)):
+            raise _damaged(folder, "it was made from something else")
+        self._num_pairs, self.num_tokens, self.longest = (_read_count(folder, description, name) for name in _NUMBERS)
+        if self.longest > key["max_tokens"] or not len(self) <= self.num_tokens <= len(self) * self.longest:
+            raise _damaged(folder, f"its {_DESCRIPTION} contradicts itself")
+        self.skipped = _read_skipped(folder, description)
+        kind = token_type(key["vocabulary_size"])
+        self._tokens = tokens or [(folder / f"{side}.tokens", kind) for side in _SIDES]
+        for side in _SIDES:
+            self._check_size(f"{side}.starts", self._num_pairs * _START.itemsize)
+            self._check_size(f"{side}.lengths", self._num_pairs * _LENGTH.itemsize)
+            if tokens is None:
+                self._check_size(f"{side}.tokens", description.get(f"{side}_bytes"))
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return self._num_pairs
+
+    @cached_property
+    def sources(self) -> Sentences:
+        """The sentences of the language."""
+        return self._sentences(0)
+
+    @cached_property
+    def targets(self) -> Sentences:
+        """The same sentences of the target language."""
+        return self._sentences(1)
+
+    def select(self, rows: NDArray[np.int64] | slice) -> LanguagePairs:
+        """Return some of the pairs."""
+        return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
+
+    def prefetch(self, rows: NDArray[np.int64]) -> None:
+        """Let the disk read pairs that will be used soon, in as few pieces as they lie in; do not wait for it."""
+        pieces = np.unique(rows // _PIECE)
+        runs = np.split(pieces, np.flatnonzero(np.diff(pieces) > 1) + 1) if len(pieces) else []
+        ends = [(int(run[0]) * _PIECE, min(len(self), (int(run[-1]) + 1) * _PIECE)) for run in runs]
+        for _, starts, lengths in self._files:
+            for first, end in ends:
+                starts.prefetch(first, end)
+                lengths.prefetch(first, end)
+        for tokens, starts, lengths in self._files:
+            for first, end in ends:
+                last = int(starts.numbers[end - 1]) + int(lengths.numbers[end - 1])
+                tokens.prefetch(int(starts.numbers[first]), last)
+
+    @cached_property
+    def _files(self) -> list[tuple[_MappedFile, _MappedFile, _MappedFile]]:
+        """The tokens, starts and lengths of each side."""
+        return [
+            (
+                _MappedFile(*tokens),
+                _MappedFile(self._folder / f"{side}.starts", _START),
+                _MappedFile(self._folder / f"{side}.lengths", _LENGTH),
+            )
+            for side, tokens in zip(_SIDES, self._tokens, strict=True)
+        ]
+
+    def _sentences(self, side: int) -> CachedSentences:
+        tokens, starts, lengths = (file.numbers for file in self._files[side])
+        return CachedSentences(
+            tokens, starts, lengths, self._folder, self._key["max_tokens"], self._key["vocabulary_size"]
+        )
+
+    def _check_size(self, name: str, expected: Any) -> None:
+        path = self._folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found is None or found != expected:
+            raise _damaged(self._folder, f"{name} has {found} bytes, expected {expected}")
+
+
+class PairsWriter:
+    """Write the pairs of one language into a folder, some at a time.
+
+    keep_tokens: copy the ids too; False where they lie in files of their own, which `starts` are about.
+    """
+
+    def __init__(self, folder: Path, files: ExitStack, *, keep_tokens: bool) -> None:
+        kinds = ("tokens", "starts", "lengths")
+        self._files = {
+            (side, kind): files.enter_context((folder / f"{side}.{kind}").open("wb"))
+            for side in _SIDES
+            for kind in kinds
+            if keep_tokens or kind != "tokens"
+        }
+        self._keep_tokens = keep_tokens
+        self._places = dict.fromkeys(_SIDES, 0)
+        self._bytes = dict.fromkeys(_SIDES, 0)
+        self._counts = dict.fromkeys(_NUMBERS, 0)
+
+    def add(self, pairs: LanguagePairs) -> None:
+        """Append pairs. Where tokens are kept, those of a side are all of its array, one sentence behind the other."""
+        self._counts["num_pairs"] += len(pairs)
+        self._counts["num_tokens"] += pairs.num_tokens
+        self._counts["longest"] = max(self._counts["longest"], pairs.longest)
+        for side, sentences in zip(_SIDES, (pairs.sources, pairs.targets), strict=True):
+            starts = sentences.starts
+            if self._keep_tokens:
+                starts = starts + self._places[side]
+                self._places[side] += len(sentences.tokens)
+                self._bytes[side] += sentences.tokens.nbytes
+                self._files[side, "tokens"].write(sentences.tokens.data)
+            self._files[side, "starts"].write(np.ascontiguousarray(starts, _START).data)
+            self._files[side, "lengths"].write(np.ascontiguousarray(sentences.lengths, _LENGTH).data)
+
+    def finish(self) -> dict[str, Any]:
+        """Flush all to the disk, and return the numbers of what was written."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return self._counts | {f"{side}_bytes": number for side, number in self._bytes.items()}
+
+
+Fill = Callable[[PairsWriter], Sequence[Skipped]]
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """A folder of cached languages. Processes of one or several hosts may share it."""
+
+    folder: Path
+
+    def open(
+        self,
+        name: str,
+        files: Sequence[Path],
+        settings: Mapping[str, Any],
+        fill: Fill,
+        tokens: Sequence[tuple[Path, np.dtype[Any]]] | None = None,
+    ) -> CachedPairs:
+        """Return the pairs of a language, after `fill` has written them, where no process has done that before.
+
+        name: such as train.de-en. files: what the pairs come from. settings: what they depend on beside the files, with
+        vocabulary_size and max_tokens. fill: what it returns was left out. tokens: as in `CachedPairs`.
+        Raises ValueError for a damaged cache, for a folder that cannot be written, and for what `fill` refuses.
+        """
+        key = {"format": _FORMAT, "files": _describe(files), **settings}
+        folder = self.folder / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+        if not folder.exists():
+            try:
+                self._build(folder, key, files, fill, keep_tokens=tokens is None)
+            except OSError as error:
+                raise ValueError(
+                    f"the token cache {self.folder} cannot be written ({error}): free space there, or set data.cache "
+                    "to a folder that has it and can be written"
+                ) from error
+        return CachedPairs(folder, key, tokens)
+
+    def _build(self, folder: Path, key: Key, files: Sequence[Path], fill: Fill, *, keep_tokens: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _lock(self.folder / ".lock"):
+            if folder.exists():  # another process has done it meanwhile
+                return
+            for left in self.folder.glob(".*.partial"):  # by a process that was killed: it would hold the lock
+                shutil.rmtree(left)
+            partial = self.folder / f".{folder.name}.partial"
+            partial.mkdir()
+            print(f"reading {folder.name.rpartition('.')[0]} into {self.folder}, once", file=sys.stderr, flush=True)
+            try:
+                with ExitStack() as stack:
+                    writer = PairsWriter(partial, stack, keep_tokens=keep_tokens)
+                    skipped = [[each.reason, each.number, each.first] for each in fill(writer) if each.number]
+                    description = {"key": key, "skipped": skipped, **writer.finish()}
+                if _describe(files) != key["files"]:
+                    raise ValueError(f"{files[0]} changed while it was read: start again when it is complete")
+                write_flushed(partial / _DESCRIPTION, json.dumps(description, indent=1) + "\n")
+                partial.rename(folder)
+                flush(self.folder)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock; it ends with the process that holds it, however that ends."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _describe(files: Sequence[Path]) -> list[list[Any]]:
+    return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in ((path, path.stat()) for path in files)]
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    path = folder / _DESCRIPTION
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        description = json.loads(content) if len(content) <= _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(folder, f"its {_DESCRIPTION} cannot be read") from error
+    if not isinstance(description, dict):
+        raise _damaged(folder, f"its {_DESCRIPTION} is none")
+    return description
+
+
+def _read_count(folder: Path, description: Mapping[str, Any], name: str) -> int:
+    number = description.get(name)
+    if not isinstance(number, int) or number < 0:
+        raise _damaged(folder, f"its {_DESCRIPTION} has {name} {number}")
+    return number
+
+
+def _read_skipped(folder: Path, description: Mapping[str, Any]) -> list[Skipped]:
+    found = description.get("skipped")
+    try:
+        rows = [(str(reason), int(number), str(first)) for reason, number, first in found or ()]
+    except (TypeError, ValueError) as error:
+        raise _damaged(folder, f"its {_DESCRIPTION} has a wrong list of what was skipped") from error
+    return [Skipped(*row) for row in rows]
+
+
+def _damaged(folder: Path, why: str) -> ValueError:
+    return ValueError(f"the token cache {folder} is damaged ({why}): delete that folder, and it is made again")

@@ -1,0 +1,267 @@
+"""Keep an eye on the other processes while this one computes or waits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.job.board import Board
+from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+
+_LOOK_SECONDS = 0.5
+_URGENT_LOOK_SECONDS = 0.1  # once something has failed
+_GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
+_EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
+_STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
+_LOOKS_PER_TIMEOUT = 8  # a chain of many stages is long to follow, and need not be followed often
+_FAILURE = "failure"
+PROBE_TAG = 1 << 16  # of messages that nobody sends or receives
+FOREVER = timedelta(days=365)  # a wait that the watch alone ends
+
+
+class _Wait(NamedTuple):
+    ranks: tuple[int, ...]
+    since: float
+
+
+class Watch:
+    """A notice board of all processes of a job, in the key-value store that torch.distributed started with.
+
+    On it stands where each process runs, for whom it waits, how far it came, what it is doing, and the first cause of
+    failure. A thread keeps this process's notes up to date and looks for that cause: so it reaches a process that
+    computes for long, one whose neighbours are busy, and the other replicas. A process that goes on waiting then has
+    its connections cut.
+
+    The thread also decides that somebody hangs: who waits for nobody, made no progress in the time that this process
+    has been waiting for it, and that is longer than allowed. A stage that is only slow makes progress, task by task.
+
+    Args:
+        store: reachable by all processes.
+        rank: this process's rank in the job; all ranks here are such.
+        stage: this process's stage; None where it has several.
+        name: what messages call this process.
+        timeout_seconds: for how long a process may make no progress while this one waits for it.
+
+    Attributes:
+        activity: what this process is doing; others read it here after this one is gone, up to half a second old.
+    """
+
+    def __init__(self, store: Store, rank: int, stage: int | None, name: str, timeout_seconds: float) -> None:
+        self._board, self._rank, self._timeout_seconds = Board(store), rank, timeout_seconds
+        self.activity = Activity()
+        self._num_processes, self._num_known = dist.get_world_size(), 0
+        self._progress = 0
+        self._wait: _Wait | None = None
+        self._looks, self._looked = 0, time.monotonic()
+        self._seen: dict[int, tuple[int, float]] = {}  # how far others were, and since when
+        self._alive: dict[int, tuple[int, float]] = {}  # how often they had looked, and since when
+        self._next_search = 0.0
+        self._failure: PeerFailure | None = None
+        self._failure_seen = 0.0
+        self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
+        self._retired: float | None = None
+        self._closed = threading.Event()
+        self._board.write(
+            f"process/{rank}", (stage, f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})")
+        )
+        for regularly in (Watch.look, Watch.look_after_board):
+            arguments = weakref.ref(self), regularly, self._closed
+            threading.Thread(target=_look_regularly, args=arguments, daemon=True).start()
+
+    def guard(self, group: dist.ProcessGroup) -> None:
+        """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain."""
+        dist.distributed_c10d._set_pg_timeout(FOREVER, group)
+        self._groups.append((group, dist.get_backend(group)))
+
+    @contextmanager
+    def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Note that this process waits for others while the body runs."""
+        before, self._wait = self._wait, _Wait(tuple(ranks), time.monotonic())
+        try:
+            yield
+        finally:
+            self._wait = before
+            self._progress += 1
+
+    def check(self) -> None:
+        """Note progress, and raise the cause of failure of another process, if there is one.
+
+        Raises:
+            PeerFailure: with that cause.
+        """
+        self._progress += 1
+        if self._failure is not None:
+            raise self._failure
+
+    def report(self, error: PipelineError) -> dict[str, Any]:
+        """Write down why this process stops, unless another cause stands there; return what to send to the others."""
+        failure = {"message": str(error), "stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
+        self._board.write_first(_FAILURE, failure)
+        return failure
+
+    def explain(self, lost: LostPeer) -> PipelineError:
+        """Return the error to raise for a connection that is gone."""
+        deadline = time.monotonic() + _EXPLANATION_SECONDS
+        while time.monotonic() < deadline:
+            if self._failure is not None:
+                return self._failure
+            if (failure := self._board.read(_FAILURE)) is not None:
+                return PeerFailure(**failure)
+            time.sleep(0.05)
+        stage, name = self._described(lost.ranks[0])
+        seen = self._last_seen(lost.ranks[0])
+        text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
+        return PeerFailure(text, stage=stage)
+
+    def retire(self) -> None:
+        """Cut this process's connections soon, after the others have heard why it stops, and end the thread."""
+        self._retired = time.monotonic()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._groups.clear()
+
+    def look(self) -> bool:
+        """Bring the notes up to date and look at those of the others; return whether to look again."""
+        now, wait = time.monotonic(), self._wait
+        if self._retired is not None:
+            if now - self._retired < _EXPLANATION_SECONDS:
+                return True
+            self._cut()
+            self.close()
+            return False
+        self._looks += 1
+        if now - self._looked > max(self._timeout_seconds / 2, _STOPPED_SECONDS):
+            # This process was paused, and perhaps all were: what it saw before says nothing about the others.
+            self._seen.clear()
+            self._alive.clear()
+        self._looked = now
+        if self._num_known < self._num_processes:  # one name a look, for the day when the board is gone
+            self._num_known += self._board.read(f"process/{self._num_known}") is not None
+        others = list(wait.ranks) if wait is not None else []
+        self._board.write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity)])
+        if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
+            self._failure, self._failure_seen = PeerFailure(**failure), now
+        if self._failure is None and wait is not None and now >= self._next_search:
+            self._next_search = now + self._timeout_seconds / _LOOKS_PER_TIMEOUT
+            if (error := self._hanging(wait, now)) is not None:
+                self.report(error)
+                self._failure, self._failure_seen = error, now
+        return self._end_wait(wait, now)
+
+    @property
+    def pause_seconds(self) -> float:
+        """Until the next look."""
+        if self._failure is not None:
+            return _URGENT_LOOK_SECONDS
+        until_search = self._next_search - time.monotonic()
+        return min(until_search, _LOOK_SECONDS) if until_search > 0 else _LOOK_SECONDS
+
+    def look_after_board(self) -> bool:
+        """See whether the board, in a process of one host, still answers; return whether to look again.
+
+        Its own thread does it: the other one may be waiting for the board.
+        """
+        if self._failure is None and self._board.silent_seconds > self._timeout_seconds:
+            self._board.give_up()
+            waited = f"for {self._timeout_seconds:g} s"
+            text = f"the first host, where the processes leave word for each other, has not answered {waited}: "
+            self._failure = PeerFailure(text + "it is down, or the network to it is")
+            self._failure_seen = time.monotonic()
+        return self._end_wait(self._wait, time.monotonic()) if self._failure is not None else True
+
+    def _end_wait(self, wait: _Wait | None, now: float) -> bool:
+        """Cut off a wait that is in vain, after a while; return whether there is more to look after."""
+        if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
+            return True
+        if wait is self._wait:
+            self._cut()
+        return wait is not self._wait
+
+    def _hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
+        """Follow the notes of who waits for whom to those who wait for nobody, and name them if they hang."""
+        reached: dict[int, list[int]] = {self._rank: []}
+        pending = list(wait.ranks)
+        while pending:
+            if (rank := pending.pop()) not in reached:
+                looks, progress, others, _ = self._board.read(f"state/{rank}") or [-1, -1, [], ""]
+                _note(self._seen, rank, progress, now)
+                _note(self._alive, rank, looks, now)
+                # A process that does not even look any more was stopped: whom it waited for then says nothing.
+                is_stopped = now - self._alive[rank][1] > max(self._timeout_seconds / 2, _STOPPED_SECONDS)
+                reached[rank] = [] if is_stopped else others
+                pending += reached[rank]
+        del reached[self._rank]
+        culprits = sorted(rank for rank, others in reached.items() if not others)
+        suspects = culprits or sorted(reached)  # all wait for each other
+        since = max(wait.since, *(self._seen[rank][1] for rank in suspects))
+        if now - since < self._timeout_seconds * (1 - 1 / _LOOKS_PER_TIMEOUT):
+            return None
+        if now - since < self._timeout_seconds:
+            self._next_search = since + self._timeout_seconds
+            return None
+        return self._silent(suspects, deadlock=not culprits)
+
+    def _silent(self, ranks: Sequence[int], *, deadlock: bool) -> PeerFailure:
+        described = [self._described(rank) for rank in ranks]
+        stage, own_name = self._described(self._rank)
+        waited = f"{own_name} waited {self._timeout_seconds:g} s"
+        if deadlock:
+            names = " and ".join(name for _, name in described if name != own_name)
+            text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"
+            return PeerFailure(text, stage=stage)
+        names = " and ".join(f"{name}{self._last_seen(rank)}" for rank, (_, name) in zip(ranks, described, strict=True))
+        verb = "does" if len(ranks) == 1 else "do"
+        text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
+        return PeerFailure(text, stage=described[0][0])
+
+    def _cut(self) -> None:
+        """End all waits of this process."""
+        for group, backend in self._groups:
+            if backend != "gloo":
+                with suppress(RuntimeError):
+                    group.abort()
+                continue
+            for peer in range(group.size()):
+                if peer != group.rank():
+                    # A wait that is given up makes Gloo close the connections of its group; but a wait for a peer that
+                    # is gone already fails before it begins.
+                    with suppress(RuntimeError):
+                        part = torch.empty(1, dtype=torch.uint8)
+                        group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
+
+    def _described(self, rank: int) -> tuple[int | None, str]:
+        stage, name = self._board.read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
+        return stage, name
+
+    def _last_seen(self, rank: int) -> str:
+        """Return what a process was doing when it wrote its notes, as a part of a sentence."""
+        state = self._board.read(f"state/{rank}")
+        return f" (last seen in {state[3]})" if state else ""
+
+
+def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
+    """Remember a value of another process, and since when it has been that."""
+    if seen.get(rank, (None, 0.0))[0] != value:
+        seen[rank] = value, now
+
+
+def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool], closed: threading.Event) -> None:
+    while (watch := reference()) is not None and look(watch):
+        pause_seconds = watch.pause_seconds
+        del watch  # a pipeline that nobody uses any more must not be kept alive
+        if closed.wait(pause_seconds):
+            return

@@ -1,0 +1,108 @@
+"""The mini-batch's loss as a weighted sum of its micro-batches' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe.pipeline.microbatch import split
+from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.shared.replicas import Replicas
+
+LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
+"""(outputs, targets) of a micro-batch -> its mean loss, a scalar; or (loss, scalars by name) to be averaged alike."""
+
+LossWeight = Callable[[Any], float]
+"""Targets of a micro-batch -> how much its mean loss counts, such as its number of tokens."""
+
+
+class MiniBatchLoss:
+    """Computes the loss of one mini-batch, micro-batch by micro-batch, in the last stage.
+
+    Args:
+        function: the user's loss.
+        weight: how much a micro-batch counts; None: by its number of examples.
+        targets: of the mini-batch.
+        sizes: examples of each micro-batch.
+        device: where the outputs will be.
+        replicas: whose mini-batches make up the whole one; None for one pipeline.
+
+    Raises:
+        ValueError: the weights are not positive in sum.
+    """
+
+    def __init__(
+        self,
+        function: LossFunction,
+        weight: LossWeight | None,
+        targets: Any,
+        sizes: Sequence[int],
+        device: torch.device,
+        replicas: Replicas | None,
+    ) -> None:
+        self._function = function
+        self._targets = split(targets, sizes)
+        self._device = device
+        self._replicas = replicas
+        weights = [float(n) if weight is None else float(weight(t)) for n, t in zip(sizes, self._targets, strict=True)]
+        totals = [sum(weights)] if replicas is None else replicas.gather(sum(weights))
+        total = sum(totals)
+        if not total > 0:
+            raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")
+        self._weights = [w / total for w in weights]
+        # The replicas' gradients are averaged, but the losses must add up.
+        self._gradient_scale = len(totals)
+        self._values: dict[int, dict[str, Tensor]] = {}
+
+    def __call__(self, outputs: Any, micro_batch: int) -> Tensor:
+        """Return the micro-batch's share of the loss, to run backward from.
+
+        A micro-batch of weight 0, such as one of padding only, contributes nothing, even where its mean is 0 / 0.
+
+        Raises:
+            TypeError: the loss function returned something else than a scalar, or than one and scalars by name.
+            ValueError: a metric is called "loss", or another micro-batch had other metrics.
+        """
+        targets = Payload.of(self._targets[micro_batch])
+        targets.tensors = [tensor.to(self._device, non_blocking=True) for tensor in targets.tensors]
+        scalars = _scalars(self._function(outputs, targets.value()))
+        if scalars.keys() != (known := next(iter(self._values.values()), scalars)).keys():
+            raise ValueError(
+                f"the loss returned the metrics {[*scalars][1:]}, but {[*known][1:]} for another micro-batch; return "
+                "the same ones each time"
+            )
+        if self._weights[micro_batch] == 0:
+            scalars = {name: torch.zeros_like(value) for name, value in scalars.items()}
+        self._values[micro_batch] = {name: value.detach() for name, value in scalars.items()}
+        return scalars["loss"] * (self._weights[micro_batch] * self._gradient_scale)
+
+    def totals(self) -> dict[str, float]:
+        """Return the mini-batch's loss under the name "loss", and its metrics; waits for the device once."""
+        names = list(next(iter(self._values.values())))
+        rows = [torch.stack([scalars[name].double() for name in names]) for _, scalars in sorted(self._values.items())]
+        columns = zip(*torch.stack(rows).tolist(), strict=True)
+        sums = [sum(w * value for w, value in zip(self._weights, column, strict=True)) for column in columns]
+        if self._replicas is not None:
+            sums = [sum(parts) for parts in zip(*self._replicas.gather(sums), strict=True)]
+        return dict(zip(names, sums, strict=True))
+
+
+def _scalars(result: Any) -> dict[str, Tensor]:
+    """Return the loss, under the name "loss", and the metrics that a loss function returned."""
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor) or loss.ndim > 0:
+        raise TypeError(f"the loss has {_found(loss)}; return one number, the mean over the micro-batch")
+    if not isinstance(metrics, dict) or "loss" in metrics:
+        found = "a metric called 'loss'" if isinstance(metrics, dict) else f"metrics of type {type(metrics).__name__}"
+        raise ValueError(f"the loss came with {found}; return (loss, {{name: scalar}}), and no metric under that name")
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor) or value.ndim > 0:
+            raise TypeError(f"the metric {name!r} has {_found(value)}; return a scalar tensor for each micro-batch")
+    return {"loss": loss, **metrics}
+
+
+def _found(value: Any) -> str:
+    return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"

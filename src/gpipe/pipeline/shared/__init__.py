@@ -1,0 +1,1 @@
+"""One parameter in several places: tied parameters and replicas."""

@@ -1,0 +1,288 @@
+"""Normalise a micro-batch by its statistics over all replicas, exactly, gradients included (section 2.2).
+
+    forward     replica 0   count, mean, deviations --.
+                replica 1   count, mean, deviations --+--> combined in rank order: the same bits on each
+    backward    replica 0   sums of dy and dy * y ----.
+                replica 1   sums of dy and dy * y ----+--> added up in rank order --> the gradient of the input
+
+A recomputation exchanges nothing: it normalises by what its forward combined. So its output has the same bits, and the
+exchanges follow the schedule's forwards and backwards, which come in the same order in all replicas.
+
+Deviation: the paper normalises over replicas "if necessary" and leaves open when that is; here the setting
+pipeline.synchronize_batch_norm decides, and it is off by default.
+
+Imported when a pipeline synchronises, for it loads torch.compile's machinery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gpipe.pipeline.batch_norm import MicroBatchNorm, combine
+from gpipe.pipeline.shared.replicas import Replicas
+
+_HEADER = 3  # numbers before the values of a message: which norm, whether in backward, how many values a channel has
+_ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Normalize's backward; gets no gradient itself
+
+
+class _Part(NamedTuple):
+    """What a batch norm saw of a micro-batch: [2, channels], mean and unbiased variance; and the values per channel."""
+
+    statistics: Tensor
+    num_values: int
+
+
+class _Whole(NamedTuple):
+    """A micro-batch over all replicas: [2, channels], mean and biased variance; and the values per channel."""
+
+    statistics: Tensor
+    num_values: float
+
+
+class StatisticsExchange:
+    """Exchanges sums of this process's batch norms with the replicas of the same batch norms.
+
+    All messages have one length. Gloo would kill a process that gets a message of another length than it expects, and
+    nobody could say which replica ran another batch norm.
+
+    Args:
+        replicas: in a group of their own: the averaging of gradients runs at the same time.
+        norms: of this process, by name; the same ones, in the same order, in each replica.
+    """
+
+    def __init__(self, replicas: Replicas, norms: Mapping[str, MicroBatchNorm]) -> None:
+        self._replicas = replicas
+        self._names = list(norms)
+        self._numbers = {norm: number for number, norm in enumerate(norms.values())}
+        self._width = max((norm.num_features for norm in norms.values()), default=0)
+
+    def start(self, *, notes: bool) -> SynchronizedMicroBatch:
+        """Return what normalises the next micro-batch of a stage; with `notes`, for the moving averages too."""
+        return SynchronizedMicroBatch(self, notes=notes)
+
+    def gather(self, norm: MicroBatchNorm, count: int, rows: Tensor, *, backward: bool) -> tuple[list[float], Tensor]:
+        """Return the replicas' counts, in their order, and their rows: [replicas, 2, channels] in float64.
+
+        Raises:
+            ValueError: another replica runs another batch norm.
+            LostPeer: in place of an error of the connections.
+        """
+        message = torch.zeros(_HEADER + 2 * self._width, dtype=torch.float64, device=rows.device)
+        message[:_HEADER] = torch.tensor([self._numbers[norm], backward, count], dtype=torch.float64)
+        message[_HEADER : _HEADER + rows.numel()] = rows.flatten()
+        table = message.new_empty(self._replicas.count, len(message))
+        with self._replicas.exchange():
+            dist.all_gather(list(table.unbind()), message, group=self._replicas.group)
+            headers = table[:, :_HEADER].tolist()  # a GPU is waited for here, where a lost replica is named
+        self._refuse_difference(headers)
+        return [header[-1] for header in headers], table[:, _HEADER : _HEADER + rows.numel()].view(-1, *rows.shape)
+
+    def _refuse_difference(self, headers: list[list[float]]) -> None:
+        first, *others = [
+            f"the {'backward' if backward else 'forward'} of {self._names[int(number)]}"
+            for number, backward, _ in headers
+        ]
+        for replica, other in enumerate(others, 1):
+            if other != first:
+                raise ValueError(
+                    f"replica 0 runs {first} while replica {replica} runs {other}; with synchronize_batch_norm=True "
+                    "all replicas must use the same batch norms in the same order: make the layers do so whatever "
+                    "their input, or set synchronize_batch_norm=False"
+                )
+
+
+class SynchronizedMicroBatch:
+    """One micro-batch in the batch norms of one stage.
+
+    Args:
+        exchange: with the other replicas.
+        notes: whether the batch norms keep what this replica saw, for the moving averages.
+
+    Attributes:
+        anchors: further roots of the micro-batch's backward, one per normalisation. An exchange needs all replicas.
+            Where no gradient comes back, as from a micro-batch of padding, the replica takes part all the same: the
+            outputs of the others depend on its input.
+    """
+
+    def __init__(self, exchange: StatisticsExchange, *, notes: bool) -> None:
+        self.anchors: list[Tensor] = []
+        self._exchange, self._notes = exchange, notes
+        self._wholes: list[tuple[MicroBatchNorm, _Whole]] = []  # in the order of the calls
+        self._position: int | None = None  # in them, in a recomputation
+
+    def recompute(self) -> None:
+        """Normalise from now on by the statistics that the forward combined, in its order."""
+        self._position = 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # no graph can wait for other processes
+    def forward(self, norm: MicroBatchNorm, *args: Any) -> Tensor:
+        """Run the forward of a batch norm.
+
+        Raises:
+            TypeError: its class does not normalise by F.batch_norm.
+            ValueError: a channel has one value over all replicas; the replicas run different batch norms, or the
+                recomputation does.
+            LostPeer: in place of an error of the connections.
+        """
+
+        def normalize(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:  # noqa: A002
+            whole = self._measure(norm, input) if self._position is None else self._repeat(norm)
+            output, anchor = _Normalize.apply(  # type: ignore[no-untyped-call]
+                (self._exchange, norm, whole, eps), _ANCHOR, input, weight, bias
+            )
+            if anchor.requires_grad:
+                self.anchors.append(anchor)
+            normalized: Tensor = output
+            return normalized
+
+        with _InPlaceOfBatchNorm(normalize) as replacement:
+            output = norm.forward_with(norm.running_mean, norm.running_var, *args)
+        if replacement.num_calls == 0:
+            raise TypeError(
+                f"{type(norm).__bases__[1].__name__} does not call torch.nn.functional.batch_norm, which alone can be "
+                "synchronised; use nn.BatchNorm in its place, or set synchronize_batch_norm=False"
+            )
+        return output
+
+    def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Whole:  # noqa: A002
+        part = _measured(input, norm.num_features)
+        if self._notes and norm.running_mean is not None:  # `commit` adds the other replicas' parts
+            norm.__dict__["fresh"] = (*norm.fresh, *part)
+        mean, variance = part.statistics.double()
+        rows = torch.stack([mean, (part.num_values - 1) * variance])
+        counts, gathered = self._exchange.gather(norm, part.num_values, rows, backward=False)
+        if sum(counts) < 2:
+            raise ValueError(
+                "the batch norm sees one value per channel over all replicas, which has no variance; give each "
+                "micro-batch more examples: lower num_microbatches, or raise the batch size"
+            )
+        means, within = gathered.unbind(1)
+        total, mean, deviations = combine(means.new_tensor(counts)[:, None].expand_as(means), means, within.sum(0))
+        whole = _Whole(torch.stack([mean, deviations / total]).to(part.statistics.dtype), sum(counts))
+        self._wholes.append((norm, whole))
+        return whole
+
+    def _repeat(self, norm: MicroBatchNorm) -> _Whole:
+        assert self._position is not None
+        for found, whole in self._wholes[self._position : self._position + 1]:
+            if found is norm:
+                self._position += 1
+                return whole
+        raise ValueError(
+            "the recomputation uses other batch norms than the forward did; make the layer do the same for the same "
+            "input, or set rematerialize='never'"
+        )
+
+
+@torch.no_grad()
+def _measured(input: Tensor, num_features: int) -> _Part:  # noqa: A002
+    """Return the statistics of a tensor [n, channels, ...] in float32 at least; n may be 0, the variance of 1 is 0."""
+    if input.shape[1] != num_features:
+        raise ValueError(f"the input has {input.shape[1]} channels, but the batch norm has num_features={num_features}")
+    count = input.numel() // num_features
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    statistics = torch.zeros(2, num_features, dtype=dtype, device=input.device)
+    if count > 0:  # a momentum of 1: the plain layer's own update writes the mean and the unbiased variance
+        torch.ops.aten.batch_norm_update_stats(input, *statistics.unbind(), 1.0)
+    if count == 1:
+        statistics[1] = 0
+    return _Part(statistics, count)
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalises by given statistics, and differentiates through these: through the inputs of all replicas.
+
+    Autograd runs the nodes of a graph in the reverse order of their creation, also those of parallel branches. So the
+    replicas exchange in the same order in backward, as they did in forward. Where a stage computes on two devices,
+    autograd may take turns between them in another order; then `StatisticsExchange` notices.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fixed: tuple[StatisticsExchange, MicroBatchNorm, _Whole, float],
+        anchor: Tensor,  # noqa: ARG004
+        input: Tensor,  # noqa: A002
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        _, _, whole, eps = fixed
+        mean, variance = whole.statistics.unbind()
+        scale, shift = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
+        ctx.fixed = fixed
+        ctx.save_for_backward(input, weight)
+        return functional.batch_norm(input, mean, variance, scale, shift, False, 0.0, eps), input.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, norm, whole, eps = ctx.fixed
+        input, weight = ctx.saved_tensors  # noqa: A001
+        mean, variance = whole.statistics.unbind()
+        sums = torch.zeros_like(whole.statistics)  # of dy * y, before weight and bias, and of dy
+        if input.numel() > 0:  # in evaluation, the plain layer's gradients of weight and bias are these sums
+            _, *found = torch.ops.aten.native_batch_norm_backward(
+                gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
+            )
+            sums = torch.stack(found)
+        _, gathered = exchange.gather(norm, input.numel() // len(mean), sums, backward=True)
+        _, _, input_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad
+        input_gradient = None
+        if input_wanted:
+            inverse = (variance.double() + eps).rsqrt()
+            factor = inverse if weight is None else inverse * weight.double()
+            slope, shift = gathered.sum(0) / whole.num_values * -factor
+            shape = (-1, *[1] * (input.ndim - 2))
+            centre, factor, slope, shift = (
+                coefficient.to(mean.dtype).view(shape) for coefficient in (mean, factor, slope * inverse, shift)
+            )
+            input_gradient = input - centre
+            torch.addcmul(shift, input_gradient, slope, out=input_gradient).addcmul_(gradient, factor)
+            input_gradient = input_gradient.to(input.dtype)
+        # The replicas' gradients of weight and bias are averaged like all others.
+        weight_gradient = sums[0].to(weight.dtype) if weight_wanted else None
+        bias_gradient = sums[1].to(weight.dtype) if bias_wanted else None
+        return None, None, input_gradient, weight_gradient, bias_gradient
+
+
+class _InPlaceOfBatchNorm(TorchFunctionMode):
+    """Runs another function wherever the body calls F.batch_norm to normalise by the statistics of its input.
+
+    Args:
+        normalize: (input, weight, bias, eps) -> output.
+
+    Attributes:
+        num_calls: how often it ran.
+    """
+
+    def __init__(self, normalize: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self._normalize = normalize
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._batch_norm if func is functional.batch_norm else func)(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        input: Tensor,  # noqa: A002
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        self.num_calls += 1
+        return self._normalize(input, weight, bias, eps)

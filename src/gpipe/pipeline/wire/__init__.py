@@ -1,0 +1,1 @@
+"""Boundary tensors between processes."""

@@ -1,0 +1,1 @@
+"""The programs: what happens between the checked settings and what a run leaves behind."""

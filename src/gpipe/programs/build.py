@@ -1,0 +1,356 @@
+"""Settings -> objects. Nothing else knows both; below this nobody sees a config."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe.checkpoint import folder as checkpoints
+from gpipe.checkpoint.errors import DamagedCheckpoint
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.config import AmoebaNetConfig, Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
+from gpipe.launch import stops
+from gpipe.launch.processes import Place
+from gpipe.models import count_auxiliary_parameters, set_drop_path
+from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.microbatch import microbatch_sizes
+from gpipe.pipeline.partition import partition_layers
+from gpipe.pipeline.schedule import Rematerialize
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.cost import analyze_layers
+from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.device import Device
+from gpipe.planning.forecast import Setting
+from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
+from gpipe.planning.planner import Planner
+from gpipe.planning.profile import LayerProfile, profile_layers
+from gpipe.planning.speed import Speed
+from gpipe.programs.workloads import workload_of
+from gpipe.results.records import RESUMED_MAY_DIFFER, differences
+from gpipe.training.ema import Ema
+from gpipe.training.learning_rate import build_schedule
+from gpipe.training.optimizers import build_optimizer, optimizer_state
+from gpipe.training.progress import Progress
+from gpipe.training.tracking import Tracker
+from gpipe.training.trainer import Trainer
+
+
+def check_checkpoints(run: RunConfig) -> None:
+    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another training.
+
+    Raises ConfigError, which names the settings that differ.
+    """
+    for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
+        if value is not None:
+            find_checkpoint(setting, value)
+    if (value := run.trainer.resume_from) is not None:
+        saved = Manifest.read(find_checkpoint("trainer.resume_from", value)).config
+        if found := differences(saved, to_plain(run), RESUMED_MAY_DIFFER):
+            raise ConfigError(
+                f"trainer.resume_from is {value}, which was trained with other settings ({'; '.join(found)}): set them "
+                "as they are there, or start from its weights alone with init_from."
+            )
+
+
+def check_earlier(run: RunConfig, folder: Path) -> None:
+    """Refuse a run's folder that has checkpoints of another training: raises ConfigError naming what differs."""
+    earlier = _newest_manifest(folder)
+    if earlier is not None and (found := differences(earlier.config, to_plain(run))):
+        raise ConfigError(
+            f"{folder} has checkpoints that were trained with other settings ({'; '.join(found)}): set them as they "
+            "are there, or choose another folder."
+        )
+
+
+def _newest_manifest(folder: Path) -> Manifest | None:
+    """Return what the newest good checkpoint in a run's folder says, None where there is none."""
+    for path in checkpoints.newest_first(folder / "checkpoints"):
+        with suppress(DamagedCheckpoint):  # the trainer names it
+            return Manifest.read(path)
+    return None
+
+
+def name_processes(run: RunConfig) -> list[str]:
+    """Return which process, or which ones where there are replicas, play each stage."""
+    num_stages, num_replicas = run.pipeline.num_stages, run.launch.num_replicas
+    if run.launch.num_processes == 1:
+        return ["0"] * num_stages
+    num_devices = num_stages // run.pipeline.stages_per_device
+    return [", ".join(str(r * num_devices + k % num_devices) for r in range(num_replicas)) for k in range(num_stages)]
+
+
+def build_layers(run: RunConfig) -> nn.Sequential:
+    """Describe the whole model on the meta device, where it takes no memory; the pipeline fills its own layers."""
+    return workload_of(run).layers()
+
+
+def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None) -> Plan:
+    """Cut the layers, described on the meta device, as the settings say; every process gets the same cut.
+
+    place: where this process stands; None for a dry run. Raises ValueError where the layers cannot be cut so: more
+    stages than layers, or a memory limit that is too low.
+    """
+    settings, workload = run.pipeline, workload_of(run)
+    sizes = microbatch_sizes(workload.num_examples // run.launch.num_replicas, settings.num_microbatches)
+    inputs = workload.inputs(max(sizes))
+    costs = analyze_layers(layers, inputs)
+    partition_by, partitions = settings.partition_by, settings.partitions
+    if partition_by is PartitionBy.memory and partitions is None:
+        partitions = partition_by_memory(_profiler(run)(max(sizes)), build_setting(run))
+    elif partition_by is PartitionBy.seconds and partitions is None:
+        if place is None:
+            raise ConfigError("pipeline.partition_by is seconds, but a dry run computes nothing: set it to flops.")
+        # Two measurements never agree, and two cuts would never meet: the first process measures for all.
+        measure = partial(measure_seconds, build_layers(run), inputs, run.seed, place.device_type)
+        seconds = place.share_each("seconds", len(layers), lambda tell: measure(lambda value: tell(value.hex())))
+        costs = [replace(cost, seconds=float.fromhex(value)) for cost, value in zip(costs, seconds, strict=True)]
+    return plan_pipeline(
+        costs,
+        sizes,
+        settings.num_stages,
+        partition_by=partition_by.value,
+        objective=settings.objective.value,
+        memory_limit_bytes=settings.memory_limit_bytes,
+        partitions=partitions,
+        stages_per_device=settings.stages_per_device,
+        auxiliary_parameters=count_auxiliary_parameters(layers),
+    )
+
+
+def build_setting(run: RunConfig) -> Setting:
+    """Return how the run's model is run, for planning."""
+    settings = run.pipeline
+    return Setting(
+        num_stages=settings.num_stages,
+        num_microbatches=settings.num_microbatches,
+        rematerialize=Rematerialize(settings.rematerialize.value),
+        schedule=settings.schedule.value,
+        stages_per_device=settings.stages_per_device,
+        state_ratio=_state_ratio(run),
+        num_replicas=run.launch.num_replicas,
+        synchronize_batch_norm=settings.synchronize_batch_norm,
+    )
+
+
+def build_planner(run: RunConfig, device: Device, speed: Speed) -> Planner:
+    """Build what plans the run's steps on devices of a kind; partition_by=seconds takes the planned ones."""
+    settings = run.pipeline
+
+    def cut(profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+        if settings.partitions is not None and len(settings.partitions) == setting.num_stages:
+            return settings.partitions
+        if settings.partition_by is PartitionBy.memory:
+            return partition_by_memory(profiles, setting)
+        costs: dict[PartitionBy, Sequence[float]] = {
+            PartitionBy.flops: [sum(work.flops for work in profile.forward) for profile in profiles],
+            PartitionBy.parameter_bytes: [profile.parameter_bytes for profile in profiles],
+            PartitionBy.seconds: [one.forward for one in speed.seconds(profiles)],
+        }
+        limit = settings.memory_limit_bytes
+        memory = None if limit is None else [profile.parameter_bytes for profile in profiles[:-1]]
+        return partition_layers(
+            costs[settings.partition_by][:-1],
+            setting.num_stages,
+            objective=settings.objective.value,
+            memory_bytes=memory,
+            memory_limit_bytes=limit,
+        )
+
+    auxiliary = count_auxiliary_parameters(build_layers(run))
+    least = run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1
+    return Planner(_profiler(run), cut, workload_of(run).num_examples, device, speed, auxiliary, least)
+
+
+def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
+    """Return what describes the run's layers with a micro-batch of a given size."""
+    workload = workload_of(run)
+    layers, loss = workload.layers(), workload.loss()
+    autocast = _build_autocast(run.trainer.autocast, "cpu")
+
+    def profile(size: int) -> list[LayerProfile]:
+        return profile_layers(layers, loss, (workload.inputs(size), workload.targets(size)), autocast=autocast)
+
+    return profile
+
+
+def _state_ratio(run: RunConfig) -> float:
+    """Return the bytes that the optimiser and the moving average keep for each byte of a parameter, by trying it."""
+    parameter = nn.Parameter(torch.zeros(64, 16))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = _build_optimizer(run.optimizer, [("probe", parameter)], run.optimizer.learning_rate)
+    optimizer.step()
+    slots = sum(value.numel() for value in optimizer_state(optimizer).values() if value.ndim > 0)
+    return slots / parameter.numel() + (run.ema.decay is not None)
+
+
+def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Place) -> Pipeline:
+    """Build this process's part of the pipeline, with its weights in the settings' memory format."""
+    workload = workload_of(run)
+    pipeline = Pipeline(
+        layers,
+        workload.loss(),
+        plan.partitions,
+        run.pipeline.num_microbatches,
+        rematerialize=run.pipeline.rematerialize.value,
+        schedule=run.pipeline.schedule.value,
+        stages_per_device=run.pipeline.stages_per_device,
+        devices=place.devices(run.pipeline.num_stages, run.pipeline.stages_per_device),
+        mesh=place.mesh,
+        seed=run.seed,
+        loss_weight=workload.loss_weight,
+        timeout_seconds=run.pipeline.timeout_seconds,
+        synchronize_batch_norm=run.pipeline.synchronize_batch_norm,
+    )
+    if run.trainer.channels_last:
+        pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
+    if run.trainer.compile:
+        # Cells of one code and many shapes would be compiled for symbolic sizes, on which inductor fails.
+        pipeline.compile(dynamic=False)
+    return pipeline
+
+
+def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, enabled: bool) -> Tracker:
+    """Open the run's log in its folder; only one process of a run enables it.
+
+    The run is called after its overrides, and stands in a group with the others of its experiment.
+    """
+    goes_on_from = None
+    if run.trainer.resume_from is not None:
+        goes_on_from = find_checkpoint("trainer.resume_from", run.trainer.resume_from).parent.parent
+    return Tracker(
+        folder,
+        enabled=enabled,
+        mode=run.tracking.mode.value,
+        project=run.tracking.project,
+        group=run.name,
+        name=" ".join(overrides) or run.name,
+        config=to_plain(run),
+        resumed=goes_on_from,
+    )
+
+
+def build_trainer(
+    run: RunConfig,
+    pipeline: Pipeline,
+    place: Place,
+    folder: Path,
+    tracker: Tracker,
+    on_timeline: Callable[[Timeline], None],
+) -> Trainer:
+    """Build the data, the optimiser and the loop around a pipeline, and go back to a checkpoint.
+
+    That is the newest one in the run's own folder, else the one that the settings name, if they do.
+    folder: the run's. on_timeline: takes each recorded timeline, on every process.
+    """
+    settings, workload = run.trainer, workload_of(run)
+    train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+    num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
+    rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
+    progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
+    for sentence in workload.warnings():
+        progress.message(f"warning: {sentence}")
+    kept = workload.keep(None)
+    if (earlier := _newest_manifest(folder)) is not None:
+        _refuse_other_files(f"{folder} has a checkpoint", earlier, kept)
+    workload.keep(folder if place.is_main else None)
+    trainer = Trainer(
+        pipeline=pipeline,
+        optimizer=_build_optimizer(run.optimizer, pipeline.named_parameters(), rate),
+        learning_rate=build_schedule(
+            run.schedule.name.value,
+            rate,
+            steps_per_epoch=len(train_loader),
+            num_steps=num_steps,
+            warm_up_epochs=run.schedule.warm_up_epochs,
+            warm_up_steps=run.schedule.warm_up_steps,
+            decay_rate=run.schedule.decay_rate,
+            decay_epochs=run.schedule.decay_epochs,
+        ),
+        train_loader=train_loader,
+        evaluation_loaders=evaluation_loaders,
+        num_epochs=settings.num_epochs,
+        max_steps=settings.max_steps,
+        tracker=tracker,
+        progress=progress,
+        seed=run.seed,
+        ema=None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay, warm_up=run.ema.warm_up),
+        max_gradient_norm=run.optimizer.clip_norm,
+        autocast=_build_autocast(settings.autocast, place.device_type),
+        evaluation_autocast=_build_autocast(settings.evaluation_autocast, place.device_type),
+        set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
+        final_drop_path=workload.final_drop_path or 0.0,
+        examples=workload.examples,
+        count_targets=workload.loss_weight or torch.numel,
+        metrics=workload.make_metrics(),
+        patience=settings.patience,
+        num_untimed_steps=settings.num_untimed_steps,
+        evaluate_every_epochs=settings.evaluate_every_epochs,
+        evaluate_every_steps=settings.evaluate_every_steps,
+        checkpoint_folder=None if settings.keep_checkpoints is None else folder / "checkpoints",
+        save_every_steps=settings.save_every_steps,
+        keep_checkpoints=settings.keep_checkpoints or 1,
+        timeline_every_steps=settings.timeline_every_steps,
+        on_timeline=on_timeline,
+        non_finite=settings.non_finite.value,
+        max_skipped_steps=settings.max_skipped_steps,
+        asked_to_stop=partial(stops.reason, settings.max_hours),
+        config={**to_plain(run), **kept},
+    )
+    if trainer.resume():
+        progress.message(f"going on after step {pipeline.step}")
+        return trainer
+    if settings.resume_from is not None:
+        trainer.resume(_find_kindred("trainer.resume_from", settings.resume_from, kept))
+        return trainer
+    tracker.rewind(0)  # what an earlier session did before it saved anything is done again
+    if run.init_from is not None:
+        trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
+    return trainer
+
+
+def _build_optimizer(
+    settings: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], rate: float
+) -> torch.optim.Optimizer:
+    handled_elsewhere = ("name", "learning_rate", "times_batch_size", "clip_norm")
+    own = {name: value for name, value in asdict(settings).items() if name not in handled_elsewhere}
+    return build_optimizer(settings.name, parameters, rate, **own)
+
+
+def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    if precision is Autocast.none:
+        return nullcontext
+    return partial(torch.autocast, device_type, getattr(torch, precision.value))
+
+
+def _find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
+    """Find a checkpoint, and refuse one that was saved with other files than this run has."""
+    path = find_checkpoint(setting, value)
+    _refuse_other_files(f"{setting} is {value}", Manifest.read(path), kept)
+    return path
+
+
+def _refuse_other_files(subject: str, manifest: Manifest, kept: Mapping[str, str]) -> None:
+    """Raise ConfigError where a checkpoint, which `subject` names, was saved with other files than `kept`."""
+    for name, digest in kept.items():
+        if (other := manifest.config.get(name)) != digest:
+            what = name.removesuffix("_sha256")
+            raise ConfigError(
+                f"{subject}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
+                f"{digest[:12]}...: set data.{what} to the one that lies in the folder of the checkpoint's run."
+            )
+
+
+def find_checkpoint(setting: str, value: str) -> Path:
+    """Return a checkpoint's folder, given that, the run's folder, the folder of checkpoints, or `best` in it.
+
+    setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
+    """
+    if (path := checkpoints.find_checkpoint(Path(value))) is None:
+        raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
+    return path

@@ -1,0 +1,137 @@
+"""Sweeps: each job of a grid or a search is done once, and a table tells what all of them came to.
+
+    runs/sweep-<id>/                   the id follows from the command line: the same command again goes on here
+      data=digits,seed=0/              a run's folder, named by the job's overrides
+        outcome.json                   done, failed or not run, and why
+        record.json, checkpoints/ ...  where it is done
+      set_aside/                       folders of jobs whose settings have changed since
+      summary.md                       the table
+
+A job that has a record of the same settings is not run again; one that was cut short goes on from its last checkpoint.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from gpipe.config import RunConfig, to_plain
+from gpipe.data import DataMissing
+from gpipe.environment_secrets import redact
+from gpipe.launch.devices import DevicesMissing, check_devices
+from gpipe.launch.errors import ERROR_FILE
+from gpipe.programs.folder_lock import FolderHeld, hold
+from gpipe.programs.resume import clear
+from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
+from gpipe.results.records import RECORD_FILE, Record, is_reusable, read_records
+
+
+class Train(Protocol):
+    """What trains a run in a folder."""
+
+    def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+        """Train, or print an error's message and raise SystemExit(1)."""
+
+
+def run_job(
+    folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
+) -> float | None:
+    """Do one job of a sweep, unless it is done; return its top-1, which a search makes as large as it can.
+
+    data: the data set's name. check: returns the job's settings, or raises. Where it cannot run or fails, the outcome
+    says why and the other jobs go on; only a signal, such as Ctrl-C, ends the sweep. A job that another process does
+    just now is left to it.
+    """
+    label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
+    try:
+        with hold(folder):
+            return _run_held_job(label, folder, overrides, data, check, train)
+    except FolderHeld as busy:
+        print(f"\nleft out: {label}: {busy}", flush=True)
+        return None
+
+
+def _run_held_job(
+    label: str, folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
+) -> float | None:
+    """Do a job whose folder nobody else uses."""
+    made = partial(Outcome, overrides=overrides, data=data)
+    try:
+        run = check()
+        record = _record(folder, run)
+        lack = None if record is not None else _lack_of_devices(run)
+    except DataMissing:
+        print(f"\nnot run: {label}: data missing", flush=True)
+        write_outcome(folder, made("not run", reason="data missing"))
+        return None
+    except Exception as error:  # noqa: BLE001 - whatever it is, it ends this job alone
+        reason = redact(str(error))
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        write_outcome(folder, made("failed", reason=reason))
+        return None
+    if lack is not None:
+        print(f"\nnot run: {label}: {lack}", flush=True)
+        write_outcome(folder, made("not run", reason=lack, config=to_plain(run)))
+        return None
+    print(f"\n{'job' if record is None else 'done before'}: {label}", flush=True)
+    if record is None:
+        try:
+            clear(folder, run)
+            train(run, folder, overrides, hints=False)
+        except SystemExit as end:
+            if end.code != 1:
+                raise
+            write_outcome(folder, made("failed", reason=_reason(folder), config=to_plain(run)))
+            return None
+        record = _record(folder, run)
+    write_outcome(folder, made("done"))
+    return None if record is None else record.results.get("top1")
+
+
+class SweepEnd(Callback):
+    """Print and write the table of a sweep when its last job has ended; add its records to a reproduction."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Sum up the jobs in the sweep's folder; exit with status 1 where one has failed."""
+        folder = Path(config.hydra.sweep.dir)
+        jobs = read_jobs(folder)
+        summarize(folder, jobs)
+        if config.reproduction is not None:
+            from gpipe.results.reproduction import add_jobs  # no training waits for the tables of all pages
+
+            command = shlex.join(["python", "train.py", *sys.argv[1:]])
+            add_jobs(Path(config.hydra.runtime.cwd), config.reproduction, config.name, command, jobs)
+        if any(job.outcome.status == "failed" for job in jobs):
+            raise SystemExit(1)
+
+
+def _lack_of_devices(run: RunConfig) -> str | None:
+    """Return what a job needs and this machine has not, None where that is nothing."""
+    launch = run.launch
+    try:
+        if not run.trainer.dry_run:
+            check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
+    except DevicesMissing as missing:
+        return missing.reason
+    return None
+
+
+def _record(folder: Path, run: RunConfig) -> Record | None:
+    """Return the record of a job's folder, if it is one of these settings."""
+    path = folder / RECORD_FILE
+    if not path.exists():
+        return None
+    (record,) = read_records(path)
+    return record if is_reusable(record.config, to_plain(run)) else None
+
+
+def _reason(folder: Path) -> str:
+    """Return the message of the error that ended a job."""
+    path = folder / ERROR_FILE
+    first, _, _ = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")
+    return first.removeprefix("error: ") or "see its message above"  # on a full disk the file may be empty

@@ -1,0 +1,75 @@
+"""A trained translation model, brought back from its checkpoint into this process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.plain_layers import load_layers
+from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
+from gpipe.config.saved import from_plain
+from gpipe.data import Tokenizer, open_tokenizer
+from gpipe.programs.build import build_layers, find_checkpoint
+from gpipe.programs.workloads.translation import TOKENIZER_FILE
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Layers with their weights, on one device, and what belongs to them.
+
+    run: the settings that they were trained with. checkpoint: its folder. step: of that many updates.
+    """
+
+    run: RunConfig
+    data: TranslationDataConfig
+    layers: nn.Sequential
+    tokenizer: Tokenizer
+    checkpoint: Path
+    step: int
+
+
+def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
+    """Load the model of a run's folder, or of a checkpoint's, with the moving averages of its weights if there are any.
+
+    Raises ConfigError where there is no checkpoint, for one of another family of models, and for a tokenizer that the
+    model was not trained with; CheckpointError for a damaged one.
+    """
+    path = find_checkpoint("checkpoint", checkpoint)
+    manifest = Manifest.read(path)
+    family = manifest.config.get("model", {}).get("family")
+    if family != TranslationModelConfig.family:
+        raise ConfigError(
+            f"checkpoint is {checkpoint}, which has a model of the family {family}, expected "
+            f"{TranslationModelConfig.family}: name a run that trained a translation model."
+        )
+    run = from_plain(manifest.config)
+    assert isinstance(run.data, TranslationDataConfig)
+    tokenizer = _find_tokenizer(path, run.data)
+    _refuse_another(tokenizer, manifest.config.get("tokenizer_sha256"), path)
+    layers = build_layers(run)
+    load_layers(path, layers)
+    return TrainedModel(run, run.data, layers.to(device).eval(), tokenizer, path, manifest.position.step)
+
+
+def _find_tokenizer(checkpoint: Path, data: TranslationDataConfig) -> Tokenizer:
+    """Return the tokenizer that the run left in its folder or, where it is not there, the one that it read."""
+    kept = checkpoint.parent.parent / TOKENIZER_FILE
+    if kept.is_file():
+        return Tokenizer(kept)
+    if (tokenizer := open_tokenizer(data.name, data.tokenizer)) is None:
+        raise ConfigError(
+            f"{checkpoint} was trained on the ids of data.name={data.name} without a tokenizer, expected one that "
+            f"turns text into them: put the SentencePiece model that made them there as {kept}."
+        )
+    return tokenizer
+
+
+def _refuse_another(tokenizer: Tokenizer, expected: str | None, checkpoint: Path) -> None:
+    """Refuse a tokenizer whose SHA-256 is not the one that the checkpoint remembers, if it remembers one."""
+    if expected is not None and tokenizer.sha256 != expected:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.path} has the SHA-256 {tokenizer.sha256[:12]}..., but {checkpoint} was trained "
+            f"with {expected[:12]}...: put that one there."
+        )

@@ -1,0 +1,33 @@
+"""What is trained on what: a family of models with the kind of data that it sees.
+
+Like `build`, which uses them, these files know both the settings and the objects; there is one a family.
+"""
+
+from gpipe.config import (
+    AmoebaNetConfig,
+    ConfigError,
+    ImagesConfig,
+    RunConfig,
+    TokensConfig,
+    TransformerLMConfig,
+    TranslationDataConfig,
+    TranslationModelConfig,
+)
+from gpipe.programs.workloads.image_classification import ImageClassification
+from gpipe.programs.workloads.language_modelling import LanguageModelling
+from gpipe.programs.workloads.translation import Translation
+from gpipe.programs.workloads.workload import Workload
+
+__all__ = ["Workload", "workload_of"]
+
+
+def workload_of(run: RunConfig) -> Workload:
+    """Return what builds a run's model, loss and data. Raises ConfigError where nothing does."""
+    match run.model, run.data:
+        case AmoebaNetConfig() as model, ImagesConfig() as data:
+            return ImageClassification(run, model, data)
+        case TransformerLMConfig() as model, TokensConfig() as data:
+            return LanguageModelling(run, model, data)
+        case TranslationModelConfig() as model, TranslationDataConfig() as data:
+            return Translation(run, model, data)
+    raise ConfigError(f"model.family is {run.model.family} with data.name {run.data.name}: add a workload for the two.")

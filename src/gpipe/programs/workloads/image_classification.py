@@ -1,0 +1,159 @@
+"""AmoebaNet on labelled images."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig, RunConfig
+from gpipe.data import (
+    ImageLoader,
+    ImageSet,
+    Transform,
+    count_differences,
+    evaluation_transform,
+    open_image_set,
+    training_transform,
+)
+from gpipe.data.images.source import SPLITS
+from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, softmax_names
+from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.loss import LossFunction
+from gpipe.training.losses import ClassificationLoss
+from gpipe.training.metrics import EvaluationMetrics, Metrics
+
+_AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
+
+
+@dataclass(frozen=True)
+class ImageClassification:
+    """AmoebaNet on labelled images: the loss may have an auxiliary head's share."""
+
+    run: RunConfig
+    model: AmoebaNetConfig
+    data: ImagesConfig
+    examples = "images"
+    loss_weight = None
+
+    @property
+    def final_drop_path(self) -> float:
+        """The drop-path rate at the end of training."""
+        return self.model.drop_path
+
+    @property
+    def num_examples(self) -> int:
+        """Those that trainer.batch_size says."""
+        return self.run.trainer.batch_size
+
+    def layers(self) -> nn.Sequential:
+        """Describe the whole model on the meta device."""
+        model, data = self.model, self.data
+        with torch.device("meta"):
+            layers = _AMOEBANETS[model.variant.value](
+                model.num_layers,
+                model.num_filters,
+                data.num_classes,
+                image_channels=data.channels,
+                image_size=data.image_size,
+                auxiliary_head=model.auxiliary_head,
+                dropout=model.dropout,
+                drop_path=0.0,  # the trainer raises it step by step
+                batch_norm_momentum=model.batch_norm_momentum,
+                batch_norm_epsilon=model.batch_norm_epsilon,
+            )
+        convert_batch_norm(layers)
+        return layers
+
+    def inputs(self, num_examples: int) -> Tensor:
+        """Describe so many images on the meta device."""
+        data = self.data
+        return torch.empty(num_examples, data.channels, data.image_size, data.image_size, device="meta")
+
+    def targets(self, num_examples: int) -> Tensor:
+        """Describe the classes of so many images on the meta device."""
+        return torch.empty(num_examples, dtype=torch.int64, device="meta")
+
+    def loss(self) -> LossFunction:
+        """Return the loss of a micro-batch."""
+        model = self.model
+        share = model.auxiliary_weight if model.auxiliary_head else 0.0
+        return ClassificationLoss(self.run.trainer.label_smoothing, share)
+
+    def make_metrics(self) -> Metrics:
+        """Return what measures an evaluation set."""
+        return EvaluationMetrics()
+
+    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
+        """Return the loaders of the training and the test images; only the first stage's decode images.
+
+        Training leaves out an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over
+        a few images, or over one. Each epoch leaves out other images.
+        """
+        run = self.run
+        training, evaluation = self._transforms()
+        loader = partial(
+            ImageLoader,
+            seed=run.seed,
+            num_workers=self.data.num_workers,
+            prefetch_factor=self.data.prefetch_factor,
+            max_broken_images=self.data.max_broken_images,
+            load_images=pipeline.is_first,
+            pin_memory=pin_memory,
+        )
+        train_loader = loader(
+            self._sets["train"],
+            run.trainer.batch_size // run.launch.num_replicas,
+            training,
+            shuffle=True,
+            replica_index=pipeline.replica_index,
+            num_replicas=pipeline.num_replicas,
+            drop_last=True,
+        )
+        test_loader = loader(self._sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
+        return train_loader, {"test": test_loader}
+
+    def replaced(self, layers: nn.ModuleDict) -> set[str]:
+        """The softmax layers belong to one set of classes."""
+        return softmax_names(layers)
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Nothing is needed beside the checkpoint."""
+        return {}
+
+    def warnings(self) -> list[str]:
+        """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
+        sets, name = self._sets, self.data.name
+        return list(
+            dict.fromkeys(found for split, images in sets.items() for found in count_differences(name, split, images))
+        )
+
+    @cached_property
+    def _sets(self) -> dict[str, ImageSet]:
+        return {split: self._open(split) for split in SPLITS}
+
+    def _open(self, split: str) -> ImageSet:
+        data = self.data
+        image_set = open_image_set(data.name, split, data.root)
+        if (found := len(image_set.class_names)) != data.num_classes:
+            raise ConfigError(
+                f"data.num_classes is {data.num_classes}, but {data.name} has {found}: set data.num_classes={found}."
+            )
+        return image_set
+
+    def _transforms(self) -> tuple[Transform, Transform]:
+        """Return what happens to a training and to a test image."""
+        data = self.data
+        training = training_transform(
+            data.image_size,
+            channels=data.channels,
+            crop_scale=None if data.crop_scale is None else (data.crop_scale[0], data.crop_scale[1]),
+            crop_aspect=(data.crop_aspect[0], data.crop_aspect[1]),
+            color_jitter=data.color_jitter,
+            flip=data.flip,
+            policy=data.policy.value,
+            cutout=data.cutout,
+        )
+        return training, evaluation_transform(data.image_size, channels=data.channels, center_crop=data.center_crop)

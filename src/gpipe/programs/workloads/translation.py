@@ -1,0 +1,158 @@
+"""An encoder-decoder Transformer on pairs of sentences."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
+from gpipe.data import ParallelCorpus, Tokenizer, TranslationLoader, open_corpus, open_tokenizer
+from gpipe.data.text.special_tokens import PADDING
+from gpipe.durable_files import replacing
+from gpipe.models import translation_transformer
+from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.loss import LossFunction
+from gpipe.training.metrics import Metrics
+from gpipe.training.token_loss import TokenLoss, count_tokens
+from gpipe.training.token_metrics import TokenMetrics
+
+TOKENIZER_FILE = "tokenizer.model"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """T(L, H, A) on pairs of sentences: every target token but padding is an example of the loss, and counts alike."""
+
+    run: RunConfig
+    model: TranslationModelConfig
+    data: TranslationDataConfig
+    _languages: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
+    _warnings: list[str] = field(default_factory=list, init=False)
+    examples = "sentences"
+    final_drop_path = None
+
+    def loss_weight(self, targets: Mapping[str, Tensor]) -> float:
+        """Return the number of target tokens of a micro-batch, without padding."""
+        return count_tokens(targets, PADDING)
+
+    @property
+    def num_examples(self) -> int:
+        """Sentences of the greatest length: trainer.batch_size counts tokens, and these make the largest payloads."""
+        return max(1, self.run.trainer.batch_size // self.data.max_tokens)
+
+    def layers(self) -> nn.Sequential:
+        """Describe the whole model on the meta device."""
+        model = self.model
+        with torch.device("meta"):
+            return translation_transformer(
+                model.num_layers,
+                model.feedforward_size,
+                model.num_heads,
+                vocabulary_size=self.data.vocabulary_size,
+                model_size=model.model_size,
+                head_size=model.head_size,
+                dropout=model.dropout,
+                tied=model.tied.value,
+                scale_feedforward=model.scale_feedforward,
+                logit_limit=model.logit_limit,
+                soft_limit=model.soft_limit,
+                padding_index=PADDING,
+            )
+
+    def inputs(self, num_examples: int) -> tuple[Tensor, Tensor]:
+        """Describe so many sentences of the greatest length, and what the decoder reads, on the meta device."""
+        source = torch.empty(num_examples, self.data.max_tokens, dtype=torch.int64, device="meta")
+        return source, torch.empty_like(source)
+
+    def targets(self, num_examples: int) -> dict[str, Tensor]:
+        """Describe the targets of so many sentences on the meta device."""
+        tokens = torch.empty(num_examples, self.data.max_tokens, dtype=torch.int64, device="meta")
+        return {"tokens": tokens, "language": torch.empty(num_examples, dtype=torch.int64, device="meta")}
+
+    def loss(self) -> LossFunction:
+        """Return the loss of a micro-batch."""
+        smoothing, model = self.run.trainer.label_smoothing, self.model
+        return TokenLoss(smoothing, padding_index=PADDING, logit_limit=model.logit_limit, soft=model.soft_limit)
+
+    def make_metrics(self) -> Metrics:
+        """Return what measures an evaluation set, in all and per language, once `loaders` has opened it."""
+        return TokenMetrics(self._languages["valid"], PADDING)
+
+    def loaders(
+        self, pipeline: Pipeline, *, pin_memory: bool
+    ) -> tuple[TranslationLoader, dict[str, TranslationLoader]]:
+        """Return the loaders of the training and the validation sentences; they are small, pinned or not.
+
+        Only the processes of the first and the last stage hold sentences. The first one counts the targets too, for the
+        speed in the record.
+        """
+        run, corpora = self.run, {split: self._open(split) for split in ("train", "valid")}
+        # Not the corpora: the loaders alone keep them, where they need them.
+        self._languages.update({split: corpus.languages for split, corpus in corpora.items()})
+        self._warnings[:] = [f"{split}: {found}" for split, corpus in corpora.items() for found in corpus.warnings()]
+        load_inputs, load_targets = pipeline.is_first, pipeline.is_first or pipeline.is_last
+        train_loader = TranslationLoader(
+            corpora["train"],
+            run.trainer.batch_size,
+            run.seed,
+            shuffle=True,
+            temperature=self.data.temperature,
+            replica_index=pipeline.replica_index,
+            num_replicas=pipeline.num_replicas,
+            load_inputs=load_inputs,
+            load_targets=load_targets,
+        )
+        valid_loader = TranslationLoader(
+            corpora["valid"],
+            run.trainer.evaluation_batch_size,
+            run.seed,
+            shuffle=False,
+            load_inputs=load_inputs,
+            load_targets=load_targets,
+        )
+        return train_loader, {"valid": valid_loader}
+
+    def replaced(self, layers: nn.ModuleDict) -> tuple[str, ...]:
+        """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
+        return ()
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Leave the tokenizer: ids mean nothing without it. A corpus of ids has none."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return {}
+        if folder is not None:
+            with replacing(folder / TOKENIZER_FILE) as copy:
+                shutil.copyfile(tokenizer.path, copy)
+        return {"tokenizer_sha256": tokenizer.sha256}
+
+    def warnings(self) -> Sequence[str]:
+        """Say which pairs `loaders` has left out."""
+        return self._warnings
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return open_tokenizer(self.data.name, self.data.tokenizer)
+
+    def _open(self, split: str) -> ParallelCorpus:
+        data = self.data
+        corpus = open_corpus(
+            data.name,
+            split,
+            data.root,
+            tokenizer=self._tokenizer,
+            languages=data.languages,
+            max_tokens=data.max_tokens,
+            max_pairs=data.max_pairs,
+            cache=data.cache,
+        )
+        if (found := corpus.vocabulary_size) != data.vocabulary_size:
+            raise ConfigError(
+                f"data.vocabulary_size is {data.vocabulary_size}, but the tokens of {data.name} have {found}: set "
+                f"data.vocabulary_size={found}."
+            )
+        return corpus

@@ -1,0 +1,66 @@
+"""What `build` asks of a family of models and of its data."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.loss import LossFunction, LossWeight
+from gpipe.training.loader import Loader
+from gpipe.training.metrics import Metrics
+
+
+class Workload(Protocol):
+    """Builds, from the settings of a run, all that depends on the kind of model and of data."""
+
+    @property
+    def examples(self) -> str:
+        """What the examples are called, in the plural."""
+
+    @property
+    def final_drop_path(self) -> float | None:
+        """The drop-path rate at the end of training, None for a model without drop-path."""
+
+    @property
+    def loss_weight(self) -> LossWeight | None:
+        """How much a micro-batch counts; None: by its number of examples."""
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples a mini-batch has, of all replicas; the fewest where that depends on the data."""
+
+    def layers(self) -> nn.Sequential:
+        """Describe the whole model on the meta device."""
+
+    def inputs(self, num_examples: int) -> Any:
+        """Describe the inputs of so many examples on the meta device."""
+
+    def targets(self, num_examples: int) -> Any:
+        """Describe the targets of so many examples on the meta device."""
+
+    def loss(self) -> LossFunction:
+        """Return the loss of a micro-batch."""
+
+    def make_metrics(self) -> Metrics:
+        """Return what measures an evaluation set."""
+
+    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Mapping[str, Loader]]:
+        """Return the loaders of the training data, and of the evaluation data by name.
+
+        A training mini-batch is shared out over the replicas; `evaluate` shares the evaluation data
+        out by mini-batches, so that each replica is given all of them.
+        """
+
+    def replaced(self, layers: nn.ModuleDict) -> Collection[str]:
+        """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew."""
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Leave in the run's folder what programs that use its checkpoints need; None leaves nothing.
+
+        Returns what checkpoints remember of it, by name.
+        """
+
+    def warnings(self) -> Sequence[str]:
+        """Return what the user should know of the data, a sentence each."""

@@ -1,0 +1,170 @@
+"""The recipes at the paper's scale: what they share, what they differ in, and that batch norm gets enough images."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpipe.config import ConfigError, RunConfig, to_plain, to_run
+from gpipe.config.run import smallest_microbatch
+from gpipe.data import open_image_set
+from gpipe.data.epoch_loader import EpochLoader
+from gpipe.data.images.catalogue import IMAGE_SETS
+from gpipe.pipeline.microbatch import microbatch_sizes
+
+pytestmark = pytest.mark.usefixtures("composer")
+CONF = Path(__file__).parents[2] / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+SETS = ("cifar10", "cifar100", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap")
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return to_run(compose("train", overrides=list(overrides)))
+
+
+def transfer(name: str = "transfer", *overrides: str) -> dict[str, Any]:
+    return to_plain(run_of(f"+experiment={name}", "init_from=null", *overrides))
+
+
+@pytest.mark.parametrize("name", ["transfer", "transfer_table"])
+def test_fine_tuning_differs_from_imagenet_in_data_and_evaluation_only(name: str) -> None:
+    imagenet = to_plain(run_of("+experiment=amoebanet_imagenet"))
+    for data in SETS:
+        found = transfer(name, f"data={data}")
+        differing = {key for key in imagenet if found[key] != imagenet[key]}
+        assert differing == {"name", "data", "trainer"} | ({"reproduction"} if name == "transfer_table" else set())
+        changed = {key for key, value in imagenet["trainer"].items() if found["trainer"][key] != value}
+        assert changed == {"evaluate_every_epochs"}
+        expected = {
+            "name": data,
+            "image_size": 480,
+            "channels": 3,
+            "flip": True,
+            "crop_scale": None,
+            "center_crop": 1.0,
+        }
+        assert expected.items() <= found["data"].items()
+        assert found["data"]["cutout"] > 0 == found["data"]["color_jitter"] and found["data"]["policy"] == "none"
+        assert found["data"]["num_classes"] == IMAGE_SETS[data].table.num_classes
+
+
+def test_the_alternative_recipe_is_that_of_kornblith() -> None:
+    run = transfer("transfer_kornblith")
+    expected = {
+        "model": {"variant": "b", "auxiliary_head": False, "dropout": 0.0, "drop_path": 0.0},
+        "optimizer": {"name": "sgd", "momentum": 0.9, "clip_norm": None},
+        "schedule": {"name": "cosine", "warm_up_epochs": 0.0},
+        "ema": {"decay": None},
+        "trainer": {"batch_size": 256, "max_steps": 20_000, "label_smoothing": 0.0},
+    }
+    assert {part: {key: run[part][key] for key in values} for part, values in expected.items()} == expected
+
+
+@pytest.mark.parametrize(("scale", "batch_size"), [("paper", 256), ("laptop", 64)])
+def test_kornbliths_momentum_of_batch_norm_follows_from_the_steps_of_an_epoch(scale: str, batch_size: int) -> None:
+    for data in (*SETS, "digits", "mnist_5k"):
+        table = IMAGE_SETS[data].table
+        num_images = table.num_train_images if table else len(open_image_set(data, "train"))
+        found = transfer("transfer_kornblith", f"scale={scale}", f"data={data}")
+        steps = num_images // batch_size
+        assert found["trainer"]["batch_size"] == batch_size
+        assert 1 - found["model"]["batch_norm_momentum"] == pytest.approx(max(1 - 10 / steps, 0.9)), data
+        reaches = found["trainer"]["num_epochs"] * steps >= (found["trainer"]["max_steps"] or 0)
+        assert reaches or data not in SETS
+
+
+def test_a_set_of_unknown_size_needs_its_momentum() -> None:
+    with pytest.raises(
+        Exception, match=r"from which model\.batch_norm_momentum follows: set model\.batch_norm_momentum"
+    ):
+        transfer("transfer_kornblith", "data=random_images")
+    assert transfer("transfer_kornblith", "data=random_images", "model.batch_norm_momentum=0.05")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "data"),
+    [
+        ("amoebanet_imagenet", "imagenet"),
+        *((name, data) for name in ("transfer", "transfer_kornblith") for data in SETS),
+    ],
+)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_every_micro_batch_of_an_epoch_has_images_enough(experiment: str, data: str, num_replicas: int) -> None:
+    overrides = [f"+experiment={experiment}", f"data={data}", f"launch.num_replicas={num_replicas}", "init_from=null"]
+    run = run_of(*overrides)
+    table = IMAGE_SETS[data].table
+    assert table is not None
+    sizes = set()
+    for replica in range(num_replicas):
+        loader = EpochLoader(
+            table.num_train_images, run.trainer.batch_size // num_replicas, 0, shuffle=True, replica_index=replica,
+            num_replicas=num_replicas, drop_last=True, noun="image",
+        )  # fmt: skip
+        sizes |= {len(part) for part in loader._parts()}
+    smallest = min(min(microbatch_sizes(size, run.pipeline.num_microbatches)) for size in sizes)
+    assert smallest >= to_plain(run)["model"]["min_microbatch_size"] == 8
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(num_examples=st.integers(1, 5000), num_microbatches=st.integers(1, 300))
+def test_the_smallest_micro_batch_is_that_of_the_pipeline(num_examples: int, num_microbatches: int) -> None:
+    assert smallest_microbatch(num_examples, num_microbatches) == min(microbatch_sizes(num_examples, num_microbatches))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.batch_size=32"], "trainer.batch_size=32 makes micro-batches of 1 images with"),
+        (["pipeline.num_microbatches=256"], "makes micro-batches of 4 images with pipeline.num"),
+        (["launch.num_replicas=8"], "of 4 images on each of launch.num_replicas=8 with"),
+        (["trainer.batch_size=250"], "makes micro-batches of 7 images"),  # 26 of 8, 6 of 7
+        (["trainer.batch_size=7"], "makes micro-batches of 1 images"),
+    ],
+)
+def test_micro_batches_too_small_for_batch_norm_are_refused_with_the_remedy(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_of("+experiment=amoebanet_imagenet", *overrides)
+    message = str(caught.value)
+    assert said in message and "at least model.min_microbatch_size=8" in message
+    share = "set pipeline.synchronize_batch_norm=true, " if "replicas" in said else ""
+    assert message.endswith(f"raise trainer.batch_size, {share}or lower pipeline.num_microbatches.")
+    assert run_of("+experiment=amoebanet_imagenet", *overrides, "model.min_microbatch_size=1")
+    assert run_of("+experiment=amoebanet_imagenet", "trainer.batch_size=280")  # 24 micro-batches of 9 images, 8 of 8
+
+
+def test_replicas_that_share_statistics_count_together() -> None:
+    overrides = ["+experiment=amoebanet_imagenet", "launch.num_replicas=8", "pipeline.synchronize_batch_norm=true"]
+    assert run_of(*overrides)
+    with pytest.raises(ConfigError, match=r"of 8 images over all launch\.num_replicas=8 with"):
+        run_of(*overrides, "pipeline.num_microbatches=128", "model.min_microbatch_size=9")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "scale"),
+    [*((name, "paper") for name in EXPERIMENTS), ("amoebanet_fashion_mnist", "laptop"), ("bilingual", "laptop")],
+)
+def test_an_experiment_with_two_replicas_has_the_processes_for_them(experiment: str, scale: str) -> None:
+    overrides = [f"+experiment={experiment}", f"scale={scale}", "init_from=null"]
+    one, two = (run_of(*overrides, f"launch.num_replicas={number}") for number in (1, 2))
+    assert one.launch.num_processes == one.pipeline.num_stages
+    assert two.launch.num_processes == 2 * two.pipeline.num_stages
+    launched, alone = to_plain(two), to_plain(one)
+    assert {key for key in alone if launched[key] != alone[key]} == {"launch"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus"),
+    [
+        (["+experiment=amoebanet_imagenet"], 4),
+        (["+experiment=amoebanet_imagenet", "launch.num_replicas=2"], 8),
+        (["+experiment=transformer_multilingual", "model=translation_t64_16384_32"], 16),
+        (["pipeline=interleaved", "launch=process_per_stage", "launch.num_replicas=3", "trainer.batch_size=96"], 6),
+        ([], 2),
+    ],
+)
+def test_a_job_on_slurm_has_a_gpu_for_each_stage_and_replica(overrides: list[str], num_gpus: int) -> None:
+    composed = compose("train", overrides=["hydra/launcher=slurm", *overrides], return_hydra_config=True)
+    assert composed.hydra.launcher.gpus_per_node == num_gpus

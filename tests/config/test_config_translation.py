@@ -1,0 +1,72 @@
+"""The settings of T(L, H, A): the paper's sizes, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from gpipe.config import ConfigError, Tie, TranslationModelConfig
+from gpipe.models import translation_transformer
+
+CONF = Path(__file__).parents[2] / "conf"
+NAMES = sorted(path.stem for path in (CONF / "model").glob("translation_*.yaml"))
+pytestmark = pytest.mark.usefixtures("composer")
+
+
+def model_of(*overrides: str) -> TranslationModelConfig:
+    model = OmegaConf.to_object(compose("train", overrides=list(overrides)).model)
+    assert isinstance(model, TranslationModelConfig)
+    return model
+
+
+def test_every_size_of_section_5_is_a_choice_and_builds() -> None:
+    assert len(NAMES) == 6
+    for name in NAMES:
+        model = model_of(f"model={name}")
+        sizes = (model.num_layers, model.feedforward_size, model.num_heads)
+        if name == "translation_small":
+            assert (*sizes, model.model_size, model.head_size) == (2, 512, 4, 128, 32)
+        else:
+            assert name == "translation_t{}_{}_{}".format(*sizes)
+            assert (model.model_size, model.head_size) == (1024, 64)
+        assert (model.tied, model.scale_feedforward, model.logit_limit) == (Tie.inputs, True, 20.0)
+        options = {key: value for key, value in vars(model).items() if key not in ("family", "tied")}
+        with torch.device("meta"):
+            translation_transformer(**options, tied=model.tied.value, vocabulary_size=10)
+
+
+@pytest.mark.parametrize("tie", ["none", "inputs", "output", "all"])
+def test_every_tie_is_a_name(tie: str) -> None:
+    assert model_of("model=translation_small", f"model.tied={tie}").tied.value == tie
+
+
+def test_null_is_no_limit() -> None:
+    assert model_of("model=translation_small", "model.logit_limit=null").logit_limit is None
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("num_layers=0", "model.num_layers is 0, expected 1 or more"),
+        ("feedforward_size=0", "model.feedforward_size is 0, expected 1 or more"),
+        ("num_heads=0", "model.num_heads is 0, expected 1 or more"),
+        ("model_size=127", "model.model_size is 127, expected an even number"),
+        ("head_size=0", "model.head_size is 0, expected 1 or more"),
+        ("dropout=1", "model.dropout is 1.0, expected a number from 0 to less than 1"),
+        ("logit_limit=0", "model.logit_limit is 0.0, expected a number above 0, or null"),
+        ("tied=both", "Invalid value 'both'"),
+        ("num_filters=3", "num_filters"),
+    ],
+)
+def test_a_wrong_value_gets_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises((HydraException, ConfigError)) as caught:
+        model_of("model=translation_small", f"model.{override}")
+    assert sentence in f"{caught.value} {caught.value.__cause__ or ''}"
+
+
+def test_a_soft_limit_without_a_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"soft_limit is True, expected false where model\.logit_limit is null"):
+        model_of("model=translation_small", "model.logit_limit=null", "model.soft_limit=true")

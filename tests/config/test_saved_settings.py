@@ -1,0 +1,58 @@
+"""The settings of a finished run, read back, are those that it had."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose
+
+from gpipe.config import ConfigError, to_plain, to_run
+from gpipe.config.saved import from_plain
+
+CONF = Path(__file__).parents[2] / "conf"
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml"))
+pytestmark = pytest.mark.usefixtures("composer")
+
+
+def data_for(model: str) -> list[str]:
+    if model.startswith("translation"):
+        return ["data=multilingual_embedded"]
+    return ["data=random_tokens"] if model.startswith("transformer_lm") else []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[f"model={name}", *data_for(name)] for name in MODELS]
+    + [[f"optimizer={name}", "pipeline.rematerialize=never"] for name in OPTIMIZERS],
+    ids=" ".join,
+)
+def test_settings_come_back_as_they_were(overrides: list[str]) -> None:
+    run = to_run(compose("train", overrides=overrides))
+    saved = json.loads(json.dumps(to_plain(run) | {"tokenizer_sha256": "0" * 64}))
+    assert from_plain(saved) == run
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("model", {"colour": "red"}, "no ModelConfig has the keys"),
+        ("trainer", "none", "no TrainerConfig has the keys"),
+        ("pipeline", {"rematerialize": "sometimes"}, "Invalid value 'sometimes'"),
+        ("seed", 1.5, "'1.5' of type 'float'"),
+        ("init_from", ["a"], "list"),
+        ("name", None, "NoneType"),
+    ],
+)
+def test_settings_of_another_program_are_refused_in_a_sentence(section: str, change: Any, said: str) -> None:
+    saved = to_plain(to_run(compose("train")))
+    if isinstance(change, dict):
+        saved[section] |= change
+    else:
+        saved[section] = change
+    with pytest.raises(ConfigError) as raised:
+        from_plain(saved)
+    message = str(raised.value)
+    assert said in message and "\n" not in message
+    assert message.startswith("the settings that were saved are not those of a run that this program knows")

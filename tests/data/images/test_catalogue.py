@@ -1,0 +1,95 @@
+"""The catalogue: the numbers of Table 4, and that looking for a set loads nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gpipe.data import IMAGE_SETS, ImageArray, count_differences, open_image_set
+
+CONF = Path(__file__).parents[3] / "conf" / "data"
+# Typed from the paper's Table 4 once more: classes, training images, test images.
+TABLE_4 = {
+    "imagenet": (1000, 1281167, 50000),
+    "cifar10": (10, 50000, 10000),
+    "cifar100": (100, 50000, 10000),
+    "stanford_cars": (196, 8144, 8041),
+    "oxford_pets": (37, 3680, 3369),
+    "food101": (101, 75750, 25250),
+    "fgvc_aircraft": (100, 6667, 3333),
+    "birdsnap": (500, 47386, 2443),
+}
+
+
+def made_up(num_classes: int, num_images: int) -> ImageArray:
+    names = [str(number) for number in range(num_classes)]
+    return ImageArray(np.zeros((num_images, 0, 0), np.uint8), np.zeros(num_images, np.int64), names)
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_a_set_with_the_numbers_of_table_4_has_no_differences(name: str) -> None:
+    num_classes, num_train_images, num_test_images = TABLE_4[name]
+    assert count_differences(name, "train", made_up(num_classes, num_train_images)) == []
+    assert count_differences(name, "test", made_up(num_classes, num_test_images)) == []
+
+
+def test_the_sets_of_table_4_are_those_that_have_its_numbers() -> None:
+    assert [name for name, source in IMAGE_SETS.items() if source.table is not None] == list(TABLE_4)
+
+
+def test_every_set_has_a_file_of_settings_with_its_number_of_classes() -> None:
+    for name, source in IMAGE_SETS.items():
+        settings = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+        assert settings["name"] == name
+        if source.table is not None:
+            assert settings["num_classes"] == source.table.num_classes, name
+
+
+def test_each_number_that_differs_gets_a_sentence_with_both() -> None:
+    assert count_differences("cifar10", "train", made_up(9, 1234)) == [
+        "cifar10 has 9 classes, but Table 4 of the paper says 10",
+        "cifar10 has 1,234 training images, but Table 4 of the paper says 50,000",
+    ]
+
+
+def test_a_true_copy_of_oxford_pets_has_other_test_images_than_the_paper_says() -> None:
+    assert count_differences("oxford_pets", "train", made_up(37, 3680)) == []
+    assert count_differences("oxford_pets", "test", made_up(37, 3669)) == [
+        (
+            "oxford_pets has 3,669 test images, but Table 4 of the paper says 3,369 "
+            "(the set's own list has 3,669; the paper's number looks like a misprint)"
+        )
+    ]
+    assert "misprint" not in count_differences("oxford_pets", "train", made_up(37, 1))[0]
+
+
+def test_a_set_outside_the_table_has_no_differences() -> None:
+    embedded = open_image_set("fashion_mnist_embedded", "test")
+    assert count_differences("fashion_mnist_embedded", "test", embedded) == []
+
+
+def test_differences_of_an_unknown_set_or_split_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown image set 'mnist'"):
+        count_differences("mnist", "train", made_up(1, 1))
+    with pytest.raises(ValueError, match="unknown split 'val'"):
+        count_differences("imagenet", "val", made_up(1, 1))
+
+
+def test_looking_for_a_set_imports_no_heavy_package(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from gpipe.data import IMAGE_SETS, DataMissing, check_image_set
+for name in IMAGE_SETS:
+    try:
+        check_image_set(name, {str(tmp_path)!r})
+    except DataMissing:
+        print(name)
+print(sorted({{"torch", "torchvision", "sklearn", "mlxtend", "scipy"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *missing, heavy = done.stdout.splitlines()
+    assert missing == [*TABLE_4, "fashion_mnist"]
+    assert heavy == "[]"

@@ -1,0 +1,74 @@
+"""The notice board remembers, and those who wait for it can be seen to."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+import torch.distributed as dist
+
+from gpipe.pipeline.job.board import Board
+
+pytestmark = pytest.mark.alone
+
+
+def serve(pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(300)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[multiprocessing.Process, dist.TCPStore]]:
+    """A process with the store, and a connection to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    yield process, dist.TCPStore("127.0.0.1", ours.recv(), is_master=False)
+    process.kill()
+    process.join()
+
+
+def test_a_note_is_read_and_the_first_of_its_key_stays(server: tuple[multiprocessing.Process, dist.TCPStore]) -> None:
+    board = Board(server[1])
+    assert board.read("key") is None
+    board.write("key", [1, None, "x"])
+    assert board.read("key") == [1, None, "x"]
+    board.write_first("cause", "first")
+    board.write_first("cause", "second")
+    assert board.read("cause") == "first"
+
+
+def test_a_store_that_has_ended_leaves_what_it_last_said(
+    server: tuple[multiprocessing.Process, dist.TCPStore],
+) -> None:
+    process, store = server
+    board = Board(store)
+    board.write("key", 1)
+    assert board.read("key") == 1
+    process.kill()
+    process.join()
+    board.write("key", 2)
+    assert (board.read("key"), board.read("other")) == (1, None)
+
+
+def test_a_store_that_does_not_answer_can_be_given_up(server: tuple[multiprocessing.Process, dist.TCPStore]) -> None:
+    process, store = server
+    board = Board(store)
+    board.write("key", 1)
+    assert board.read("key") == 1
+    assert board.silent_seconds == 0
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    threading.Thread(target=board.read, args=("key",), daemon=True).start()
+    deadline = time.monotonic() + 30
+    while board.silent_seconds < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    board.give_up()
+    assert board.read("key") == 1

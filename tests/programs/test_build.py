@@ -1,0 +1,149 @@
+"""Settings become the objects that they describe."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose
+
+from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
+from gpipe.launch.processes import Place
+from gpipe.programs.build import build_layers, build_pipeline, build_plan, build_tracker, build_trainer, name_processes
+from gpipe.programs.workloads import workload_of
+from gpipe.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("composer")
+ALONE = Place(None, "cpu")
+SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "tracking=disabled")
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return to_run(compose("train", overrides=[*SMALL, *overrides]))
+
+
+def trainer_of(folder: Path, *overrides: str) -> Trainer:
+    run = run_of(*overrides)
+    layers = build_layers(run)
+    pipeline = build_pipeline(run, layers, build_plan(run, layers), ALONE)
+    with build_tracker(run, folder, [], enabled=False) as tracker:
+        return build_trainer(run, pipeline, ALONE, folder, tracker, lambda timeline: None)
+
+
+def test_the_model_is_described_without_memory() -> None:
+    layers = build_layers(run_of("+experiment=amoebanet_imagenet", "trainer.batch_size=1024"))
+    assert all(parameter.is_meta for parameter in layers.parameters())
+
+
+def test_the_plan_covers_every_layer_once() -> None:
+    run = run_of("pipeline.num_stages=3")
+    layers = build_layers(run)
+    plan = build_plan(run, layers)
+    assert sum(plan.partitions) == len(layers)
+    assert plan.stages[0].first_layer == 0
+    assert plan.stages[-1].last_layer == len(layers) - 1
+    assert sum(stage.parameters for stage in plan.stages) == sum(p.numel() for p in layers.parameters())
+    assert sum(stage.share for stage in plan.stages) == pytest.approx(1)
+
+
+def test_transformer_48_is_planned_without_memory() -> None:
+    run = to_run(compose("train", overrides=["model=transformer_lm", "data=random_tokens"]))
+    plan = build_plan(run, build_layers(run))
+    assert sum(stage.parameters for stage in plan.stages) == 48 * 50_358_272 + 131_104_000  # paper.md, section 2
+    assert plan.imbalance < 0.03
+
+
+def test_given_partitions_are_taken_as_they_are() -> None:
+    run = run_of("pipeline.partitions=[2,7]", "pipeline.partition_by=seconds")
+    assert build_plan(run, build_layers(run)).partitions == [2, 7]
+
+
+def test_measured_seconds_cut_the_layers_too() -> None:
+    run = run_of("pipeline.partition_by=seconds")
+    layers = build_layers(run)
+    assert sum(build_plan(run, layers, ALONE).partitions) == len(layers)
+    assert all(parameter.is_meta for parameter in layers.parameters())
+
+
+LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", "data=random_tokens", "trainer.batch_size=8")
+TRANSLATION = ("+experiment=transformer_multilingual", "scale=laptop", "trainer.batch_size=8")
+
+
+@pytest.mark.parametrize("cut", PartitionBy)
+@pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
+def test_every_model_can_be_cut_by_every_cost(model: tuple[str, ...], cut: PartitionBy) -> None:
+    run = to_run(compose("train", overrides=[*model, f"pipeline.partition_by={cut.value}", "pipeline.num_stages=2"]))
+    layers = build_layers(run)
+    assert sum(build_plan(run, layers, ALONE).partitions) == len(layers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["pipeline.num_stages=10"], "num_partitions is 10, but 9 layers can make from 1 to 9"),
+        (["pipeline.partitions=[3,3]"], r"partitions is \[3, 3\], expected numbers that sum to the model's 9 layers"),
+        (["pipeline.memory_limit_bytes=100"], "alone needs"),
+        (["pipeline.partition_by=seconds"], "a dry run computes nothing"),
+    ],
+)
+def test_a_cut_that_is_impossible_is_refused(overrides: list[str], said: str) -> None:
+    run = run_of(*overrides)
+    with pytest.raises(ValueError, match=said):
+        build_plan(run, build_layers(run))
+
+
+def test_the_peak_learning_rate_follows_the_batch_size(tmp_path: Path) -> None:
+    overrides = ["optimizer=rmsprop", "schedule.name=constant", "schedule.warm_up_epochs=0"]
+    trainer = trainer_of(tmp_path, *overrides, "trainer.batch_size=20")
+    assert trainer.learning_rate(0) == pytest.approx(0.00125 * 20)
+    assert trainer_of(tmp_path, *overrides, "optimizer.times_batch_size=false").learning_rate(0) == 0.00125
+
+
+def test_settings_reach_the_optimiser_and_the_average(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, "optimizer=rmsprop", "optimizer.decay=0.8", "optimizer.clip_norm=2", "ema.decay=null"
+    )
+    assert {group["alpha"] for group in trainer.optimizer.param_groups} == {0.8}
+    assert trainer.max_gradient_norm == 2
+    assert trainer.ema is None
+
+
+def test_autocast_and_the_memory_format_reach_the_layers(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "trainer.autocast=bfloat16", "trainer.channels_last=true")
+    with trainer.autocast():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    kernels = [parameter for parameter in trainer.pipeline.parameters() if parameter.ndim == 4]
+    assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)
+
+
+def test_a_number_of_classes_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.num_classes is 9, but fashion_mnist_embedded has 10"):
+        trainer_of(tmp_path, "data.num_classes=9")
+
+
+def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loaders(tmp_path: Path) -> None:
+    tokens = ("model=transformer_lm_small", "data=random_tokens", "data.vocabulary_size=40", "data.sequence_length=5")
+    overrides = [*tokens, "model.num_layers=2", "trainer.batch_size=6", "trainer.keep_checkpoints=null"]
+    run = to_run(compose("train", overrides=["tracking=disabled", *overrides]))
+    layers = build_layers(run)
+    assert len(layers) == 4 and all(parameter.is_meta for parameter in layers.parameters())
+    assert (layers[0].num_embeddings, layers[-1].out_features) == (40, 40)
+    pipeline = build_pipeline(run, layers, build_plan(run, layers), ALONE)
+    with build_tracker(run, tmp_path, [], enabled=False) as tracker:
+        trainer = build_trainer(run, pipeline, ALONE, tmp_path, tracker, lambda timeline: None)
+    inputs, targets = next(iter(trainer.train_loader))
+    assert inputs is not None and inputs.shape == targets.shape == (6, 5)
+    assert workload_of(run).loss_weight(targets) == 30
+    assert (trainer.examples, trainer.set_drop_path, trainer.checkpoint_folder) == ("sequences", None, None)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which has no checkpoint"):
+        trainer_of(tmp_path, f"trainer.resume_from={tmp_path / 'nowhere'}")
+
+
+def test_processes_are_named_stage_by_stage() -> None:
+    assert name_processes(run_of()) == ["0", "0"]
+    replicas = ["launch.num_replicas=2", "launch=process_per_stage", "model.min_microbatch_size=1"]
+    assert name_processes(run_of(*replicas)) == ["0, 2", "1, 3"]
+    assert name_processes(run_of(*replicas, "pipeline=interleaved")) == ["0, 2", "1, 3", "0, 2", "1, 3"]

@@ -1,0 +1,129 @@
+"""A checkpoint goes on with the training that it is of: what differs is refused by name, before anything is written."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hydra import compose
+
+from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from gpipe.config import RunConfig, newest_run, to_plain, to_run, to_yaml
+from gpipe.programs.train import start
+from tests.train_program import TINY
+
+pytestmark = pytest.mark.usefixtures("composer")
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return to_run(compose("train", overrides=[*TINY, *overrides]))
+
+
+def leave(folder: Path, *overrides: str) -> Path:
+    """Leave the settings and a checkpoint of a run, as far as they are read before its tensors."""
+    run = run_of(*overrides)
+    position = Position(step=2, epoch=0, batch=2, seed=run.seed)
+    manifest = Manifest(position, num_layers=9, optimizer="adamw", config=to_plain(run), results={})
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).write_text(manifest.to_json())
+    (checkpoint.parent / "latest").write_text(f"{checkpoint.name}\n")
+    (folder / "config.yaml").write_text(to_yaml(run))
+    return folder
+
+
+def fail(run: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Start a run that fails, and return what it says."""
+    with pytest.raises(SystemExit) as end:
+        start(run, folder, [])
+    assert end.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.root=elsewhere", "data.root is null there, elsewhere here"),
+        ("trainer.max_steps=5", "trainer.max_steps is 3 there, 5 here"),
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate is 0.003 there, 0.5 here"),
+        ("trainer.resume_from={other}", "trainer.resume_from is null there, "),
+    ],
+)
+def test_a_folder_with_checkpoints_of_other_settings_is_refused_and_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    folder = leave(tmp_path / "run")
+    before = (folder / "config.yaml").read_text()
+    message = fail(run_of(override.format(other=leave(tmp_path / "other"))), folder, capsys)
+    assert f"error: {folder} has checkpoints that were trained with other settings ({said}" in message
+    assert (folder / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.root=elsewhere", "data.root is null there, elsewhere here"),
+        ("seed=1", "seed is 0 there, 1 here"),
+        ("trainer.batch_size=32", "trainer.batch_size is 16 there, 32 here"),
+        ("optimizer.weight_decay=0.5", "optimizer.weight_decay is 0.05 there, 0.5 here"),
+    ],
+)
+def test_a_run_goes_on_from_none_of_other_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    other = leave(tmp_path / "other")
+    (tmp_path / "run").mkdir()
+    message = fail(run_of(override, f"trainer.resume_from={other}"), tmp_path / "run", capsys)
+    assert f"error: trainer.resume_from is {other}, which was trained with other settings ({said})" in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.max_steps=9", "pipeline.num_stages=3", "optimizer.learning_rate=0.5", "schedule.name=constant"],
+)
+def test_a_run_that_goes_on_from_another_has_a_length_and_a_learning_rate_of_its_own(
+    tmp_path: Path, override: str
+) -> None:
+    start(run_of(override, f"trainer.resume_from={leave(tmp_path / 'other')}", "trainer.dry_run=true"), tmp_path, [])
+
+
+def test_what_an_older_program_did_not_save_is_no_difference(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "other")
+    path = folder / "checkpoints" / "step-00000002" / MANIFEST
+    manifest = Manifest.read(path.parent)
+    del manifest.config["ema"], manifest.config["trainer"]["compile"]
+    path.write_text(manifest.to_json())
+    start(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file grow beyond a few bytes."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def test_a_full_disk_leaves_the_settings_by_which_the_run_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leave(tmp_path / "run")
+    before = sorted(path.name for path in folder.iterdir())
+    with full_disk():
+        message = fail(run_of(), folder, capsys)
+    assert f"File too large: '{folder / 'config.yaml'}'" in message
+    assert (folder / "config.yaml").read_text() == to_yaml(run_of())
+    (folder / "error.txt").unlink()
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_checkpoint_is_found_without_the_pointer_to_it(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "run")
+    (folder / "checkpoints" / "latest").unlink()
+    assert newest_run(str(tmp_path)) == str(folder)
+    start(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])

@@ -1,0 +1,108 @@
+"""The planner as a user starts it."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from gpipe.config import register_schemas, to_run
+from gpipe.config.plan import Find, PlanConfig
+from gpipe.planning.device import DEVICES
+from gpipe.programs.plan import start
+from tests.program_server import run_program
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16")
+Plan = Callable[..., str]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Iterator[Plan]:
+    """Plan in this process, and return what is printed: the answer, or the message of the error."""
+
+    def printed(*overrides: str) -> str:
+        try:
+            composed = to_run(compose("plan", overrides=list(overrides)))
+            assert isinstance(composed, PlanConfig)
+            start(composed)
+        except SystemExit:
+            return capsys.readouterr().err
+        except ValueError as error:
+            return f"error: {error}"
+        return capsys.readouterr().out
+
+    register_schemas(PlanConfig)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield printed
+    register_schemas()
+
+
+def test_a_plan_has_a_row_a_stage_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = run_program(ROOT / "plan.py", *SMALL, "pipeline.num_stages=3", "device=tpu_v2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [row.split("│")[1].strip() for row in rows] == ["0", "1", "2"]
+    assert "fits: stage" in done.stdout and "of 8.0 GiB" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_is_named_with_what_would(plan: Plan) -> None:
+    last = plan(*SMALL, "device=tpu_v2", "memory_gib=0.0011").strip().splitlines()[-1]
+    assert re.fullmatch(r"does not fit: stage \d needs 0\.00\d+ GiB of 0\.0011 GiB; .*[KM] = \d+ fits", last)
+
+
+def test_the_largest_is_found(plan: Plan) -> None:
+    assert plan(*SMALL, "memory_gib=0.003", "find=num_filters").startswith("The largest num_filters that fits is ")
+    assert plan(*SMALL, "memory_gib=0.0014", "find=num_layers").startswith("The largest num_layers that fits is ")
+
+
+def test_the_parameters_of_training_alone_are_told_apart(plan: Plan) -> None:
+    plain, with_head = (plan(*SMALL, f"model.auxiliary_head={head}") for head in ("false", "true"))
+    (number,) = re.findall(r"^([\d,]+) parameters\. All", plain, re.MULTILINE)
+    assert f"{number} parameters in the network that is evaluated, " in with_head
+    assert re.search(r", [\d,]+ with the auxiliary head of training\. All", with_head)
+
+
+def test_the_fastest_is_found(plan: Plan) -> None:
+    said = plan(*SMALL, "trainer.batch_size=4", "model.min_microbatch_size=1", "find=fastest", "num_devices=2")
+    assert "examples/s" in said and "fits: stage" in said
+
+
+def test_the_cut_by_memory_has_the_lowest_peak(plan: Plan) -> None:
+    peaks = {}
+    for partition_by in ("flops", "memory"):
+        said = plan(*SMALL, "pipeline.num_stages=3", f"pipeline.partition_by={partition_by}")
+        peaks[partition_by] = float(re.findall(r"fits: stage \d needs (\S+) GiB", said)[0])
+    assert peaks["memory"] <= peaks["flops"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["device=tpu_v9"], f"device is tpu_v9, expected one of {', '.join(DEVICES)}: set device="),
+        (
+            ["pipeline.num_stages=30", "trainer.batch_size=64"],
+            "num_partitions is 30, but 9 layers can make from 1 to 9",
+        ),
+        (["efficiency=2"], "efficiency is 2.0, expected a share in (0, 1]: set efficiency=... accordingly."),
+        (["memory_gib=0"], "memory_gib is 0.0, expected a number above 0: set memory_gib="),
+        (["find=num_filters", "memory_gib=0.0001"], "find is num_filters, but already 16 does not fit h100: raise"),
+        (
+            ["find=num_filters", "model=transformer_lm", "data=random_tokens"],
+            "find is num_filters, but a transformer_lm",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(plan: Plan, overrides: list[str], said: str) -> None:
+    message = plan(*overrides).strip()
+    assert message.startswith(f"error: {said}") and "\n" not in message
+
+
+def test_the_help_names_every_device_and_what_can_be_found() -> None:
+    text = OmegaConf.load(ROOT / "conf" / "plan.yaml").hydra.help.template
+    assert "|".join(DEVICES) in text
+    assert all(find.value in text for find in Find)
+    assert len(text.splitlines()) <= 40

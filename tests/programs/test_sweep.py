@@ -1,0 +1,231 @@
+"""A job of a sweep is done once, goes on where it was cut short, and says why it could not be done."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose
+
+from gpipe.config import RunConfig, to_plain, to_run, to_yaml
+from gpipe.data import DataMissing
+from gpipe.launch import devices
+from gpipe.programs.folder_lock import hold
+from gpipe.programs.sweep import run_job
+from gpipe.results.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
+from gpipe.results.records import RECORD_FILE, make_record, write_record
+
+pytestmark = pytest.mark.usefixtures("composer")
+OVERRIDES = ["data=digits", "seed=3"]
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return to_run(compose("train", overrides=[*OVERRIDES, *overrides]))
+
+
+class Training:
+    """Leaves the files of a training in its folder, or those of one that failed or was cut short."""
+
+    def __init__(self, end: str = "done", top1: float = 0.75, error: str = "") -> None:
+        self.end, self.top1, self.error = end, top1, error
+        self.resumed_from: list[str | None] = []
+
+    def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+        assert not hints
+        self.resumed_from.append(run.trainer.resume_from)
+        (folder / "config.yaml").write_text(to_yaml(run))
+        if self.end == "cut short":
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            (folder / "checkpoints" / "latest").write_text("step-00000001\n")
+            raise SystemExit(130)
+        if self.end == "failed":
+            (folder / "error.txt").write_text(self.error)
+            raise SystemExit(1)
+        record = make_record(
+            kind="measured", command="x", experiment=run.name, config=to_plain(run), seed=run.seed,
+            results={"top1": self.top1, "seconds": 90.0, "images_per_second": 12.0},
+        )  # fmt: skip
+        write_record(folder / RECORD_FILE, record)
+
+
+def outcome_in(folder: Path) -> Outcome:
+    (job,) = read_jobs(folder.parent)
+    return job.outcome
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "data=digits,seed=3"
+    path.mkdir()
+    return path
+
+
+def test_a_job_returns_its_top1_and_is_not_done_again(folder: Path) -> None:
+    training = Training()
+    for _ in range(2):
+        assert run_job(folder, OVERRIDES, "digits", run_of, training) == 0.75
+    assert training.resumed_from == [None]
+    assert outcome_in(folder) == Outcome("done", OVERRIDES, "digits")
+
+
+def test_where_it_runs_and_what_watches_it_is_no_other_job(folder: Path) -> None:
+    training = Training()
+    run_job(folder, OVERRIDES, "digits", run_of, training)
+    run_job(folder, OVERRIDES, "digits", lambda: run_of("launch=process_per_stage", "tracking=disabled"), training)
+    assert len(training.resumed_from) == 1
+
+
+def test_other_settings_are_trained_anew_and_the_old_files_set_aside(folder: Path) -> None:
+    run_job(folder, OVERRIDES, "digits", run_of, Training())
+    assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.num_epochs=9"), Training(top1=0.5)) == 0.5
+    (aside,) = (folder.parent / "set_aside").iterdir()
+    assert json.loads((aside / RECORD_FILE).read_text())["results"]["top1"] == 0.75
+    assert [job.folder for job in read_jobs(folder.parent)] == [folder]
+
+
+def test_a_job_that_was_cut_short_goes_on_from_its_checkpoint(folder: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_job(folder, OVERRIDES, "digits", run_of, Training("cut short"))
+    assert stopped.value.code == 130, "Ctrl-C ends the whole sweep"
+    assert read_jobs(folder.parent) == []
+    (folder / "metrics.jsonl").touch()
+    assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
+    assert (folder / "metrics.jsonl").exists() and not (folder.parent / "set_aside").exists()
+
+
+def test_a_job_may_be_made_to_start_anew(folder: Path) -> None:
+    with pytest.raises(SystemExit):
+        run_job(folder, OVERRIDES, "digits", run_of, Training("cut short"))
+    run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.resume=never"), Training())
+    (aside,) = (folder.parent / "set_aside").iterdir()
+    assert (aside / "checkpoints" / "latest").exists() and not (folder / "checkpoints").exists()
+
+
+def test_a_job_that_another_process_does_is_left_to_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hold(folder):
+        assert run_job(folder, OVERRIDES, "digits", run_of, Training()) is None
+    assert list(folder.iterdir()) == []
+    said = capsys.readouterr().out
+    assert said.startswith(f"\nleft out: data=digits seed=3: {folder} is in use by process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("error: the layers do not fit\n\nTraceback ...", "the layers do not fit"),
+        ("", "see its message above"),  # all that a full disk leaves
+    ],
+)
+def test_a_job_that_failed_says_why_lets_the_others_go_on_and_is_tried_again(
+    folder: Path, error: str, reason: str
+) -> None:
+    assert run_job(folder, OVERRIDES, "digits", run_of, Training("failed", error=error)) is None
+    assert outcome_in(folder) == Outcome("failed", OVERRIDES, "digits", reason, to_plain(run_of()))
+    assert run_job(folder, OVERRIDES, "digits", run_of, Training()) == 0.75
+    assert outcome_in(folder).status == "done"
+
+
+def test_missing_data_is_no_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def check() -> RunConfig:
+        raise DataMissing("The image set cifar10 is missing.\nLooked for: ...")
+
+    assert run_job(folder, OVERRIDES, "cifar10", check, Training()) is None
+    assert outcome_in(folder) == Outcome("not run", OVERRIDES, "cifar10", "data missing")
+    assert capsys.readouterr().out == "\nnot run: data=digits seed=3: data missing\n"
+
+
+def test_too_few_devices_are_no_failure_and_the_job_tells_its_settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "own_cores", lambda: [0, 1])
+    pinned = ("launch=process_per_stage", "launch.pin_cores=true", "launch.device=cpu")
+    jobs = {num_stages: folder.parent / f"stages={num_stages}" for num_stages in (1, 2, 8)}
+    for num_stages, place in jobs.items():
+        place.mkdir()
+        overrides = [f"pipeline.num_stages={num_stages}"]
+        run_job(place, overrides, "digits", lambda: run_of(*pinned, *overrides), Training())  # noqa: B023
+    small, medium, large = (job.outcome for job in read_jobs(folder.parent))
+    assert [small.status, medium.status] == ["done", "done"]
+    assert (large.status, large.reason) == ("not run", "needs 8 cores, 2 are here")
+    assert large.config is not None and large.config["pipeline"]["num_stages"] == 8
+    assert "not run: pipeline.num_stages=8: needs 8 cores, 2 are here" in capsys.readouterr().out
+
+
+def test_the_table_of_speeds_has_the_figures_that_there_are(tmp_path: Path) -> None:
+    for num_stages, bubble in ((1, None), (2, 0.25)):
+        folder = tmp_path / f"stages={num_stages}"
+        folder.mkdir()
+        write_outcome(folder, Outcome("done", [f"stages={num_stages}"], "noise"))
+        results = {
+            "top1": None, "evaluation": {}, "examples_per_second": 12.345, "step_seconds": 0.98765, "bubble": bubble,
+            "predicted_bubble": (num_stages - 1) / 5, "peak_memory_bytes": 3 * 2**20, "seconds": 30.0,
+        }  # fmt: skip
+        record = make_record(kind="measured", command="", experiment="", config={}, seed=0, results=results)
+        write_record(folder / RECORD_FILE, record)
+    summarize(tmp_path, read_jobs(tmp_path))
+    lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names = ["examples/s", "s a step, data apart", "bubble", "bubble, predicted", "MiB, peak", "minutes"]
+    assert cells[0] == ["stages", *names, "outcome"]
+    assert cells[2:] == [
+        ["1", "12.35", "0.988", "", "0.0%", "3", "0.5", "done"],
+        ["2", "12.35", "0.988", "25.0%", "20.0%", "3", "0.5", "done"],
+    ]
+
+
+def test_settings_that_are_refused_are_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job(folder, OVERRIDES, "digits", lambda: run_of("trainer.batch_size=0"), Training()) is None
+    outcome = outcome_in(folder)
+    assert outcome.status == "failed" and str(outcome.reason).startswith("trainer.batch_size is 0")
+    assert "error: trainer.batch_size is 0" in capsys.readouterr().err
+
+
+def test_the_table_shows_what_differs_in_the_order_of_its_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, status, reason in ((10, "done", None), (9, "done", None), (2, "failed", "no memory\nand more")):
+        folder = tmp_path / f"seed={seed}"
+        folder.mkdir()
+        write_outcome(folder, Outcome(status, [f"seed={seed}", "+experiment=some"], "digits", reason))
+        results = {"top1": seed / 100, "top5": 0.5, "evaluation": {"test": {"loss": 0.25}}, "seconds": 90.0}
+        record = make_record(kind="measured", command="", experiment="", config={}, seed=seed, results=results)
+        write_record(folder / RECORD_FILE, record)
+    summarize(tmp_path, read_jobs(tmp_path))
+    lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["seed", "top-1", "top-5", "loss", "minutes", "outcome"]
+    assert cells[2:] == [
+        ["2", "", "", "", "", "failed: no memory"],
+        ["9", "9.00%", "50.00%", "0.2500", "1.5", "done"],
+        ["10", "10.00%", "50.00%", "0.2500", "1.5", "done"],
+    ]
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in lines) and "2 done, 1 failed" in printed
+
+
+def test_jobs_that_lack_the_same_data_share_a_row(tmp_path: Path) -> None:
+    for data in ("cifar10", "food101"):
+        for seed in (0, 1):
+            folder = tmp_path / f"{data},{seed}"
+            folder.mkdir()
+            write_outcome(folder, Outcome("not run", [f"seed={seed}", f"data={data}"], data, "data missing"))
+    summarize(tmp_path, read_jobs(tmp_path))
+    lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert rows == [["", data, "not run: data missing (2 runs)"] for data in ("cifar10", "food101")]
+
+
+def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
+    for language in ("sw", "tn"):
+        folder = tmp_path / language
+        folder.mkdir()
+        write_outcome(folder, Outcome("failed", [f"data.languages=[{language}]"], "some", "no memory"))
+    summarize(tmp_path, read_jobs(tmp_path))
+    assert re.findall(r"\[\w+\]", (tmp_path / SUMMARY_FILE).read_text()) == ["[sw]", "[tn]"]
+
+
+def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:
+    jobs: list[Job] = read_jobs(tmp_path)
+    summarize(tmp_path, jobs)
+    assert "outcome" in (tmp_path / SUMMARY_FILE).read_text()

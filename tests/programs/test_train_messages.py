@@ -1,0 +1,87 @@
+"""What the program says before it trains, and instead: the plan, warnings, and errors in one message."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data.images.small_sets import write_oxford_pets
+from tests.train_program import TINY, run_folder, start, train_here
+
+
+def test_an_error_in_a_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    done = start(tmp_path, *TINY, "launch=process_per_stage", "data.num_classes=9")
+    assert time.monotonic() - begin < 60
+    assert done.returncode == 1
+    sentence = "error: data.num_classes is 9, but fashion_mnist_embedded has 10: set data.num_classes=10.\n"
+    assert done.stderr.startswith(sentence)
+    assert len(done.stderr.splitlines()) == 2
+    assert "Traceback" in (run_folder(tmp_path) / "error.txt").read_text()
+
+
+def test_missing_data_is_said_before_anything_is_built(tmp_path: Path) -> None:
+    done = start(tmp_path, "+experiment=amoebanet_imagenet")
+    assert (done.returncode, done.stdout) == (1, "")
+    for said in ("imagenet is missing", "Looked for", "Expected tree", "How to get it", "fashion_mnist_embedded"):
+        assert said in done.stderr
+    assert done.stderr.count("error") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_set_of_other_numbers_than_the_papers_trains_with_a_warning_that_has_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_oxford_pets(tmp_path / "sets")
+    data = ("data=oxford_pets", f"data.root={tmp_path / 'sets'}", "data.num_classes=3", "data.num_workers=0")
+    train_here(tmp_path, *TINY, *data, "trainer.batch_size=5", "pipeline.num_microbatches=1")
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.count("warning: ") == 3
+    assert "warning: oxford_pets has 3 classes, but Table 4 of the paper says 37" in said.out
+    assert "warning: oxford_pets has 5 training images, but Table 4 of the paper says 3,680" in said.out
+
+
+def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: Path) -> None:
+    done = start(tmp_path, "+experiment=amoebanet_imagenet", "trainer.dry_run=true")
+    assert (done.returncode, done.stderr) == (0, "")
+    evaluated = "557,277,864 parameters in the network that is evaluated"  # paper.md, section 2
+    assert f"{evaluated}, 559,063,693 with the auxiliary head of training." in done.stdout
+    assert "K=4 stages, M=32 micro-batches of 32" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("model.num_filter=3", "Could not override 'model.num_filter'"),
+        ("+model.num_filter=3", "error: model.num_filter is unknown, expected one of auxiliary_head"),
+    ],
+)
+def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, said: str) -> None:
+    done = start(tmp_path, *TINY, argument)
+    assert done.returncode == 1
+    assert done.stderr.startswith(said)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_model_that_cannot_be_cut_so_is_one_message_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        train_here(tmp_path, *TINY, "pipeline.num_stages=10")
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: num_partitions is 10, but 9 layers can make from 1 to 9")
+    assert "Traceback" not in said
+
+
+def test_a_checkpoint_that_is_not_there_is_said_before_anything_is_built(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "init_from=nowhere")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr == "error: init_from is nowhere, which has no checkpoint: name a run's folder or a checkpoint's.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
