@@ -19,7 +19,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import gpipe
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.stage import Stage
 
 _TASK = "gpipe.task"

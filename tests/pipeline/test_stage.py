@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
-from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor, make_plan
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, Rematerialize, sequential
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
 from gpipe.pipeline.stage import Stage
+from gpipe.pipeline.timeline import Clock
 from gpipe.pipeline.transfer import LocalTransfer
 
 MODES = ("always", "except_last", "never")

@@ -20,7 +20,7 @@ from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.names import describe_names, layer_of, parameter_of
 from gpipe.checkpoint.state import Kinds, OptimizerState
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.shared.ties import checksum
+from gpipe.pipeline.shared.tied_parameters import checksum
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
 

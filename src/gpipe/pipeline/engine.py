@@ -14,14 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
-from gpipe.pipeline.clock import Clock
 from gpipe.pipeline.executor import Executor, make_plan
 from gpipe.pipeline.guard import Guard
-from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError
 from gpipe.pipeline.job.messages import Messenger
 from gpipe.pipeline.job.topology import Processes
-from gpipe.pipeline.job.watch import Watch
+from gpipe.pipeline.job.watch import Activity, Watch
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
 from gpipe.pipeline.modes import evaluation_mode
@@ -30,11 +28,10 @@ from gpipe.pipeline.placement import Devices, local_devices, process_device
 from gpipe.pipeline.probe import NonFinite, Probe
 from gpipe.pipeline.report import StepReport, peak_memory_bytes
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
-from gpipe.pipeline.shared.averaging import Averaging
-from gpipe.pipeline.shared.tied_gradients import TiedGradients
-from gpipe.pipeline.shared.ties import Ties
+from gpipe.pipeline.shared.replicas import Averaging
+from gpipe.pipeline.shared.tied_parameters import TiedGradients, Ties
 from gpipe.pipeline.stage import Stage
-from gpipe.pipeline.timeline import Timeline
+from gpipe.pipeline.timeline import Clock, Timeline
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
 
 

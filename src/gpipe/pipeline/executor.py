@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from gpipe.pipeline.clock import Clock
-from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.job.watch import Activity
 from gpipe.pipeline.loss import MiniBatchLoss
-from gpipe.pipeline.microbatch import merge, microbatch_sizes, split
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload, merge, microbatch_sizes, split
 from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.schedule import (
     Kind,
@@ -25,6 +23,7 @@ from gpipe.pipeline.schedule import (
     sequential,
 )
 from gpipe.pipeline.stage import Stage
+from gpipe.pipeline.timeline import Clock
 from gpipe.pipeline.transfer import MiniBatch, Transfer
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe.pipeline.microbatch import split
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload, split
 from gpipe.pipeline.shared.replicas import Replicas
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]

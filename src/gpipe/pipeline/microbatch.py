@@ -1,13 +1,107 @@
-"""Cut a mini-batch into micro-batches, and put their outputs together again."""
+"""What travels between layers: a tensor, or nested tuples, lists and dicts of tensors and None."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-from gpipe.pipeline.payload import Payload, unflatten
+Structure: TypeAlias = int | tuple[str, tuple[Any, ...]] | None
+"""The shape of a nest, without its tensors: None, the position of a tensor, or a container of structures.
+
+A container is ("tuple" | "list", children) or ("dict", ((key, child), ...)): hashable, and JSON can carry it.
+"""
+
+
+class PayloadError(TypeError):
+    """A value that cannot travel between layers."""
+
+
+@dataclass(slots=True)
+class Payload:
+    """The tensors of a nest, each once, and how they were nested.
+
+    Attributes:
+        tensors: the distinct tensors, in order of first appearance. A tensor that appears twice in the nest is one
+            entry, so that its gradients are summed in one place, in the plain model's order.
+        structure: where each tensor stood.
+        differentiable: whether a gradient is wanted for each tensor; the consumer computes it, the producer asks.
+    """
+
+    tensors: list[Tensor]
+    structure: Structure
+    differentiable: list[bool]
+
+    @classmethod
+    def of(cls, value: Any) -> Payload:
+        """Take a nest apart.
+
+        Raises:
+            PayloadError: an entry is neither a dense tensor, None, nor a tuple, list or dict of them.
+        """
+        tensors: list[Tensor] = []
+        structure = _flatten(value, tensors, {}, "")
+        return cls(tensors, structure, [tensor.requires_grad for tensor in tensors])
+
+    def value(self) -> Any:
+        """Return the nest, put together again."""
+        return unflatten(self.structure, self.tensors)
+
+
+def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
+    """Put tensors back where `structure` says they stood."""
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return tensors[structure]
+    kind, children = structure
+    if kind == "dict":
+        return {key: unflatten(child, tensors) for key, child in children}
+    items = [unflatten(child, tensors) for child in children]
+    return tuple(items) if kind == "tuple" else items
+
+
+def structure_from_json(value: Any) -> Structure:
+    """Rebuild a structure from what JSON made of it (lists instead of tuples)."""
+    if value is None or isinstance(value, int):
+        return value
+    kind, children = value
+    if kind == "dict":
+        return kind, tuple((key, structure_from_json(child)) for key, child in children)
+    return kind, tuple(structure_from_json(child) for child in children)
+
+
+def _flatten(value: Any, tensors: list[Tensor], positions: dict[int, int], path: str) -> Structure:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise PayloadError(
+                f"the payload{path} is a tensor of layout {value.layout}; only dense tensors travel between layers: "
+                "call .to_dense() in the layer that makes it"
+            )
+        # The caller's nest keeps every tensor alive meanwhile, so an id cannot be used twice.
+        position = positions.setdefault(id(value), len(tensors))
+        if position == len(tensors):
+            tensors.append(value)
+        return position
+    if value is None:
+        return None
+    if type(value) in (tuple, list):
+        children = tuple(_flatten(item, tensors, positions, f"{path}[{i}]") for i, item in enumerate(value))
+        return type(value).__name__, children
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return "dict", tuple((k, _flatten(item, tensors, positions, f"{path}[{k!r}]")) for k, item in value.items())
+    raise PayloadError(
+        f"the payload{path} is {_describe(value)}; between layers only tensors, None, and tuples, lists and dicts with "
+        "string keys of them can travel: make it a tensor, or keep it inside one layer"
+    )
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"of type {type(value).__name__} ({text if len(text) <= 40 else text[:37] + '...'})"
 
 
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 
 if TYPE_CHECKING:
     from gpipe.pipeline.stage import Stage

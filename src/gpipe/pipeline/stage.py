@@ -13,10 +13,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.job.errors import LostPeer, PipelineError, place
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.randomness import derive_seed, seed_generators
-from gpipe.pipeline.shared.averaging import Averaging
+from gpipe.pipeline.shared.replicas import Averaging
 
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch

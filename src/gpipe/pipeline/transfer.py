@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 
 
 class MiniBatch(NamedTuple):

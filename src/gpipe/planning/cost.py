@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
-from gpipe.pipeline.shared.ties import tied_parameters
+from gpipe.pipeline.shared.tied_parameters import tied_parameters
 
 _DESCRIBE_REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
 _TIME_REMEDY = "put the layers and the example on one device"

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.partition import Objective, partition_layers
-from gpipe.pipeline.payload import Payload
-from gpipe.pipeline.shared.ties import Ties
+from gpipe.pipeline.shared.tied_parameters import Ties
 from gpipe.planning.cost import LayerCost, measure_layers
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
-from gpipe.pipeline.shared.ties import tied_parameters
+from gpipe.pipeline.shared.tied_parameters import tied_parameters
 from gpipe.planning.cost import layer_error
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.repeats import Shortened

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.initialization import materialize
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.planning.repeats import structure
 from gpipe.planning.speed import LayerSeconds

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpipe
-from gpipe.pipeline.shared.sharers import Sharers
+from gpipe.pipeline.shared.tied_parameters import Sharers
 from tests.pipeline.job import fresh_processes
 from tests.process_pool import ProcessPool
 from tests.tied_model import (

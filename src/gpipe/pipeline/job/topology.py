@@ -17,9 +17,9 @@ from gpipe.pipeline.job.messages import Messenger, Tag
 from gpipe.pipeline.job.watch import Watch
 from gpipe.pipeline.schedule import name_stages
 from gpipe.pipeline.shared.replicas import Replicas
-from gpipe.pipeline.shared.sharers import Sharers
+from gpipe.pipeline.shared.tied_parameters import Sharers
 from gpipe.pipeline.transfer import LocalTransfer, Transfer
-from gpipe.pipeline.wire.link import Link
+from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}

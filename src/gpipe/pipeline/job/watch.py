@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -10,14 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpipe.pipeline.job.activity import Activity
-from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
@@ -265,3 +264,108 @@ def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool]
         del watch  # a pipeline that nobody uses any more must not be kept alive
         if closed.wait(pause_seconds):
             return
+
+
+class Board:
+    """Notes in the store; where it cannot be reached any more, what it last said.
+
+    The store is in the process of one host. When that host ends, a call fails at once; when the network to it does, a
+    call may take a quarter of an hour: others can see that it is under way, and give the store up.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, Any] = {}
+        self._under_way: dict[int, float] = {}  # since when, by thread
+        self._is_given_up = False
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long somebody has been waiting for the store's answer."""
+        now = time.monotonic()
+        return now - min(list(self._under_way.values()), default=now)
+
+    def give_up(self) -> None:
+        """Ask the store no more."""
+        self._is_given_up = True
+
+    def write(self, key: str, value: Any) -> None:
+        """Write a note of JSON's types."""
+        self._ask(lambda: self._store.set(key, json.dumps(value)))
+
+    def write_first(self, key: str, value: Any) -> None:
+        """Write a note, unless one of this key stands there."""
+        self._ask(lambda: self._store.compare_set(key, "", json.dumps(value)))
+
+    def read(self, key: str) -> Any:
+        """Return a note, None where there is none."""
+        if self._ask(lambda: self._store.check([key])):
+            found = self._ask(lambda: json.loads(self._store.get(key)))
+            if found is not None:
+                self._known[key] = found
+        return self._known.get(key)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        if self._is_given_up:
+            return None
+        thread = threading.get_ident()
+        self._under_way[thread] = time.monotonic()
+        try:
+            return question()
+        except RuntimeError:  # the store is gone together with its process
+            return None
+        finally:
+            del self._under_way[thread]
+
+
+class Described(Protocol):
+    """A stage, which knows which of its layers is under way."""
+
+    def describe(self, micro_batch: int, doing: str) -> str:
+        """Return the place of an error that would happen now."""
+
+
+class Activity:
+    """What one process is doing: a task of a stage, or what lies between two steps.
+
+    Noting costs an assignment; the words are put together only when somebody asks, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._task: tuple[Described, int, str] | None = None
+        self._outside = "between two steps"
+        self._beside: str | None = None
+
+    def start(self, stage: Described, micro_batch: int, doing: str) -> None:
+        """Note that a stage works on a micro-batch; what it does is forward, recompute, backward or evaluation."""
+        self._task = stage, micro_batch, doing
+
+    def stop(self) -> None:
+        """Note that it has finished."""
+        self._task = None
+
+    @contextmanager
+    def outside(self, doing: str) -> Iterator[None]:
+        """Note what is done in the body, apart from tasks; where the body fails the note stays."""
+        before, self._outside = self._outside, doing
+        yield
+        self._outside = before
+
+    @contextmanager
+    def beside(self, doing: str) -> Iterator[None]:
+        """Note what another thread does in the body, apart from all that is noted else."""
+        self._beside = doing
+        try:
+            yield
+        finally:
+            self._beside = None
+
+    def __str__(self) -> str:
+        """Return it in the words of an error's place."""
+        task, beside = self._task, self._beside
+        if task is None:
+            words = self._outside
+        else:
+            stage, micro_batch, doing = task
+            words = stage.describe(micro_batch, doing)
+        return words if beside in (None, words) else f"{words}, while {beside}"

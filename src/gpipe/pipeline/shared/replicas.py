@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gpipe.pipeline.job.errors import LostPeer, PipelineError
 from gpipe.pipeline.job.messages import Messenger
@@ -61,3 +64,71 @@ class Replicas:
     def gather(self, value: Any) -> list[Any]:
         """Return the replicas' values, in their order, on each; values are what JSON can carry."""
         return self.messenger.gather(value)
+
+
+class _Reduced(nn.Module):
+    """The layers, and two numbers for the sake of the reduction.
+
+    Attributes:
+        trigger: is in every last backward, which may reach no parameter of the layers: some gradient must set it going.
+        idle: is in none; where nothing is idle, torch prints a warning that nobody can filter.
+    """
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        like = next(parameter for parameter in layers.parameters() if parameter.requires_grad)
+        self.layers = layers
+        self.trigger = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
+        self.idle = nn.Parameter(self.trigger.detach().clone())
+
+
+class Averaging:
+    """Averages the gradients of one stage in the last backward of its step.
+
+    Every replica averages its stages in the same order, for their last backwards follow each other down the stages.
+
+    Args:
+        layers: of the stage, by index; their weights and buffers become those of replica 0.
+        replicas: the processes that hold the same stage.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas) -> None:
+        self.replicas = replicas
+        self._layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
+        self._parallel: DistributedDataParallel | None = None
+        self._trainable: list[bool] = []
+
+    def start_step(self) -> None:
+        """Bind the averaging to the parameters that are trainable now."""
+        trainable = [parameter.requires_grad for parameter in self._layers.parameters()]
+        if trainable == self._trainable:
+            return
+        self._trainable = trainable
+        self._parallel = None  # lets go of the hooks of the one before
+        if any(trainable):
+            # The engine runs the layers itself; this brings the machinery that reduces gradients, bucket by bucket,
+            # while backward goes on. A parameter unused in one replica may be used in another.
+            with self.replicas.exchange(), warnings.catch_warnings():
+                # torch 2.13 has a new name for it, which torch 2.11 does not know.
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                self._parallel = DistributedDataParallel(
+                    _Reduced(self._layers),
+                    process_group=self.replicas.group,
+                    broadcast_buffers=False,
+                    find_unused_parameters=True,
+                )
+
+    def average_in_backward(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Make the next backward, the last of the step, average all gradients over the replicas.
+
+        Args:
+            outputs: the tensors from which that backward starts.
+
+        Returns:
+            Tensors from which it must start besides.
+        """
+        if self._parallel is None:
+            return []
+        extra = [self._parallel.module.trigger * 0.0]
+        self._parallel.reducer.prepare_for_backward(outputs + extra)
+        return extra

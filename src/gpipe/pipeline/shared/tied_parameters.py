@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Container, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.initialization import materialize, replace_parameter
+from gpipe.pipeline.job.errors import LostPeer
+from gpipe.pipeline.job.watch import FOREVER, Watch
+
+if TYPE_CHECKING:
+    from gpipe.pipeline.job.topology import Processes
 
 _MARK = "_gpipe_tie"  # an attribute of all copies, so that layers that went through a pipeline are still known as tied
 
@@ -176,3 +183,228 @@ def _refuse_shared_batch_norms(layers: nn.Sequential) -> None:
                     f"{one} and {other} are one batch norm, whose moving averages two layers cannot share; give each "
                     "its own"
                 )
+
+
+_Value = TypeVar("_Value")
+_State = bool | None
+"""Of a copy in a step: whether it got a gradient; None where it is frozen."""
+
+
+class TiedGradients:
+    """Leaves in each copy's `.grad` what a single parameter in all those layers would have there.
+
+    Args:
+        ties: of the whole model.
+        layers: of this process, by index.
+        owners: of each layer of the model, the process of the pipeline that has it.
+        processes: of the pipeline, of which every process makes one of these; None where one plays all stages.
+
+    Attributes:
+        names: of the copies of each tied parameter of the whole model.
+    """
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        layers: Mapping[int, nn.Module],
+        owners: Sequence[int],
+        processes: Processes | None,
+    ) -> None:
+        self.names = tuple(tuple(member.full_name for member in tie) for tie in ties)
+        self._owners, self._processes = owners, processes
+        self._index = processes.index if processes else 0
+        circles = [tuple(sorted({owners[member.layer] for member in tie})) for tie in ties]
+        sharers = processes.sharers(sorted({circle for circle in circles if len(circle) > 1})) if processes else {}
+        own = [(tie, circle) for tie, circle in zip(ties, circles, strict=True) if self._index in circle]
+        self._ties = [tie for tie, _ in own]
+        self._sharers = {tie: sharers.get(circle) for tie, circle in own}
+        self._peers = sorted({peer for _, circle in own for peer in circle} - {self._index})
+        self._copies = {
+            member: layers[member.layer].get_parameter(member.name)
+            for tie in self._ties
+            for member in tie
+            if owners[member.layer] == self._index
+        }
+        self._repeated = {name for names in self.names for name in names[1:]}
+        self._earlier: dict[Member, Tensor] = {}
+
+    def once(self, named: Iterable[tuple[str, _Value]]) -> Iterator[tuple[str, _Value]]:
+        """Yield what belongs to parameters of the whole model, each tied one once: under its first layer's name."""
+        return ((name, value) for name, value in named if name not in self._repeated)
+
+    def start_step(self) -> None:
+        """Set aside the gradients of earlier steps, which are sums already."""
+        self._earlier = {}
+        for member, parameter in self._copies.items():
+            if parameter.requires_grad and parameter.grad is not None:
+                self._earlier[member], parameter.grad = parameter.grad, None
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Replace the gradients of this step by their sums, and add those of earlier steps.
+
+        A copy without a gradient counts as zero; where no copy has one, none gets one.
+
+        Raises:
+            ValueError: some copies of a parameter are frozen and some are not.
+            LostPeer, PeerFailure: another process is gone, or failed.
+        """
+        states = self._states()
+        for tie in self._ties:
+            _refuse_partly_frozen(tie, states)
+            if present := [member for member in tie if states[member]]:
+                self._hand_out(tie, self._sum(tie, present))
+        for member, earlier in self._earlier.items():
+            parameter = self._copies[member]
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier = {}
+
+    def _states(self) -> dict[Member, _State]:
+        """Return the state of every copy of this process's ties; what the others hold is asked of them."""
+        states: dict[Member, _State] = {
+            member: parameter.grad is not None if parameter.requires_grad else None
+            for member, parameter in self._copies.items()
+        }
+        if self._processes is None or not self._peers:
+            return states
+        messenger = self._processes.messenger
+        own = [[*member, state] for member, state in states.items()]
+        for peer in self._peers:
+            messenger.send(own, peer)
+        for peer in self._peers:
+            states |= {Member(layer, name): state for layer, name, state in messenger.receive(peer)}
+        return states
+
+    def _sum(self, tie: Tie, present: Sequence[Member]) -> Tensor:
+        """Return the sum of the gradients; its memory may be that of a copy's gradient."""
+        total: Tensor | None = None
+        holder = self._owners[present[0].layer]
+        for member in present:
+            owner = self._owners[member.layer]
+            if owner != holder:
+                total = self._carry(tie, total, holder, owner)
+                holder = owner
+            if owner == self._index:
+                gradient = self._gradient(member)
+                total = gradient if member is present[0] or total is None else total.add_(gradient.to(total.device))
+        if (sharers := self._sharers[tie]) is not None:
+            total = self._empty(tie) if total is None else total
+            sharers.broadcast(total, holder)
+        assert total is not None
+        return total
+
+    def _carry(self, tie: Tie, total: Tensor | None, holder: int, owner: int) -> Tensor | None:
+        """Bring the sum from one process to another; its memory here serves again where it comes back."""
+        sharers = self._sharers[tie]
+        assert sharers is not None
+        if total is not None and self._index == holder:
+            sharers.send(total, owner)
+        elif self._index == owner:
+            total = self._empty(tie) if total is None else total
+            sharers.receive(total, holder)
+        return total
+
+    def _hand_out(self, tie: Tie, total: Tensor) -> None:
+        """Give each of this process's copies the sum, in memory of its own."""
+        copies = [self._copies[member] for member in tie if member in self._copies]
+        kept = next((one for one in copies if one.grad is total), copies[0])
+        kept.grad = total
+        for one in copies:
+            if one is kept:
+                continue
+            if one.grad is None:
+                one.grad = torch.empty_like(one)
+            one.grad.copy_(total)
+
+    def _gradient(self, member: Member) -> Tensor:
+        gradient = self._copies[member].grad
+        assert gradient is not None
+        return gradient
+
+    def _empty(self, tie: Tie) -> Tensor:
+        return torch.empty_like(next(self._copies[member] for member in tie if member in self._copies))
+
+
+def _refuse_partly_frozen(tie: Tie, states: Mapping[Member, _State]) -> None:
+    frozen = [member.full_name for member in tie if states[member] is None]
+    trained = [member.full_name for member in tie if states[member] is not None]
+    if frozen and trained:
+        raise ValueError(
+            f"{frozen[0]} is frozen, but {trained[0]}, which is one parameter with it, is not; freeze all layers' "
+            "copies of it (requires_grad_(False)), or none"
+        )
+
+
+class Sharers:
+    """This process and those of its pipeline that hold copies of the same parameters.
+
+    A transfer has ended when its call returns, on CUDA too: who waits in vain is then known to wait.
+
+    Args:
+        group: these processes, on the backend that carries tensors.
+        members: which processes of the pipeline they are, ascending.
+        device: where this process computes.
+        watch: ends a wait that is in vain.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], device: torch.device, watch: Watch) -> None:
+        self._group = group
+        self._ranks = dict(zip(members, dist.get_process_group_ranks(group), strict=True))  # in the job
+        self._device = device
+        self._watch = watch
+
+    def send(self, tensor: Tensor, process: int) -> None:
+        """Send a tensor to one of them.
+
+        Raises:
+            LostPeer: a connection is gone.
+            PeerFailure: another process failed.
+        """
+        part, rank = _bytes(tensor), self._ranks[process]
+        with self._exchange([rank]):
+            self._wait(self._group.send([part], dist.get_group_rank(self._group, rank), 0))
+
+    def receive(self, into: Tensor, process: int) -> None:
+        """Wait for a tensor of one of them; raises what `send` does."""
+        rank = self._ranks[process]
+        with _filled(into) as part, self._exchange([rank]):
+            self._wait(self._group.recv([part], dist.get_group_rank(self._group, rank), 0))
+
+    def broadcast(self, tensor: Tensor, process: int) -> None:
+        """Give all of them the values that the tensor has in one of them; raises what `send` does."""
+        source = self._ranks[process]
+        is_source = source == dist.get_rank()
+        others = [rank for rank in self._ranks.values() if rank != dist.get_rank()] if is_source else [source]
+        with _filled(tensor) as part, self._exchange(others):
+            options = dist.BroadcastOptions()
+            options.rootRank, options.timeout = dist.get_group_rank(self._group, source), FOREVER
+            self._wait(self._group.broadcast([part], options))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait as long as the watch allows: Gloo would give up by itself, before anybody knows why."""
+        if self._device.type == "cuda":
+            work.wait()  # the stream waits; see `_exchange`
+        else:
+            work.wait(FOREVER)
+
+    @contextmanager
+    def _exchange(self, ranks: Sequence[int]) -> Iterator[None]:
+        with self._watch.waiting_for(ranks), LostPeer.named(ranks):
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        self._watch.check()  # a wait on the device that was cut off ends without an error
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the values as bytes, in the order of the dimensions: no backend knows all types of torch."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@contextmanager
+def _filled(tensor: Tensor) -> Iterator[Tensor]:
+    """Give the values of a tensor as bytes, and take them over into it, however it lies in memory."""
+    part = _bytes(tensor)
+    yield part
+    if not tensor.is_contiguous():
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))

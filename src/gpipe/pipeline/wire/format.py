@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe.pipeline.payload import Payload, Structure, structure_from_json
+from gpipe.pipeline.microbatch import Payload, Structure, structure_from_json
 from gpipe.pipeline.transfer import MiniBatch
 
 _ALIGNMENT = 64  # bytes, that of torch's own allocations, so that received tensors are computed on alike

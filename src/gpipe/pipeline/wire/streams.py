@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import queue
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.job.messages import Messenger
-from gpipe.pipeline.wire.format import NOTHING, PREFIX_BYTES, MessageFormat
+from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.transfer import MiniBatch
+from gpipe.pipeline.wire.format import NOTHING, PREFIX_BYTES, MessageFormat, flat
 
 SMALLEST_BYTES = 512  # of a message, so that a notice usually fits into one
 
@@ -67,3 +76,215 @@ class Formats:
         """Note the format that it had."""
         self._known[self._training, self.position] = found
         self.position += 1
+
+
+class Sender:
+    """Sends payloads one after the other, each let go of when it has arrived."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._formats = Formats()
+        self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
+        self._error: Exception | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"gpipe-sends-to-{link.peer}", daemon=True)
+        self._thread.start()
+
+    def start(self, *, training: bool) -> None:
+        """Begin a step."""
+        self._work.put(lambda: self._formats.start(training=training))
+
+    def send(self, payload: Payload, batch: MiniBatch) -> None:
+        """Send a payload, without waiting for anything.
+
+        Raises:
+            LostPeer: the connection was gone when an earlier one was to be sent.
+        """
+        if self._error is not None:
+            raise self._error
+        ready = None
+        if self.link.nccl is not None:
+            ready = torch.cuda.current_stream(self.link.device).record_event()
+        self._work.put(lambda: self._send(payload, batch, ready))
+
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Tell the receiver why no payload will come, and end the thread."""
+        self._work.put(lambda: self._send_text(Says.FAILURE, json.dumps(failure).encode()))
+        self._work.put(None)
+
+    def close(self) -> None:
+        """Wait until everything sent has arrived, and end the thread."""
+        self._work.put(None)
+        with self.link.messenger.waiting_for(self.link.peer):
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self.link.device)
+        while (work := self._work.get()) is not None:
+            if self._error is None:
+                try:
+                    work()
+                except LostPeer as lost:
+                    self._error = lost
+                except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+                    self._error = error
+                    self.link.messenger.report(PipelineError(f"sending failed: {type(error).__name__}: {error}"))
+            del work  # and the payload in it, before waiting for more
+
+    def _send(self, payload: Payload, batch: MiniBatch, ready: torch.cuda.Event | None) -> None:
+        found = MessageFormat.of(payload, batch)
+        if found != self._formats.predicted():
+            self._send_text(Says.NOTICE, found.to_json())
+        message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
+        message[0] = Says.DATA
+        if ready is None:
+            found.pack(payload, message)
+        self._deliver(message)
+        if ready is not None:
+            self._send_on_device(payload, found, ready)
+        self._formats.advance(found)
+
+    def _deliver(self, message: Tensor) -> None:
+        messenger, peer = self.link.messenger, self.link.peer
+        messenger.wait(messenger.post_send(message, peer, self.link.tag), peer)
+
+    def _send_text(self, says: Says, text: bytes) -> None:
+        data = bytes([says]) + len(text).to_bytes(8, "little") + text
+        # Gloo receives a message that is shorter than expected, so this size fits whatever was predicted.
+        for part in (data[:SMALLEST_BYTES].ljust(SMALLEST_BYTES, b"\0"), data[SMALLEST_BYTES:]):
+            if part:
+                self._deliver(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
+    def _send_on_device(self, payload: Payload, format_: MessageFormat, ready: torch.cuda.Event) -> None:
+        assert self.link.nccl is not None and self._stream is not None
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
+                part = flat(tensor, layout)
+                if part.numel():
+                    part.record_stream(self._stream)
+                    self.link.nccl.send([part], 1 - self.link.nccl.rank(), 0).wait()  # the stream waits, not the host
+
+
+_AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
+
+
+class _Received(NamedTuple):
+    payload: Payload
+    batch: MiniBatch
+    arrived: torch.cuda.Event | None
+
+
+class Receiver:
+    """Receives payloads, a few of them before the stage wants them."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._formats = Formats()
+        self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
+        self._first: _Received | None = None
+        self._steps: queue.SimpleQueue[tuple[bool, int | None] | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[_Received | Exception] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each payload that may be asked for
+        for _ in range(_AHEAD):
+            self._room.put(None)
+        self._thread = threading.Thread(target=self._run, name=f"gpipe-receives-from-{link.peer}", daemon=True)
+        self._thread.start()
+
+    def start(self, *, training: bool, num_payloads: int | None) -> None:
+        """Expect the payloads of a step; without their number, as many as the first one's mini-batch makes."""
+        self._steps.put((training, num_payloads))
+
+    def first(self) -> MiniBatch:
+        """Wait for the first payload of a step, and return the mini-batch that it tells of."""
+        self._first = self._next()
+        return self._first.batch
+
+    def receive(self) -> Payload:
+        """Wait for the next payload.
+
+        Raises:
+            PeerFailure: the sender sent the cause of its failure instead.
+            LostPeer: the connection is gone.
+        """
+        (payload, _, arrived), self._first = self._first or self._next(), None
+        if arrived is not None:
+            stream = torch.cuda.current_stream(self.link.device)
+            stream.wait_event(arrived)
+            for tensor in payload.tensors:
+                tensor.record_stream(stream)
+        return payload
+
+    def fail(self) -> None:
+        """End the thread, unless it waits for a message: that ends with the connection."""
+        self._steps.put(None)
+
+    def close(self) -> None:
+        """End the thread, which waits for no message between two steps."""
+        self._steps.put(None)
+        with self.link.messenger.waiting_for(self.link.peer):
+            self._thread.join()
+
+    def _next(self) -> _Received:
+        with self.link.messenger.waiting_for(self.link.peer):
+            received = self._received.get()
+        if isinstance(received, Exception):
+            raise received
+        self._room.put(None)
+        return received
+
+    def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self.link.device)
+        try:
+            while (step := self._steps.get()) is not None:
+                training, num_payloads = step
+                self._formats.start(training=training)
+                while num_payloads is None or self._formats.position < num_payloads:
+                    self._room.get()
+                    received = self._receive()
+                    num_payloads = received.batch.num_microbatches
+                    self._received.put(received)
+                    del received  # the stage alone decides how long it lives
+        except Exception as error:  # noqa: BLE001 - raised where the payload is asked for
+            self._received.put(error)
+
+    def _receive(self) -> _Received:
+        found = self._formats.predicted()
+        message = self._message(self.link.message_bytes(found))
+        says = int(message[0])
+        if says != Says.DATA:
+            text = self._text(message)
+            if says == Says.FAILURE:
+                raise PeerFailure(**json.loads(text))
+            found = MessageFormat.from_json(text)
+            message = self._message(self.link.message_bytes(found))
+        self._formats.advance(found)
+        if self._stream is None:
+            return _Received(found.unpack(message), found.batch, None)
+        return _Received(self._receive_on_device(found), found.batch, self._stream.record_event())
+
+    def _message(self, size: int) -> Tensor:
+        messenger, peer = self.link.messenger, self.link.peer
+        message = torch.empty(size, dtype=torch.uint8)
+        messenger.wait(messenger.post_receive(message, peer, self.link.tag), peer)
+        return message
+
+    def _text(self, message: Tensor) -> bytes:
+        data = message[:SMALLEST_BYTES].numpy().tobytes()
+        length = int.from_bytes(data[1:9], "little")
+        text = data[9 : 9 + length]
+        if len(text) < length:
+            text += self._message(length - len(text)).numpy().tobytes()
+        return text
+
+    def _receive_on_device(self, format_: MessageFormat) -> Payload:
+        assert self.link.nccl is not None
+        with torch.cuda.stream(self._stream):
+            parts = format_.empty(self.link.device)
+            for part in parts:
+                if part.numel():  # as bytes: NCCL knows fewer types than torch
+                    work = self.link.nccl.recv([part.view(torch.uint8)], 1 - self.link.nccl.rank(), 0)
+                    work.wait()  # the stream waits, not the host
+            return format_.payload(parts)

@@ -20,11 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
-from gpipe.pipeline.wire.link import Link
-from gpipe.pipeline.wire.receiver import Receiver
-from gpipe.pipeline.wire.sender import Sender
+from gpipe.pipeline.wire.streams import Link, Receiver, Sender
 
 
 class ProcessTransfer:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from gpipe.pipeline.job.board import Board
+from gpipe.pipeline.job.watch import Board
 
 pytestmark = pytest.mark.alone
 
