@@ -1,6 +1,6 @@
 """GPipe: pipeline-parallel training by micro-batches and re-materialisation (Huang et al., NeurIPS 2019)."""
 
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 - of the names below
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

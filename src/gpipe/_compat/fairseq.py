@@ -11,12 +11,12 @@ What its import does to the process, and what is done about it:
 
 import copy
 import dataclasses
-import importlib
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module  # noqa: TID251 - fairseq can only be imported behind this guard
 from types import ModuleType
 from typing import Any
 
@@ -43,12 +43,12 @@ def import_fairseq(module: str = "fairseq") -> ModuleType:
     """
     if module in sys.modules:
         return sys.modules[module]
-    importlib.import_module("torch")  # first: its own dataclasses are none of fairseq's business
+    import_module("torch")  # first: its own dataclasses are none of fairseq's business
     before = set(sys.modules)
     try:
         with _hashable_dataclasses(), _separate_config_store(), _untouched_logging(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return importlib.import_module(module)
+            return import_module(module)
     except BaseException as error:
         # Half of it would make the next attempt fail with another error than this one.
         for name in set(sys.modules) - before:

@@ -5,7 +5,7 @@ describes the operators ``nms`` and ``qnms`` that were never declared. Declaring
 sets, transforms and models and for all of timm; its compiled operators (detection, ``torchvision.io``) stay absent.
 """
 
-import importlib
+from importlib import import_module  # noqa: TID251 - torchvision can only be imported behind this guard
 
 from torch import library
 
@@ -23,7 +23,7 @@ def import_torchvision() -> None:
     """
     global _declarations
     try:
-        importlib.import_module("torchvision")
+        import_module("torchvision")
     except RuntimeError as error:
         # Never unconditionally: where the compiled operators exist, declaring them again aborts the process.
         if _declarations is not None or str(error) != _MISSING_OPERATOR:
@@ -31,7 +31,7 @@ def import_torchvision() -> None:
         _declarations = library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             _declarations.define(operator + _ARGUMENTS)
-        importlib.import_module("torchvision")
+        import_module("torchvision")
 
 
 import_torchvision()

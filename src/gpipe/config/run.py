@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from yaml import YAMLError
+from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
 from gpipe.config.checks import ConfigError, at_least, countable, require
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig

@@ -1,6 +1,6 @@
 """Images, tokens and parallel text: named sets, and mini-batches that are a function of the seed."""
 
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 - of the names below
 from typing import TYPE_CHECKING, Any
 
 from gpipe.data.images.catalogue import IMAGE_SETS, check_data, check_image_set, count_differences, open_image_set

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 LOOPBACK = "127.0.0.1"
-SECRET = "GPIPE_JOB_SECRET"
+SECRET = "GPIPE_JOB_SECRET"  # noqa: S105 - the name of a variable
 _SHORTEST = 16  # characters
 _TIMEOUT = timedelta(minutes=1)
 
