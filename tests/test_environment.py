@@ -1,60 +1,70 @@
-"""pyproject.toml, requirements.lock, environment.yml and the Makefile say the same."""
+"""pyproject.toml, the two locks, environment.yml and the Makefile agree."""
 
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from gpipe._compat.fairseq import VERSION
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"^\s*(?:- )?(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)", re.MULTILINE)
-LOCK = (ROOT / "requirements.lock").read_text()
+RUN, DEVELOPMENT = ((ROOT / f"requirements{name}.lock").read_text() for name in ("", "-dev"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
-def declared() -> set[str]:
-    """Return the names of the packages that pyproject.toml asks for."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = project["dependencies"] + project["optional-dependencies"]["dev"]
+def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=!~;\[ ]", requirement)[0] for requirement in requirements}
 
 
-def locked() -> set[tuple[str, str]]:
-    return {(match["name"], match["version"]) for match in PIN.finditer(LOCK)}
+def pins(text: str) -> set[tuple[str, str]]:
+    return {(match["name"], match["version"]) for match in PIN.finditer(text)}
 
 
 def conda_pins() -> set[tuple[str, str]]:
     dependencies = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     (from_pip,) = (entry["pip"] for entry in dependencies if isinstance(entry, dict))
-    matches = [PIN.match(entry) for entry in from_pip]
-    return {(match["name"], match["version"]) for match in matches if match}
+    return pins("\n".join(from_pip))
 
 
-def test_every_pin_of_the_conda_environment_is_the_locks() -> None:
-    assert conda_pins() - locked() == set()
+def test_the_conda_environment_pins_every_declared_package_as_the_lock_does() -> None:
+    assert conda_pins() - pins(DEVELOPMENT) == set()
+    assert set(dict(conda_pins())) == names(PROJECT["dependencies"] + EXTRAS["sweeps"] + EXTRAS["dev"])
 
 
-def test_the_conda_environment_pins_every_declared_package() -> None:
-    assert {name for name, _ in conda_pins()} == declared()
+def test_one_lock_has_what_a_run_needs_and_the_other_what_tests_need_too() -> None:
+    run = set(dict(pins(RUN)))
+    assert names(PROJECT["dependencies"] + EXTRAS["sweeps"]) - run == set()
+    assert names(EXTRAS["dev"]) & run == set()
+    assert names(EXTRAS["dev"]) - set(dict(pins(DEVELOPMENT))) == set()
+    assert pins(RUN) - pins(DEVELOPMENT) == set()
 
 
-def test_every_declared_package_is_locked() -> None:
-    assert declared() - {name for name, _ in locked()} == set()
+@pytest.mark.parametrize("lock", [RUN, DEVELOPMENT], ids=["run", "development"])
+def test_a_lock_installs_with_a_cpu_and_with_a_cuda_build_of_torch_and_names_no_host(lock: str) -> None:
+    versions = dict(pins(lock))
+    assert not [name for name in versions if name.startswith(("nvidia-", "cuda-", "triton"))]
+    assert "+" not in versions["torch"]
+    assert "://" not in lock
+    assert "--" not in lock
 
 
-def test_the_lock_installs_with_a_cpu_and_with_a_cuda_build_of_torch() -> None:
-    names = {name for name, _ in locked()}
-    assert not [name for name in names if name.startswith(("nvidia-", "cuda-", "triton"))]
-    assert "+" not in dict(locked())["torch"]
-
-
-def test_the_lock_names_no_host() -> None:
-    assert "://" not in LOCK
-    assert "--" not in LOCK
-
-
-def test_fairseq_is_installed_beside_the_lock_and_in_one_version() -> None:
-    assert "fairseq" not in {name for name, _ in locked()} | declared()
-    for file in ("Makefile", "environment.yml", "README.md"):
+def test_fairseq_is_installed_beside_the_locks_and_in_one_version() -> None:
+    assert "fairseq" not in dict(pins(DEVELOPMENT)).keys() | names(PROJECT["dependencies"] + EXTRAS["dev"])
+    for file in ("Makefile", "environment.yml"):
         assert re.findall(r"fairseq==([\d.]*\d)", (ROOT / file).read_text()) == [VERSION], file
+
+
+def test_a_first_run_compiles_nothing() -> None:
+    """Only translation and the tests wait for fairseq, which takes a compiler and a minute and a half."""
+    rules = re.findall(r"^([.a-z/]+):([^#=\n]*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    needed = {target: prerequisites.split() for target, prerequisites in rules}
+
+    def everything(target: str) -> set[str]:
+        return {target}.union(*(everything(name) for name in needed.get(target, ())))
+
+    waiting = {target for target in needed if ".venv/fairseq" in everything(target)}
+    assert waiting == {"translation", "test", ".venv/fairseq"}

@@ -63,7 +63,7 @@ with initialize_config_dir({str(CONF)!r}, version_base="1.3"):
     assert printed == ""
 
 
-def test_where_it_is_absent_the_error_has_the_command() -> None:
+def test_without_fairseq_the_error_names_the_command_that_installs_it() -> None:
     printed = run("""
 import sys
 
@@ -82,7 +82,8 @@ for module in ("fairseq", "fairseq.data", "fairseq_cli.preprocess"):
 """)
     assert INSTALL == "python -m pip install --no-deps fairseq==0.12.2"
     assert printed.splitlines() == [
-        f"{module} is not there, expected fairseq 0.12.2: install it, which takes a C++ compiler, with `{INSTALL}`."
+        f"{module} belongs to fairseq 0.12.2, which is not installed: run `make translation`, which needs a C++ "
+        f"compiler (without make: `{INSTALL}`)."
         for module in ("fairseq", "fairseq.data", "fairseq_cli.preprocess")
     ]
 

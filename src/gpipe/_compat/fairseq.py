@@ -56,8 +56,8 @@ def import_fairseq(module: str = "fairseq") -> ModuleType:
                 del sys.modules[name]
         if isinstance(error, ModuleNotFoundError) and error.name in _PACKAGES:
             raise FairseqMissing(
-                f"{module} is not there, expected fairseq {VERSION}: install it, which takes a C++ compiler, with "
-                f"`{INSTALL}`.",
+                f"{module} belongs to fairseq {VERSION}, which is not installed: run `make translation`, which needs a "
+                f"C++ compiler (without make: `{INSTALL}`).",
                 name=error.name,
             ) from error
         raise
