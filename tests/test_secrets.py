@@ -64,7 +64,7 @@ class Trap:
 TINY = (
     "model=transformer_lm_small", "data=random_tokens", "model.num_layers=1", "model.model_size=16",
     "model.feedforward_size=16", "model.num_heads=1", "data.vocabulary_size=20", "data.sequence_length=8",
-    "data.num_train=8", "trainer.batch_size=4", "trainer.max_steps=1", "trainer.evaluate_every_epochs=null",
+    "data.num_train=8", "trainer.batch_size=4", "trainer.max_steps=1", "trainer.evaluation.every_epochs=null",
     "trainer.timeline_every_steps=null", "launch.num_threads=1", "launch.device=cpu",
 )  # fmt: skip
 PLANTED = {

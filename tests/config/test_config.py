@@ -98,7 +98,7 @@ def test_amoebanet_imagenet_is_the_recipe_of_the_paper() -> None:
         },
         "schedule": {"name": "exponential", "warm_up_epochs": 3.0, "decay_rate": 0.97, "decay_epochs": 3.0},
         "ema": {"decay": 0.9999, "warm_up": True},
-        "trainer": {"label_smoothing": 0.1, "autocast": "bfloat16", "evaluation_autocast": "none"},
+        "trainer": {"label_smoothing": 0.1, "autocast": "bfloat16"},
     }  # fmt: skip
     assert {part: {key: run[part][key] for key in values} for part, values in expected.items()} == expected
 
@@ -183,7 +183,7 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
         ("trainer.batch_size=0", "trainer.batch_size is 0, expected 1 or more"),
         ("trainer.max_steps=0", "trainer.max_steps is 0, expected 1 or more, or null"),
         ("trainer.num_untimed_steps=-1", "trainer.num_untimed_steps is -1, expected 0 or more"),
-        ("trainer.evaluate_every_epochs=0", "trainer.evaluate_every_epochs is 0, expected 1 or more, or null"),
+        ("trainer.evaluation.every_epochs=0", "trainer.evaluation.every_epochs is 0, expected 1 or more, or null"),
         ("seed=-1", "seed is -1, expected 0 or more"),
         ("name=../elsewhere", "name is '../elsewhere', expected letters"),
     ],
@@ -320,7 +320,7 @@ def test_the_throughput_table_is_the_grid_of_table_2(scale: str) -> None:
     for run in found:
         assert (run.optimizer.name, run.pipeline.rematerialize.value) == ("rmsprop", "always")
         assert run.launch.num_processes == run.pipeline.num_stages and run.launch.pin_cores
-        assert run.trainer.evaluate_every_epochs is None and run.trainer.keep_checkpoints is None
+        assert run.trainer.evaluation.every_epochs is None and run.trainer.checkpoints.keep is None
 
 
 def test_the_throughput_tables_mini_batch_grows_with_m_unless_it_is_given() -> None:
@@ -362,8 +362,8 @@ def test_a_wrong_value_of_a_transformer_or_of_tokens_gets_one_sentence(override:
 
 
 def test_checkpoints_that_are_asked_for_and_forbidden_are_refused() -> None:
-    message = refusal_of("trainer.keep_checkpoints=null", "trainer.save_every_steps=5")
-    assert "trainer.save_every_steps is 5, expected null where trainer.keep_checkpoints is null" in message
+    message = refusal_of("trainer.checkpoints.keep=null", "trainer.checkpoints.every_steps=5")
+    assert "trainer.checkpoints.every_steps is 5, expected null where trainer.checkpoints.keep is null" in message
 
 
 @pytest.mark.parametrize("place", ["model", "data", "optimizer", "trainer"])

@@ -37,7 +37,8 @@ def test_fine_tuning_differs_from_imagenet_in_data_and_evaluation_only(name: str
         differing = {key for key in imagenet if found[key] != imagenet[key]}
         assert differing == {"name", "data", "trainer"} | ({"reproduction"} if name == "transfer_table" else set())
         changed = {key for key, value in imagenet["trainer"].items() if found["trainer"][key] != value}
-        assert changed == {"evaluate_every_epochs"}
+        assert changed == {"evaluation"}
+        assert found["trainer"]["evaluation"] == {**imagenet["trainer"]["evaluation"], "every_epochs": 10}
         expected = {
             "name": data,
             "image_size": 480,

@@ -123,7 +123,7 @@ def test_a_number_of_classes_that_the_data_do_not_have_is_refused(tmp_path: Path
 
 def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loaders(tmp_path: Path) -> None:
     tokens = ("model=transformer_lm_small", "data=random_tokens", "data.vocabulary_size=40", "data.sequence_length=5")
-    overrides = [*tokens, "model.num_layers=2", "trainer.batch_size=6", "trainer.keep_checkpoints=null"]
+    overrides = [*tokens, "model.num_layers=2", "trainer.batch_size=6", "trainer.checkpoints.keep=null"]
     run = to_run(compose("train", overrides=["tracking=disabled", *overrides]))
     layers = build_layers(run)
     assert len(layers) == 4 and all(parameter.is_meta for parameter in layers.parameters())

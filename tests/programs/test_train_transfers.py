@@ -20,8 +20,8 @@ SMALL = (
     "+experiment=transfer", "init_from=null", "model.num_layers=3", "model.num_filters=8", "data.image_size=16",
     "data.num_workers=0", "pipeline.num_stages=1", "pipeline.num_microbatches=16",
     "pipeline.rematerialize=never", "launch=one_process", "trainer.batch_size=256", "launch.device=cpu",
-    "trainer.autocast=none", "trainer.evaluate_every_epochs=null", "trainer.keep_checkpoints=null",
-    "trainer.save_every_steps=null", "tracking=disabled",
+    "trainer.autocast=none", "trainer.evaluation.every_epochs=null", "trainer.checkpoints.keep=null",
+    "trainer.checkpoints.every_steps=null", "tracking=disabled",
 )  # fmt: skip
 
 

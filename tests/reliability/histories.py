@@ -31,8 +31,8 @@ from tests.reliability.starts import LONG_SECONDS, Start, fill_disk, signal_of
 BASE = (
     "model=transformer_lm_small", "model.num_layers=2", "model.model_size=8", "model.num_heads=2",
     "model.feedforward_size=8", "data=random_tokens", "data.vocabulary_size=20", "data.sequence_length=6",
-    "data.num_train=32", "trainer.batch_size=8", "trainer.evaluation_batch_size=8", "trainer.num_epochs=2",
-    "trainer.save_every_steps=2", "trainer.timeline_every_steps=null", "schedule.name=constant",
+    "data.num_train=32", "trainer.batch_size=8", "trainer.evaluation.batch_size=8", "trainer.num_epochs=2",
+    "trainer.checkpoints.every_steps=2", "trainer.timeline_every_steps=null", "schedule.name=constant",
     "schedule.warm_up_epochs=0", "pipeline.num_microbatches=2", "launch.num_threads=1", "launch.device=cpu",
     "tracking=disabled",
 )  # fmt: skip

@@ -26,7 +26,7 @@ from tests.reliability.session import ROOT, TINY
 def main(folder: Path, num_kills: int, seconds: float, seed: int) -> None:
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = to_run(compose("train", overrides=[*TINY, "trainer.num_epochs=3", "trainer.save_every_steps=1"]))
+        run = to_run(compose("train", overrides=[*TINY, "trainer.num_epochs=3", "trainer.checkpoints.every_steps=1"]))
     check_data(run.data.name, run.data.root)
     import sklearn.datasets  # noqa: F401  (loads the digits; half a second that no session needs to spend again)
 

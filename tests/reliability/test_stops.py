@@ -64,7 +64,7 @@ def check_stopped(session: Session, launch: str, number: signal.Signals) -> None
 def test_a_signal_at_any_moment_stops_it_and_the_same_command_goes_on(
     whole: Path, begin: Callable[..., Session], launch: str, moment: str, number: signal.Signals
 ) -> None:
-    every = ["trainer.save_every_steps=1"] if moment == "save" else []
+    every = ["trainer.checkpoints.every_steps=1"] if moment == "save" else []
     session = begin(launch, *every)
     session.wait_for(MOMENTS[moment])
     session.send(number)

@@ -57,7 +57,7 @@ def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
     error = stopped(run)
     assert error.step == 4 and not error.is_saved
     assert run.train_loader.num_closed == run.evaluation_loaders["test"].num_closed == 1
-    assert str(error).endswith("after step 4: nothing is saved (trainer.keep_checkpoints=null).")
+    assert str(error).endswith("after step 4: nothing is saved (trainer.checkpoints.keep=null).")
 
 
 def test_a_stop_in_the_last_step_comes_too_late(tmp_path: Path) -> None:

@@ -52,5 +52,5 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     if disk.total > 0 and disk.free < num_bytes:  # of some network disks the size is not known
         raise CheckpointError(
             f"{folder} has room for {disk.free:,} bytes, but a checkpoint has more than {num_bytes:,}: make room on "
-            "that disk, or save nothing by trainer.keep_checkpoints=null."
+            "that disk, or save nothing by trainer.checkpoints.keep=null."
         )

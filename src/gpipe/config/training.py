@@ -180,73 +180,126 @@ class Resume(Enum):
     never = "never"
 
 
-class NonFinite(Enum):
-    """What a loss or gradient norm that is no finite number does: it ends the run, or its mini-batch is left out."""
+class NonFiniteAction(Enum):
+    """What happens after a loss or gradient norm that is not finite: the run stops, or its mini-batch is skipped."""
 
     stop = "stop"
     skip = "skip"
 
 
 @dataclass
+class EvaluationConfig:
+    """When and how the model is evaluated.
+
+    Attributes:
+        batch_size: examples per mini-batch; for translation, tokens: the number of sentences times the longest source
+            or target among them.
+        every_epochs: evaluate every n epochs. null for this and `every_steps` never evaluates; otherwise the end of
+            training is evaluated too.
+        every_steps: evaluate every n steps; null leaves it to `every_epochs`.
+        patience: stop training after n evaluations in a row without a smaller loss; null never stops early.
+        autocast: the precision of the forward pass.
+    """
+
+    batch_size: int = MISSING
+    every_epochs: int | None = MISSING
+    every_steps: int | None = MISSING
+    patience: int | None = MISSING
+    autocast: Autocast = MISSING
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        at_least("trainer.evaluation.batch_size", self.batch_size, 1)
+        for name in ("every_epochs", "every_steps", "patience"):
+            optional_at_least(f"trainer.evaluation.{name}", getattr(self, name), 1)
+
+
+@dataclass
+class CheckpointsConfig:
+    """When checkpoints are saved, and how many are kept.
+
+    Attributes:
+        every_steps: save every n steps, and whenever the evaluation loss improves; null saves only at the end of
+            training.
+        keep: the number of newest checkpoints to keep, besides the one with the least evaluation loss; null saves none.
+    """
+
+    every_steps: int | None = MISSING
+    keep: int | None = MISSING
+
+    def __post_init__(self) -> None:
+        """Check each value, and that nothing is saved where nothing is kept."""
+        for name in ("every_steps", "keep"):
+            optional_at_least(f"trainer.checkpoints.{name}", getattr(self, name), 1)
+        can_save = self.keep is not None or self.every_steps is None
+        expected = "null where trainer.checkpoints.keep is null"
+        require(can_save, "trainer.checkpoints.every_steps", self.every_steps, expected)
+
+
+@dataclass
+class NonFiniteConfig:
+    """What happens after a loss or gradient norm that is not finite.
+
+    Attributes:
+        action: stop the run, or skip the mini-batch.
+        max_skipped_steps: the number of mini-batches that may be skipped before the run stops.
+    """
+
+    action: NonFiniteAction = MISSING
+    max_skipped_steps: int = MISSING
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        at_least("trainer.non_finite.max_skipped_steps", self.max_skipped_steps, 0)
+
+
+@dataclass
 class TrainerConfig:
     """The length of training, its precision, and what it leaves behind.
 
-    batch_size: examples of a whole mini-batch, N, over all replicas; of translation, tokens, as is
-        evaluation_batch_size: sentences times the longest source or target among them.
-    max_steps: ends training early; null is no limit.
-    num_untimed_steps: of a session's first, whose time is left out of the speed that is reported.
-    evaluate_every_epochs, evaluate_every_steps: where either is given the end of training is evaluated too; null for
-        both is never, not even then.
-    patience: evaluations in a row without a smaller loss after which training ends; null waits for its length.
-    save_every_steps: the end of training is saved in any case; null is only that; else also each evaluation whose loss
-        is the least so far, which stays beside the newest keep_checkpoints. keep_checkpoints: null saves none at all.
-    timeline_every_steps: null is never.
-    autocast, evaluation_autocast: the precision in training and in evaluation.
-    max_hours: after which, counted from the start of the process, the run is saved and stops; null is no limit.
-    non_finite: whether a loss or gradient norm that is not finite ends the run, or up to max_skipped_steps of its
-        mini-batches are left out.
-    resume: auto goes on in the folder of the newest unfinished run of the same settings. resume_from: a checkpoint's
-        folder, for a run of its own; null starts anew. dry_run: true prints the plan and stops.
+    Attributes:
+        num_epochs: the number of passes over the training data.
+        max_steps: end training early, after this many steps; null is no limit.
+        batch_size: examples of a whole mini-batch, N, over all replicas; for translation, tokens.
+        label_smoothing: the share of the target's probability that is spread over all classes.
+        num_untimed_steps: the first n steps of a session, which the reported speed leaves out.
+        timeline_every_steps: record a timeline every n steps; null is never.
+        autocast: the precision of the forward and backward pass in training.
+        channels_last: store images and kernels with their channels last.
+        compile: compile each layer with torch.compile.
+        max_hours: save and stop after this many hours, counted from the start of the process; null is no limit.
+        evaluation: when and how the model is evaluated.
+        checkpoints: when checkpoints are saved.
+        non_finite: what happens after a loss that is not finite.
+        resume: auto continues the newest unfinished run of the same settings.
+        resume_from: the checkpoint from which a run of its own starts; null starts from scratch.
+        dry_run: print the plan and stop.
     """
 
     num_epochs: int = MISSING
     max_steps: int | None = MISSING
     batch_size: int = MISSING
-    evaluation_batch_size: int = MISSING
     label_smoothing: float = MISSING
     num_untimed_steps: int = MISSING
-    evaluate_every_epochs: int | None = MISSING
-    evaluate_every_steps: int | None = MISSING
-    patience: int | None = MISSING
-    save_every_steps: int | None = MISSING
-    keep_checkpoints: int | None = MISSING
     timeline_every_steps: int | None = MISSING
     autocast: Autocast = MISSING
-    evaluation_autocast: Autocast = MISSING
     channels_last: bool = MISSING
     compile: bool = MISSING
     max_hours: float | None = MISSING
-    non_finite: NonFinite = MISSING
-    max_skipped_steps: int = MISSING
+    evaluation: EvaluationConfig = MISSING
+    checkpoints: CheckpointsConfig = MISSING
+    non_finite: NonFiniteConfig = MISSING
     resume: Resume = MISSING
     resume_from: str | None = None
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
-        for name in ("num_epochs", "batch_size", "evaluation_batch_size"):
+        """Check each value."""
+        for name in ("num_epochs", "batch_size"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in (
-            "max_steps", "evaluate_every_epochs", "evaluate_every_steps", "patience", "save_every_steps",
-            "keep_checkpoints", "timeline_every_steps",
-        ):  # fmt: skip
+        for name in ("max_steps", "timeline_every_steps"):
             optional_at_least(f"trainer.{name}", getattr(self, name), 1)
         at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)
-        at_least("trainer.max_skipped_steps", self.max_skipped_steps, 0)
         if self.max_hours is not None:
             above("trainer.max_hours", self.max_hours, 0)
-        can_save = self.keep_checkpoints is not None or self.save_every_steps is None
-        require(
-            can_save, "trainer.save_every_steps", self.save_every_steps, "null where trainer.keep_checkpoints is null"
-        )
         rate("trainer.label_smoothing", self.label_smoothing)

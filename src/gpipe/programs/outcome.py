@@ -119,13 +119,13 @@ def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) ->
     plain = _command(overrides, *alone)
     experiment = "amoebanet_imagenet" if config["model"]["family"] == "amoebanet" else "transformer_multilingual"
     translate = ""
-    if config["model"]["family"] == "translation_transformer" and config["trainer"]["keep_checkpoints"]:
+    if config["model"]["family"] == "translation_transformer" and config["trainer"]["checkpoints"]["keep"]:
         command = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
         translate = f"  translate         {command}\n"
     return (
         f"Files in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}\n"
         "Try next:\n"
-        f"{train_on if config['trainer']['keep_checkpoints'] else ''}"
+        f"{train_on if config['trainer']['checkpoints']['keep'] else ''}"
         f"{translate}"
         f"  without pipeline  {plain}\n"
         f"  the paper's plan  python train.py +experiment={experiment} trainer.dry_run=true"

@@ -27,17 +27,16 @@ _SOURCES = {"data.root", "trainer.resume_from"}
 # What changes how fast a training is, and what it leaves behind, but not what is trained.
 _EFFORTS = (WHEREABOUTS - _SOURCES) | {
     "pipeline.partition_by", "pipeline.partitions", "pipeline.objective", "pipeline.memory_limit_bytes",
-    "pipeline.timeout_seconds", "trainer.save_every_steps", "trainer.keep_checkpoints", "trainer.timeline_every_steps",
-    "trainer.num_untimed_steps", "trainer.non_finite", "trainer.max_skipped_steps",
+    "pipeline.timeout_seconds", "trainer.timeline_every_steps", "trainer.num_untimed_steps", "trainer.checkpoints",
+    "trainer.non_finite",
 }  # fmt: skip
 # What a run that goes on from another one's state may have of its own: its length, its learning rate, how it is run.
 RESUMED_MAY_DIFFER = _EFFORTS | {
     "name", "schedule", "optimizer.learning_rate", "optimizer.times_batch_size", "optimizer.clip_norm",
     "pipeline.num_stages", "pipeline.schedule", "pipeline.stages_per_device", "pipeline.rematerialize",
     "data.tokenizer", "data.vocabulary_size",  # whose content, and what follows from it, is compared
-    "trainer.resume_from", "trainer.num_epochs", "trainer.max_steps", "trainer.patience",
-    "trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.evaluation_batch_size",
-    "trainer.evaluation_autocast", "trainer.dry_run",
+    "trainer.resume_from", "trainer.num_epochs", "trainer.max_steps", "trainer.evaluation",
+    "trainer.dry_run",
 }  # fmt: skip
 # In JSON text, the folders of a path and its last name: of a whole string, an argument, or an override.
 _ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
@@ -185,13 +184,13 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Co
     ]
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of all sections as section.key."""
-    return {
-        (f"{key}.{name}" if name else key): item
-        for key, value in config.items()
-        for name, item in (value.items() if isinstance(value, Mapping) else [("", value)])
-    }
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of all sections under their full keys, such as trainer.evaluation.batch_size."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def _short(value: Any) -> str:
@@ -200,13 +199,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _without(left_out: Collection[str], config: Mapping[str, Any]) -> dict[str, Any]:
+def _without(left_out: Collection[str], config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings without those whose full keys are left out."""
     return {
-        key: {name: item for name, item in value.items() if f"{key}.{name}" not in left_out}
-        if isinstance(value, Mapping)
-        else value
-        for key, value in config.items()
-        if key not in left_out
+        name: _without(left_out, value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if f"{prefix}{name}" not in left_out
     }
 
 

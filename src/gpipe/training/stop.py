@@ -14,5 +14,5 @@ class Stopped(Exception):
         self.is_saved = is_saved
         where = f"after step {step}" if step else "before the first step"
         unsaved = step and not is_saved
-        end = "nothing is saved (trainer.keep_checkpoints=null)" if unsaved else "the same command again goes on"
+        end = "nothing is saved (trainer.checkpoints.keep=null)" if unsaved else "the same command again goes on"
         super().__init__(f"stopped by {reason} {where}: {end}.")

@@ -112,7 +112,7 @@ class ImageClassification:
             num_replicas=pipeline.num_replicas,
             drop_last=True,
         )
-        test_loader = loader(self._sets["test"], run.trainer.evaluation_batch_size, evaluation, shuffle=False)
+        test_loader = loader(self._sets["test"], run.trainer.evaluation.batch_size, evaluation, shuffle=False)
         return train_loader, {"test": test_loader}
 
     def replaced(self, layers: nn.ModuleDict) -> set[str]:

@@ -77,7 +77,7 @@ class LanguageModelling:
             drop_last=True,  # all steps have the same number of tokens
         )
         test_set = self._open("test", data.num_test)
-        test_loader = TokenLoader(test_set, run.trainer.evaluation_batch_size, run.seed, shuffle=False)
+        test_loader = TokenLoader(test_set, run.trainer.evaluation.batch_size, run.seed, shuffle=False)
         return train_loader, {"test": test_loader}
 
     def replaced(self, layers: nn.ModuleDict) -> set[str]:

@@ -108,7 +108,7 @@ class Translation:
         )
         valid_loader = TranslationLoader(
             corpora["valid"],
-            run.trainer.evaluation_batch_size,
+            run.trainer.evaluation.batch_size,
             run.seed,
             shuffle=False,
             load_inputs=load_inputs,
