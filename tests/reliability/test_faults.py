@@ -33,8 +33,8 @@ RUN = (
     "model.feedforward_size=24", "data.vocabulary_size=60", "data.sequence_length=12", "data.num_train=64",
     "trainer.batch_size=16", "trainer.evaluation.batch_size=16", "trainer.max_steps=6",
     "trainer.checkpoints.every_steps=2", "trainer.timeline_every_steps=null", "schedule.name=constant",
-    "schedule.warm_up_epochs=0", "tracking=disabled", "launch=process_per_stage", "launch.num_threads=1", "launch.device=cpu",
-    "pipeline.num_stages=3", "pipeline.num_microbatches=4", "hydra.run.dir=run",
+    "schedule.warm_up_epochs=0", "tracking=disabled", "launch=process_per_stage", "launch.num_threads=1",
+    "launch.device=cpu", "pipeline.num_stages=3", "pipeline.num_microbatches=4", "hydra.run.dir=run",
 )  # fmt: skip
 IMAGES = (
     "model.num_filters=8", "data.image_size=32", "data.num_workers=1", "trainer.batch_size=16", "trainer.max_steps=8",
