@@ -12,7 +12,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photographs in two processes
-	$(BIN)/python train.py +experiment=amoebanet_imagenet scale=laptop
+	$(BIN)/python train.py +experiment=amoebanet_imagenet_laptop
 
 translation: .venv/fairseq ## set up for translation: build fairseq, which needs a C++ compiler and a minute and a half
 

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import RunConfig, newest_run, refuse_overruled_data, register_schemas, to_run
+from gpipe.config import RunConfig, newest_run, register_schemas, to_run
 from gpipe.launch.errors import one_message, one_message_from_hydra
 from gpipe.programs.resume import continued
 from gpipe.programs.sweep import run_job
@@ -34,10 +34,10 @@ def main(composed: DictConfig) -> float | None:
     job = HydraConfig.get()
     folder, overrides = Path(os.path.relpath(job.runtime.output_dir)), list(job.overrides.task)
     if job.mode is RunMode.MULTIRUN:
-        return run_job(folder, overrides, composed.data.name, partial(check, composed, overrides), train)
+        return run_job(folder, overrides, composed.data.name, partial(check, composed), train)
     try:
         with one_message(debug=composed.launch.debug):
-            run = check(composed, overrides)
+            run = check(composed)
             with continued(run, folder, is_dated=is_dated(job)) as at:
                 train(run, at, overrides)
     finally:
@@ -51,9 +51,8 @@ def is_dated(job: HydraConf) -> bool:
     return "${date_folder:" in OmegaConf.to_yaml(job.run)
 
 
-def check(composed: DictConfig, overrides: list[str]) -> RunConfig:
+def check(composed: DictConfig) -> RunConfig:
     """Return the checked settings; an error, such as data that is not there, comes before anything heavy is loaded."""
-    refuse_overruled_data(composed, overrides)
     run = to_run(composed)
     if run.init_from is not None:
         run = replace(run, init_from=newest_run(run.init_from))

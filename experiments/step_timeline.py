@@ -23,7 +23,7 @@ from gpipe.results.records import RECORD_FILE, Record, read_records
 from gpipe.results.reproduction import add_record
 
 EXPERIMENT = "step_timeline"
-RECIPES = ("table2_amoebanet_d", "table2_transformer_lm")
+EXPERIMENTS = ("table2_amoebanet_d_laptop", "table2_transformer_lm_laptop")
 SHAPE = ("pipeline.num_stages=2", "pipeline.num_microbatches=8", "trainer.timeline_every_steps=1")
 ROOT = Path(__file__).parent.parent
 
@@ -39,9 +39,9 @@ def read_events(trace: Path) -> list[list[Any]]:
     return rows
 
 
-def run(recipe: str, overrides: list[str]) -> Record:
+def run(experiment: str, overrides: list[str]) -> Record:
     """Train a model of Table 2 and return the run's record, with the tasks of its last step."""
-    command = ["train.py", "+experiment=table2_throughput", "scale=laptop", f"recipe={recipe}", *SHAPE, *overrides]
+    command = ["train.py", f"+experiment={experiment}", *SHAPE, *overrides]
     with TemporaryDirectory() as folder:
         subprocess.run([sys.executable, *command, f"hydra.run.dir={folder}/run"], cwd=ROOT, check=True)
         record = read_records(Path(folder) / "run" / RECORD_FILE)[0]
@@ -51,9 +51,9 @@ def run(recipe: str, overrides: list[str]) -> Record:
     return replace(record, command=f"python experiments/{EXPERIMENT}.py", experiment=EXPERIMENT, results=results)
 
 
-def quickest(recipe: str, overrides: list[str], num_runs: int) -> Record:
+def quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
     """Return the record of the run whose last step was the quickest, and from how many runs it was taken."""
-    records = [run(recipe, overrides) for _ in range(num_runs)]
+    records = [run(experiment, overrides) for _ in range(num_runs)]
     best = min(records, key=lambda record: max(end for *_, end in record.results["events"]))
     return replace(best, results={"num_runs": num_runs, **best.results})
 
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=4, help="of each model; default: %(default)s")
     parser.add_argument("--print", action="store_true", help="print the records instead of adding them")
     options = parser.parse_args()
-    for found in [quickest(recipe, options.overrides, options.runs) for recipe in RECIPES]:
+    for found in [quickest(experiment, options.overrides, options.runs) for experiment in EXPERIMENTS]:
         if options.print:
             print(found)
         else:

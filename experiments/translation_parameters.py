@@ -68,7 +68,7 @@ def paper_models() -> list[dict[str, Any]]:
 
 
 def laptop_models() -> list[dict[str, Any]]:
-    """Count the deep and the wide model of `+experiment=deep_or_wide scale=laptop`."""
+    """Count the deep and the wide model of `+experiment=deep_or_wide_laptop`."""
     base = OmegaConf.load(LAPTOP / "transformer_multilingual.yaml").model
     found = []
     for sizes in sorted((LAPTOP / "deep_or_wide_sizes").glob("*.yaml")):

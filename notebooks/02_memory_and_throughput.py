@@ -563,7 +563,7 @@ if measured:
     legend_above(figure, axes[0, 0])
     plt.show()
 else:
-    show("Not run yet: `python train.py -m +experiment=table2_throughput scale=laptop reproduction=table2_throughput`.")
+    show("Not run yet: `python train.py -m +experiment=table2_throughput_laptop reproduction=table2_throughput`.")
 
 # %% [markdown]
 # ## 3. A real step

@@ -42,8 +42,8 @@ BLUE, OCHRE, GREEN = "#4878a8", "#96750f", "#7d9d5b"
 plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 FOLDER = Path("../reproductions/table4_imagenet_and_transfer")
-PRE_TRAINING = "python train.py +experiment=amoebanet_fashion_mnist scale=laptop"
-TRANSFERS = "python train.py -m +experiment=transfer_table scale=laptop"
+PRE_TRAINING = "python train.py +experiment=amoebanet_fashion_mnist_laptop"
+TRANSFERS = "python train.py -m +experiment=transfer_table_laptop"
 
 records, paper = read_records(FOLDER / RUNS_FILE), read_paper(FOLDER)
 titles = {row["data"]: row["title"] for row in paper}

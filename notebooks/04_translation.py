@@ -124,8 +124,8 @@ def tell_not_run(what: str, command: str) -> str:
     return f"{what}: not run. The command is `{command}`."
 
 
-MULTILINGUAL_COMMAND = "python train.py -m +experiment=transformer_multilingual scale=laptop seed=0,1,2"
-BILINGUAL_COMMAND = "python train.py -m +experiment=bilingual scale=laptop"
+MULTILINGUAL_COMMAND = "python train.py -m +experiment=transformer_multilingual_laptop seed=0,1,2"
+BILINGUAL_COMMAND = "python train.py -m +experiment=bilingual_laptop"
 SCORES_COMMAND = "python experiments/bleu.py <the run's folder>"
 
 

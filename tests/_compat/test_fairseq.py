@@ -58,7 +58,7 @@ for module in {MODULES} * 2:
 assert state() == before
 assert ConfigStore.instance().repo is store
 with initialize_config_dir({str(CONF)!r}, version_base="1.3"):
-    to_run(compose("train", ["+experiment=amoebanet_imagenet", "scale=laptop"]))
+    to_run(compose("train", ["+experiment=amoebanet_imagenet_laptop"]))
 """)
     assert printed == ""
 

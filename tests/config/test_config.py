@@ -18,7 +18,6 @@ from gpipe.config import (
     ConfigError,
     ModelConfig,
     RunConfig,
-    refuse_overruled_data,
     to_plain,
     to_run,
     to_yaml,
@@ -29,10 +28,9 @@ ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 pytestmark = pytest.mark.usefixtures("composer")
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
 GROUPS = ("model", "data", "pipeline", "optimizer", "launch", "tracking")
 # What an experiment cannot do without and does not choose.
-GIVEN = {name: ["init_from=null"] for name in ("transfer", "transfer_kornblith", "transfer_table")}
+GIVEN = {name: ["init_from=null"] for name in EXPERIMENTS if name.startswith("transfer_") or name == "transfer"}
 # What a choice goes with that is not for the default model or data, by the beginning of its name.
 PARTNER = {
     "transformer_lm": "data=random_tokens",
@@ -64,21 +62,24 @@ def test_the_defaults_compose() -> None:
     assert run.launch.num_processes == 1
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_composes_at_every_scale(experiment: str, scale: str) -> None:
-    run = run_of(f"+experiment={experiment}", f"scale={scale}", *GIVEN.get(experiment, []))
-    assert run.name == (experiment if scale == "paper" else f"{experiment}_{scale}")
+def test_every_experiment_composes_under_its_name(experiment: str) -> None:
+    run = run_of(f"+experiment={experiment}", *GIVEN.get(experiment, []))
+    assert run.name == re.sub("table2_(amoebanet_d|transformer_lm)", "table2_throughput", experiment)  # halves of it
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if not name.endswith("_laptop")])
+def test_every_experiment_has_a_laptop_variant_of_the_same_kind(experiment: str) -> None:
+    paper, laptop = (run_of(f"+experiment={name}", "init_from=null") for name in (experiment, f"{experiment}_laptop"))
+    assert (type(laptop.model), laptop.optimizer.name) == (type(paper.model), paper.optimizer.name)
+    assert laptop.launch.device.value == "cpu"
+    assert laptop.pipeline.num_stages <= 2
 
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_of_every_group_composes(group: str, name: str) -> None:
     partner = next((each for beginning, each in PARTNER.items() if name.startswith(beginning)), None)
     run_of(f"{group}={name}", *([partner] if partner else []))
-
-
-def test_the_paper_is_the_default_scale() -> None:
-    assert run_of("+experiment=amoebanet_imagenet") == run_of("+experiment=amoebanet_imagenet", "scale=paper")
 
 
 def test_amoebanet_imagenet_is_the_recipe_of_the_paper() -> None:
@@ -104,31 +105,24 @@ def test_amoebanet_imagenet_is_the_recipe_of_the_paper() -> None:
 
 
 def test_laptop_scale_keeps_the_architecture_and_shrinks_it() -> None:
-    paper, laptop = (run_of("+experiment=amoebanet_imagenet", f"scale={scale}") for scale in ("paper", "laptop"))
+    paper, laptop = (run_of(f"+experiment=amoebanet_imagenet{suffix}") for suffix in ("", "_laptop"))
     assert to_plain(laptop)["model"]["variant"] == to_plain(paper)["model"]["variant"]
     assert to_plain(laptop)["model"]["num_filters"] < to_plain(paper)["model"]["num_filters"]
     assert laptop.data.name == "fashion_mnist_embedded"
     assert (laptop.pipeline.num_stages, laptop.launch.num_processes) == (2, 2)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_the_command_line_wins_over_the_scale(scale: str) -> None:
-    run = run_of("+experiment=amoebanet_imagenet", f"scale={scale}", "model.num_filters=40", "trainer.num_epochs=7")
+@pytest.mark.parametrize("experiment", ["amoebanet_imagenet", "amoebanet_imagenet_laptop"])
+def test_a_value_on_the_command_line_wins_over_the_experiment(experiment: str) -> None:
+    run = run_of(f"+experiment={experiment}", "model.num_filters=40", "trainer.num_epochs=7")
     assert to_plain(run)["model"]["num_filters"] == 40
     assert run.trainer.num_epochs == 7
 
 
 def test_a_choice_on_the_command_line_wins_over_the_experiment() -> None:
-    run = run_of("+experiment=amoebanet_imagenet", "scale=laptop", "model=amoebanet_a", "optimizer=sgd")
+    run = run_of("+experiment=amoebanet_imagenet_laptop", "model=amoebanet_a", "optimizer=sgd")
     assert to_plain(run)["model"]["variant"] == "a"
     assert run.optimizer.name == "sgd"
-
-
-def test_a_data_set_that_the_scale_would_overrule_is_refused() -> None:
-    overrides = ["+experiment=amoebanet_imagenet", "scale=laptop", "data=fashion_mnist"]
-    with pytest.raises(ConfigError, match="data=fashion_mnist has no effect"):
-        refuse_overruled_data(composed(*overrides), overrides)
-    refuse_overruled_data(composed("data=fashion_mnist"), ["data=fashion_mnist"])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +249,8 @@ def test_a_transfer_sees_whole_images_at_the_papers_size(data: str) -> None:
     run = to_plain(run_of("+experiment=transfer", f"data={data}", "init_from=null"))
     assert (run["data"]["name"], run["data"]["crop_scale"], run["data"]["center_crop"]) == (data, None, 1.0)
     assert run["data"]["image_size"] == (64 if data == "digits" else 480)
-    laptop = to_plain(run_of("+experiment=transfer", f"data={data}", "init_from=null", "scale=laptop"))
+    table = ["data.image_size=64", "data.channels=1"]  # hydra.sweeper.params of transfer_table_laptop
+    laptop = to_plain(run_of("+experiment=transfer_laptop", f"data={data}", "init_from=null", *table))
     assert (laptop["data"]["name"], laptop["data"]["image_size"], laptop["data"]["channels"]) == (data, 64, 1)
 
 
@@ -306,13 +301,13 @@ def test_the_transformers_are_those_of_tables_2_and_3() -> None:
         assert {"vocabulary_size": 32_000, "sequence_length": 1024}.items() <= run["data"].items()
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_the_throughput_table_is_the_grid_of_table_2(scale: str) -> None:
-    overrides = ["+experiment=table2_throughput", f"scale={scale}"]
+    overrides = [f"+experiment=table2_throughput{'_laptop' if scale == 'laptop' else ''}"]
     params = compose("train", overrides=overrides, return_hydra_config=True).hydra.sweeper.params
     assert params["pipeline.num_stages"] == ("2,4,8" if scale == "paper" else "1,2")
     assert params["pipeline.num_microbatches"] == "1,4,32"
-    found = [run_of(*overrides, f"recipe={recipe}") for recipe in params["recipe"].split(",")]
+    found = [run_of(*overrides, f"experiment={half}") for half in params["experiment"].split(",")]
     families = [(run.model.family, run.data.name) for run in found]
     assert families == [("amoebanet", "random_images"), ("transformer_lm", "random_tokens")]
     if scale == "paper":
@@ -396,14 +391,13 @@ def test_settings_survive_yaml() -> None:
     assert OmegaConf.to_container(OmegaConf.create(to_yaml(run))) == to_plain(run)
 
 
-def test_the_help_names_every_experiment_and_choice() -> None:
+def test_the_commands_of_the_help_compose() -> None:
     text = OmegaConf.load(CONF / "train.yaml").hydra.help.template
-    choices = {name for group, name in CHOICES if sum(group == other for other, _ in CHOICES) > 1}
-    assert {*EXPERIMENTS, *SCALES, *choices} <= set(re.findall(r"\w+", text))
-    assert len(text.splitlines()) <= 40
-    for command in re.findall(r"python train.py (.*)", text):
-        overrides = [word for word in command.partition("  ")[0].split() if word != "-m" and "," not in word]
-        run_of(*overrides)
+    assert "$APP_CONFIG_GROUPS" in text
+    commands = re.findall(r"python train.py (.*)", text)
+    for command in commands:
+        run_of(*(word for word in command.partition("  ")[0].split() if word != "-m" and "," not in word))
+    assert len(commands) >= 4
 
 
 @pytest.mark.parametrize("search", sorted(path.stem for path in (CONF / "search").glob("*.yaml")))
@@ -420,9 +414,9 @@ def test_a_job_on_slurm_has_a_gpu_a_stage_and_is_queued_again_at_its_time_limit(
     assert hydra.launcher.max_num_timeout > 0 and hydra.launcher.signal_delay_s >= 120
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_the_transfer_table_is_every_set_of_table_4_with_five_seeds(scale: str) -> None:
-    overrides = ["+experiment=transfer_table", f"scale={scale}", "init_from=null"]
+    overrides = [f"+experiment=transfer_table{'_laptop' if scale == 'laptop' else ''}", "init_from=null"]
     params = compose("train", overrides=overrides, return_hydra_config=True).hydra.sweeper.params
     paper = {"cifar10", "cifar100", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap"}
     assert set(params["data"].split(",")) == paper | ({"digits", "mnist_5k"} if scale == "laptop" else set())

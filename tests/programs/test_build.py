@@ -65,7 +65,7 @@ def test_measured_seconds_cut_the_layers_too() -> None:
 
 
 LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", "data=random_tokens", "trainer.batch_size=8")
-TRANSLATION = ("+experiment=transformer_multilingual", "scale=laptop", "trainer.batch_size=8")
+TRANSLATION = ("+experiment=transformer_multilingual_laptop", "trainer.batch_size=8")
 
 
 @pytest.mark.parametrize("cut", PartitionBy)

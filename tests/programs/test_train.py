@@ -91,7 +91,7 @@ def test_the_first_hint_goes_on_from_the_runs_checkpoint(
 def test_help_is_for_newcomers(tmp_path: Path) -> None:
     done = start(tmp_path, "--help")
     assert done.returncode == 0
-    assert "+experiment=amoebanet_imagenet scale=laptop" in done.stdout
+    assert "+experiment=amoebanet_imagenet_laptop" in done.stdout
     assert len(done.stdout.splitlines()) <= 40
     assert list(tmp_path.iterdir()) == []
 

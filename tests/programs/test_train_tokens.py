@@ -81,8 +81,8 @@ def test_a_transformer_on_images_is_refused_before_anything_is_built(tmp_path: P
 
 def test_the_throughput_table_tells_speeds_and_which_cells_this_machine_cannot_run(tmp_path: Path) -> None:
     tiny = [item for item in TINY if item.startswith(("model.", "data.")) and item not in TOKENS]
-    cells = ["recipe=table2_transformer_lm", "pipeline.num_stages=2,4096", "pipeline.num_microbatches=4"]
-    experiment = ["+experiment=table2_throughput", "scale=laptop", "trainer.max_steps=3", "tracking=disabled"]
+    cells = ["experiment=table2_transformer_lm_laptop", "pipeline.num_stages=2,4096", "pipeline.num_microbatches=4"]
+    experiment = ["+experiment=table2_throughput_laptop", "trainer.max_steps=3", "tracking=disabled"]
     done = start(tmp_path, "-m", *experiment, *tiny, *cells)
     assert (done.returncode, done.stderr) == (0, "")
     assert "table2_throughput_laptop: not evaluated after 3 steps" in done.stdout

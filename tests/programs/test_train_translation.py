@@ -158,8 +158,8 @@ def test_the_models_of_section_5_have_the_papers_number_of_accelerators(name: st
 
 def test_the_small_deep_and_wide_models_are_of_equal_size() -> None:
     sizes = []
-    for recipe in ("translation_deep", "translation_wide"):
-        layers = build.build_layers(run_of("+experiment=deep_or_wide", "scale=laptop", f"recipe={recipe}"))
+    for model in ("translation_t4_128_4", "translation_t2_256_8"):
+        layers = build.build_layers(run_of("+experiment=deep_or_wide_laptop", f"model={model}"))
         products = [parameter.numel() for parameter in layers.parameters() if parameter.ndim > 1]
         sizes.append((len(layers), sum(products)))
     assert [size for _, size in sizes] == [sizes[0][1]] * 2 and sizes[0][0] > sizes[1][0]
@@ -173,7 +173,7 @@ def test_a_translation_is_planned_in_sentences() -> None:
 
 
 def test_the_bilingual_sweep_is_of_the_low_resource_half() -> None:
-    overrides = ["+experiment=bilingual", "scale=laptop"]
+    overrides = ["+experiment=bilingual_laptop"]
     sweep = compose("train", overrides=overrides, return_hydra_config=True).hydra.sweeper.params
     data = run_of(*overrides).data
     tokenizer = open_tokenizer(data.name, None)

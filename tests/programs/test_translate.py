@@ -27,8 +27,7 @@ from tests.programs.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "+experiment=transformer_multilingual",
-    "scale=laptop",
+    "+experiment=transformer_multilingual_laptop",
     "data.languages=[ga,io,de]",
     "data.max_tokens=40",
     "model.num_layers=1",

@@ -83,7 +83,7 @@ def test_a_course_is_summed_up(nll: tuple[float, ...], outcome: str, rise: float
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert deep_or_wide([]) == "Not run: train.py -m +experiment=deep_or_wide scale=laptop.\n"
-    assert deep_training([]) == "Not run: train.py -m +experiment=deep_training scale=laptop.\n"
+    assert deep_or_wide([]) == "Not run: train.py -m +experiment=deep_or_wide_laptop.\n"
+    assert deep_training([]) == "Not run: train.py -m +experiment=deep_training_laptop.\n"
     assert deep_or_wide_models([]) == "Not run: experiments/translation_parameters.py.\n"
     assert deep_training([deep(0, [])]).endswith("| trained: 1 |\n"), "an old record has no course"

@@ -27,7 +27,7 @@ def some_record() -> Record:
     """The record of a run that was not."""
     return make_record(
         kind="measured",
-        command="python train.py +experiment=amoebanet_imagenet scale=laptop",
+        command="python train.py +experiment=amoebanet_imagenet_laptop",
         experiment="amoebanet_imagenet",
         config={"pipeline": {"num_stages": 2}},
         seed=3,

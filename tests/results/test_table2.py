@@ -178,7 +178,7 @@ def test_the_laptops_speeds_are_told_over_both_bases() -> None:
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert table2_laptop([]) == "Not run: train.py -m +experiment=table2_throughput scale=laptop.\n"
+    assert table2_laptop([]) == "Not run: train.py -m +experiment=table2_throughput_laptop.\n"
     assert table2_laptop_equal([]).endswith("trainer.batch_size=128.\n")
     for table in (table2_breakdown, table2_partitions, table2_figures, table2_run):
         assert table([]) == "Not run: experiments/table2_throughput.py.\n"

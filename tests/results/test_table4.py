@@ -100,7 +100,7 @@ def test_each_learning_rate_has_a_row() -> None:
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert transfer_laptop([]) == "Not run: train.py -m +experiment=transfer_table scale=laptop.\n"
+    assert transfer_laptop([]) == "Not run: train.py -m +experiment=transfer_table_laptop.\n"
     assert table4_cost([]) == "Not run: experiments/table4_cost.py.\n"
     only_tuned = transfer_laptop([record("transfer_laptop", "digits", 0, 0.5)])
     assert cells(only_tuned)[0][-1] == "not run: one of the two is missing"

@@ -38,6 +38,6 @@ def test_each_mini_batch_is_compared_with_the_next_smaller_one_seed_by_seed() ->
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert table5_laptop([]) == table5_run([]) == "Not run: train.py -m +experiment=batch_size scale=laptop.\n"
+    assert table5_laptop([]) == table5_run([]) == "Not run: train.py -m +experiment=batch_size_laptop.\n"
     unscored = table5_laptop([trained(LAPTOP, 0, {})])
     assert unscored.endswith("BLEU and chrF: not run: experiments/bleu.py.\n")

@@ -19,7 +19,7 @@ from gpipe.config.pipeline import (
     PipelineSchedule,
     Rematerialize,
 )
-from gpipe.config.run import RunConfig, read_yaml, refuse_overruled_data, register_schemas, to_plain, to_run, to_yaml
+from gpipe.config.run import RunConfig, read_yaml, register_schemas, to_plain, to_run, to_yaml
 from gpipe.config.training import (
     AdafactorConfig,
     AdamWConfig,
@@ -81,7 +81,6 @@ __all__ = [
     "compose_plain",
     "newest_run",
     "read_yaml",
-    "refuse_overruled_data",
     "register_schemas",
     "to_plain",
     "to_run",

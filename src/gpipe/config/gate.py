@@ -12,13 +12,15 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe.config.checks import ConfigError
+from gpipe.config.choices import drop_replaced_values
 from gpipe.environment_secrets import find_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
@@ -71,6 +73,7 @@ _FILES = {"output": "", "data.cache": "", "reproduction": _NAME}
 _EMPTY = ("hydra.job.env_set", "hydra.launcher.setup", "hydra.launcher.srun_args", "hydra.sweeper.custom_search_space")
 
 _compose = ConfigLoaderImpl.load_configuration
+_merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _search = ConfigLoaderImpl._process_config_searchpath
 
 
@@ -80,6 +83,7 @@ def guard_composition() -> None:
     `${oc.env:...}` is an error.
     """
     ConfigLoaderImpl.load_configuration = _composed_and_checked  # type: ignore[method-assign]
+    ConfigLoaderImpl._compose_config_from_defaults_list = _merged_by_choice  # type: ignore[method-assign]
     ConfigLoaderImpl._process_config_searchpath = _searched_and_checked  # type: ignore[method-assign, assignment]
     OmegaConf.register_new_resolver("oc.env", _NoEnvironment(), replace=True)
 
@@ -176,9 +180,16 @@ def _composed_and_checked(
 ) -> DictConfig:
     for override in overrides:  # before Hydra can complain of one and repeat it
         _refuse_secret(override.partition("=")[0] if "=" in override else "an override", override)
+    self.words = overrides  # type: ignore[attr-defined]  # for _merged_by_choice
     composed = _compose(self, config_name, overrides, *args, **settings)
     refuse(composed, overrides)
     return composed
+
+
+@wraps(_merge)
+def _merged_by_choice(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+    drop_replaced_values(defaults, repo, self.words)  # type: ignore[attr-defined]
+    return _merge(self, defaults, repo)
 
 
 @wraps(_search)

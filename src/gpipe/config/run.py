@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
 from gpipe.config.checks import ConfigError, at_least, countable, require
@@ -180,22 +181,13 @@ def to_run(composed: DictConfig) -> RunConfig:
             "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
             "init_from=null to train from scratch."
         )
-    run = OmegaConf.to_object(composed)
+    try:
+        run = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ConfigError) else str(error).partition("\n")[0]
+        raise ConfigError(f"{error.full_key}: {cause}") from error
     assert isinstance(run, RunConfig)
     return run
-
-
-def refuse_overruled_data(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse `data=...` on the command line where a scale brings a data set of its own, which would win silently.
-
-    overrides: the command line's, as Hydra lists them. Raises ConfigError.
-    """
-    chosen = next((value for key, _, value in (item.partition("=") for item in overrides) if key == "data"), None)
-    if chosen is not None and chosen != composed.data.name:
-        raise ConfigError(
-            f"data={chosen} has no effect, because scale=laptop brings data.name={composed.data.name}: "
-            "leave out one of the two."
-        )
 
 
 def refuse_added_keys(node: DictConfig, path: str) -> None:

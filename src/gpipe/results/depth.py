@@ -25,7 +25,7 @@ from gpipe.results.translation_runs import (
 from gpipe.results.verdict import Interval, over_seeds_and_parts
 
 DEEP_TRAINING = "deep_training_laptop"
-_COMMAND = "train.py -m +experiment={} scale=laptop"
+_COMMAND = "train.py -m +experiment={}_laptop"
 _FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}
 _TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BLEU"}
 

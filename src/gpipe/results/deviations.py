@@ -17,14 +17,14 @@ _SOURCES = ("conf/**/*.yaml", "src/gpipe/**/*.py", "experiments/**/*.py")
 _IMAGES = (
     "conf/data/imagenet.yaml", "conf/data/cifar10.yaml", "conf/data/cifar100.yaml", "conf/data/stanford_cars.yaml",
     "conf/data/oxford_pets.yaml", "conf/data/food101.yaml", "conf/data/fgvc_aircraft.yaml", "conf/data/birdsnap.yaml",
-    "conf/experiment/amoebanet_*.yaml", "conf/experiment/transfer*.yaml", "conf/recipe/imagenet.yaml",
-    "conf/optimizer/rmsprop.yaml", "src/gpipe/data/images/augmentation.py", "src/gpipe/training/*.py",
+    "conf/experiment/amoebanet_*.yaml", "conf/experiment/transfer*.yaml", "conf/optimizer/rmsprop.yaml",
+    "src/gpipe/data/images/augmentation.py", "src/gpipe/training/*.py",
 )  # fmt: skip
 _AMOEBANET = ("conf/model/amoebanet_*.yaml", "src/gpipe/models/amoebanet*.py", "src/gpipe/models/linear.py")
 _TRANSFORMER = ("conf/model/transformer_lm*.yaml", "src/gpipe/models/transformer*.py")
 _TRANSLATION = (
-    "conf/recipe/translation*.yaml", "conf/model/translation_*.yaml", "src/gpipe/models/translation*.py",
-    "src/gpipe/models/transformer*.py", "conf/data/multilingual_*.yaml", "conf/data/parallel_text.yaml",
+    "conf/experiment/transformer_multilingual.yaml", "conf/model/translation_*.yaml",
+    "src/gpipe/models/translation*.py", "src/gpipe/models/transformer*.py", "conf/data/multilingual_*.yaml", "conf/data/parallel_text.yaml",
     "conf/data/binarized.yaml", "src/gpipe/data/text/sentence_walk.py", "conf/optimizer/adam.yaml",
 )  # fmt: skip
 _PIPELINE = ("conf/pipeline/*.yaml", "src/gpipe/pipeline/*.py", "conf/launch/*.yaml")
@@ -37,7 +37,6 @@ _PLACES = {
     "figure3_multilingual": (
         *_PIPELINE,
         *_TRANSLATION,
-        "conf/experiment/transformer_multilingual.yaml",
         "conf/experiment/bilingual.yaml",
         "conf/experiment/deep_*.yaml",
     ),

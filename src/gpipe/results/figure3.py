@@ -32,10 +32,7 @@ NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
 MULTILINGUAL = "transformer_multilingual_laptop"
 BILINGUAL = "bilingual_laptop"
-_COMMANDS = (
-    f"train.py -m +experiment={PAPER_SCALE[0]} scale=laptop seed=0,1,2 and "
-    "train.py -m +experiment=bilingual scale=laptop"
-)
+_COMMANDS = f"train.py -m +experiment={PAPER_SCALE[0]}_laptop seed=0,1,2 and train.py -m +experiment=bilingual_laptop"
 _NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
 
 Pairs = Mapping[str, tuple[Trained, Trained]]

@@ -15,7 +15,7 @@ Key = tuple[str, int, int]
 # The mini-batches of conf/experiment/table2_throughput.yaml: these a micro-batch where they grow with M, or equal ones.
 MICROBATCH_SIZE = 4
 EQUAL_BATCH_SIZE = 128
-_RECIPES = {"amoebanet": "table2_amoebanet_d", "transformer_lm": "table2_transformer_lm"}
+_EXPERIMENTS = {"amoebanet": "table2_amoebanet_d", "transformer_lm": "table2_transformer_lm"}
 
 
 def key_of(row: Mapping[str, str]) -> Key:
@@ -85,7 +85,7 @@ def held_against(paper: Paper) -> Differences:
         if family not in cells:
             return [f"model.family: {family} (paper scale: {' or '.join(cells)})"]
         num_stages, num_microbatches = tuple(cell) if tuple(cell) in cells[family] else cells[family][0]
-        command = [f"+experiment={run.experiment}", f"recipe={_RECIPES[family]}"]
+        command = [f"+experiment={_EXPERIMENTS[family]}"]
         command += [f"pipeline.num_stages={num_stages}", f"pipeline.num_microbatches={num_microbatches}"]
         if _has_batch(run, "equal"):
             command.append(f"trainer.batch_size={EQUAL_BATCH_SIZE}")

@@ -104,12 +104,12 @@ def table2_figures(records: Sequence[Record]) -> str:
 
 def table2_laptop(records: Sequence[Record]) -> str:
     """Return the small models' measured speeds where the mini-batch grows with M."""
-    return _laptop(records, "fixed", "train.py -m +experiment=table2_throughput scale=laptop")
+    return _laptop(records, "fixed", "train.py -m +experiment=table2_throughput_laptop")
 
 
 def table2_laptop_equal(records: Sequence[Record]) -> str:
     """Return the small models' measured speeds with the same mini-batch in every cell."""
-    command = f"train.py -m +experiment=table2_throughput scale=laptop trainer.batch_size={EQUAL_BATCH_SIZE}"
+    command = f"train.py -m +experiment=table2_throughput_laptop trainer.batch_size={EQUAL_BATCH_SIZE}"
     return _laptop(records, "equal", command)
 
 

@@ -85,7 +85,7 @@ def transfer_laptop(records: Sequence[Record]) -> str:
         gains = _gain(_gains(scratch, tuned))
         rows.append([data, f"{rate:g}", *_spread(top1[0].values()), *_spread(top1[1].values()), *gains])
     if not rows:
-        return not_run("train.py -m +experiment=transfer_table scale=laptop")
+        return not_run("train.py -m +experiment=transfer_table_laptop")
     spread = ["deviation", "runs"]
     header = ["data set", "learning rate", "from scratch", *spread, "fine-tuned", *spread, "gain, mean (smallest)"]
     return markdown([*header, "pre-training helps"], rows)

@@ -13,7 +13,7 @@ from gpipe.results.verdict import Interval, over_seeds
 
 PAPER_SCALE = "batch_size"
 LAPTOP = "batch_size_laptop"
-_COMMAND = "train.py -m +experiment=batch_size scale=laptop"
+_COMMAND = "train.py -m +experiment=batch_size_laptop"
 
 
 def table5(records: Sequence[Record], paper: Paper) -> str:

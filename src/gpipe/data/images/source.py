@@ -8,7 +8,7 @@ from pathlib import Path
 from gpipe.data.images.image_set import ImageSet
 
 EMBEDDED_ALTERNATIVE = (
-    "data=fashion_mnist_embedded, or an experiment with scale=laptop, uses photographs that come with this package."
+    "data=fashion_mnist_embedded, or an experiment named ..._laptop, uses photographs that come with this package."
 )
 SPLITS = ("train", "test")
 

@@ -1,0 +1,81 @@
+"""A file that is chosen on the command line is in force, or is refused, whatever the experiment says."""
+
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose
+from omegaconf import OmegaConf
+
+from gpipe.config import ConfigError, to_run
+
+CONF = Path(__file__).parents[2] / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+FILES = {
+    group: sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    for group in ("model", "data", "pipeline", "optimizer", "launch", "tracking")
+}
+pytestmark = pytest.mark.usefixtures("composer")
+
+
+def raw(*overrides: str) -> dict[str, Any]:
+    """Compose without resolving interpolations, so that a value that follows from another one is what its file says."""
+    plain = OmegaConf.to_container(compose("train", overrides=[*overrides, "init_from=null"]), resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+@cache
+def said_by(group: str, name: str) -> Any:
+    """What a file of a group says by itself, without an experiment."""
+    return raw(f"{group}={name}")[group]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_choice_is_in_force_in_every_experiment(experiment: str) -> None:
+    """All groups are chosen at once, so that the number of compositions is that of the largest group's files."""
+    alone = raw(f"+experiment={experiment}")
+    for number in range(max(map(len, FILES.values()))):
+        chosen = {group: names[number % len(names)] for group, names in FILES.items()}
+        found = raw(f"+experiment={experiment}", *(f"{group}={name}" for group, name in chosen.items()))
+        assert found == {**alone, **{group: said_by(group, name) for group, name in chosen.items()}}
+
+
+@pytest.mark.parametrize("experiment", ["transfer_kornblith_laptop", "transformer_multilingual_laptop"])
+def test_a_choice_alone_leaves_the_rest_of_an_experiment_as_it_is_or_is_refused(experiment: str) -> None:
+    alone = raw(f"+experiment={experiment}")
+    for group, names in FILES.items():
+        for name in names:
+            composed = compose("train", overrides=[f"+experiment={experiment}", f"{group}={name}", "init_from=null"])
+            assert OmegaConf.to_container(composed, resolve=False) == {**alone, group: said_by(group, name)}
+            with suppress(ConfigError):  # a sentence, as tests/config/test_config.py has them
+                to_run(composed)
+
+
+def test_an_interleaved_pipeline_at_laptop_scale_has_two_devices() -> None:
+    run = to_run(compose("train", overrides=["+experiment=amoebanet_imagenet_laptop", "pipeline=interleaved"]))
+    assert (run.pipeline.num_stages, run.pipeline.stages_per_device, run.launch.num_processes) == (4, 2, 2)
+
+
+def test_values_on_the_command_line_are_said_of_the_chosen_file() -> None:
+    words = ["+experiment=amoebanet_imagenet_laptop", "model.num_filters=24", "model=amoebanet_b"]
+    expected = {**raw("model=amoebanet_b")["model"], "num_filters": 24}
+    assert raw(*words)["model"] == expected
+
+
+def test_a_choice_in_an_inheriting_experiment_replaces_what_the_parent_says() -> None:
+    parent, child = raw("+experiment=transformer_multilingual"), raw("+experiment=transformer_multilingual_laptop")
+    assert parent["data"]["vocabulary_size"] == 64_000
+    assert child["data"] == raw("model=translation_small", "data=multilingual_embedded")["data"]
+
+
+def test_an_experiment_of_ones_own_is_one_file(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults: [amoebanet_imagenet_laptop, _self_]\nname: mine\nmodel: {num_filters: 24}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    own = [f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine"]
+    inherited = raw("+experiment=amoebanet_imagenet_laptop")
+    assert raw(*own) == {**inherited, "name": "mine", "model": {**inherited["model"], "num_filters": 24}}
+    assert raw(*own, "model=amoebanet_d_small")["model"] == raw()["model"]
