@@ -23,9 +23,9 @@ _IMAGES = (
 _AMOEBANET = ("conf/model/amoebanet_*.yaml", "src/gpipe/models/amoebanet*.py", "src/gpipe/models/linear.py")
 _TRANSFORMER = ("conf/model/transformer_lm*.yaml", "src/gpipe/models/transformer*.py")
 _TRANSLATION = (
-    "conf/experiment/transformer_multilingual.yaml", "conf/model/translation_*.yaml",
-    "src/gpipe/models/translation*.py", "src/gpipe/models/transformer*.py", "conf/data/multilingual_*.yaml", "conf/data/parallel_text.yaml",
-    "conf/data/binarized.yaml", "src/gpipe/data/text/sentence_walk.py", "conf/optimizer/adam.yaml",
+    "conf/experiment/transformer_multilingual.yaml", "conf/model/translation_*.yaml", "conf/data/multilingual_*.yaml",
+    "conf/data/parallel_text.yaml", "conf/data/binarized.yaml", "conf/optimizer/adam.yaml",
+    "src/gpipe/models/translation*.py", "src/gpipe/models/transformer*.py", "src/gpipe/data/text/sentence_walk.py",
 )  # fmt: skip
 _PIPELINE = ("conf/pipeline/*.yaml", "src/gpipe/pipeline/*.py", "conf/launch/*.yaml")
 _PLACES = {
