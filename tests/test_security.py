@@ -58,7 +58,7 @@ CODE = {
     "chosen_words": "hydra: {sweeper: {params: {hydra/job_logging: evil}}}",
     "preset_words": "hydra: {overrides: {hydra: [hydra.run.dir=/tmp]}}",
     "reproduction": "reproduction: ../elsewhere",
-    "cache": "data: {cache: .ssh}",
+    "cache": "defaults: [_self_, override /data: parallel_text, override /model: transformer_lm]\ndata: {cache: .ssh}",
 }
 _REFUSAL = "expected (none: no configuration may name code|nothing, because a configuration may name no file)"
 _REFUSALS = {
@@ -87,7 +87,6 @@ def elsewhere(tmp_path: Path, monkeypatch) -> Path:
 @pytest.mark.parametrize("kind", CODE)
 def test_a_config_that_names_code_is_refused_before_anything_is_made_of_it(kind: str, elsewhere: Path) -> None:
     choices = {"hydra/launcher": "submitit_slurm"} if kind in _OF_SLURM else {}
-    choices |= {"data": "parallel_text", "model": "translation_small"} if kind == "cache" else {}
     choices |= {"hydra/sweeper": "optuna"} if kind in ("sampler", "function", "study") else {}
     with pytest.raises(HydraException, match=_REFUSALS.get(kind, _REFUSAL)):
         compose_with(elsewhere, CODE[kind], *(f"{group}={name}" for group, name in choices.items()))
@@ -98,7 +97,7 @@ def test_a_config_that_names_code_is_refused_before_anything_is_made_of_it(kind:
 def test_a_job_that_a_launcher_starts_elsewhere_is_guarded_too(elsewhere: Path, monkeypatch) -> None:
     """It composes for itself, also what a search puts into its words; launchers hand it Hydra's state as a pickle."""
     state = cloudpickle.dumps(Singleton.get_state())
-    for name in ("load_configuration", "_process_config_searchpath"):
+    for name in ("load_configuration", "_process_config_searchpath", "_compose_config_from_defaults_list"):
         monkeypatch.setattr(ConfigLoaderImpl, name, getattr(ConfigLoaderImpl, name).__wrapped__)
     compose_with(elsewhere, CODE["run_folder"])  # as in a process that has not been told
     cloudpickle.loads(state)
