@@ -1,6 +1,6 @@
 """What a checkpoint costs a training: how long it stands still, beside torch.distributed.checkpoint.
 
-    python experiments/checkpoint_cost.py
+    python -m experiments.checkpoint_cost
 
 Two processes train a stage of linear layers each, with AdamW and moving averages: 16 bytes a parameter. The three ways
 to save take turns; meanwhile training goes on. All flush their files to the disk; ours hashes them too. A process
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,14 +30,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from gpipe import Pipeline
 from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.saver import Saver
-from gpipe.results.checkpoint_cost import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
 from gpipe.training.saved_state import model_tensors, saved_optimizer
+from reproductions import ROOT
+from reproductions.additions import add_record
+from reproductions.bubble.tables import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
 
-ROOT = Path(__file__).parent.parent
 NUM_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
 
 
@@ -146,7 +145,7 @@ if __name__ == "__main__":
     size, measured = queue.get()
     print(size, *measured, sep="\n", flush=True)
     config = {"num_bytes": size, "num_processes": NUM_PROCESSES, "rounds": options.rounds, "width": options.width}
-    record = make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment=EXPERIMENT,
+    record = make_record(kind="measured", experiment=EXPERIMENT,
                          config=config, seed=0, results={"rows": measured})  # fmt: skip
     if not options.print:
-        add_record(ROOT, "bubble", record)
+        add_record("bubble", record)

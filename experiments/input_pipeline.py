@@ -1,6 +1,6 @@
 """How many images a second are decoded and augmented, beside torchvision's ImageFolder and torch's DataLoader.
 
-    python experiments/input_pipeline.py
+    python -m experiments.input_pipeline
 
 Both read the same JPEG files, of about the size and the number of bytes of ImageNet's, with the same recipe:
 random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, an epoch each, every process on one thread;
@@ -28,15 +28,14 @@ from PIL import Image
 
 import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
 from gpipe.data import ImageFiles, ImageLoader, training_transform
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
+from reproductions.additions import add_record
 
 # isort: split
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-ROOT = Path(__file__).parent.parent
 WIDTH, HEIGHT, QUALITY = 500, 375, 90  # 114 KB a file; ImageNet's mean is 110
 
 
@@ -120,13 +119,13 @@ def main() -> None:
     config = {"num_images": options.num_images, "batch_size": options.batch_size, "rounds": options.rounds}
     config |= {"width": WIDTH, "height": HEIGHT, "quality": QUALITY}
     record = make_record(
-        kind="measured", command=f"python {' '.join(sys.argv)}", experiment="input_pipeline", config=config, seed=0,
+        kind="measured", experiment="input_pipeline", config=config, seed=0,
         results={"grid": grid, "mean_file_bytes": num_bytes},
     )  # fmt: skip
     if options.dry:
         print(json.dumps(asdict(record)))
         return
-    add_record(ROOT, "table4_imagenet_and_transfer", record)
+    add_record("table4_imagenet_and_transfer", record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the engine costs where there is nothing to pipeline: K = 1 beside a hand-written loop over micro-batches.
 
-    python experiments/one_stage_overhead.py
+    python -m experiments.one_stage_overhead
 
 A small AmoebaNet-D on one core; the two take turns, and the median of the paired ratios counts. Appends a record to
 reproductions/bubble/runs.jsonl and renders its README. About half a minute.
@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import gpipe
 from gpipe.models import amoebanet_d
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
+from reproductions.additions import add_record
 
-ROOT = Path(__file__).parent.parent
 NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32, 64
 
 
@@ -66,7 +63,7 @@ if __name__ == "__main__":
         "num_microbatches": NUM_MICROBATCHES, "image_size": IMAGE_SIZE,
     }  # fmt: skip
     add_record(
-        ROOT, "bubble",
-        make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="one_stage_overhead",
+        "bubble",
+        make_record(kind="measured", experiment="one_stage_overhead",
                     config=settings, seed=0, results=results),
     )  # fmt: skip

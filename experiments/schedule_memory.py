@@ -1,6 +1,6 @@
 """What each schedule costs in memory and gains in time, planned.
 
-    python experiments/schedule_memory.py
+    python -m experiments.schedule_memory
 
 Transformer-48 of the paper's Table 2 on eight devices of 16 GB with 32 micro-batches of one sequence: GPipe, 1F1B and
 interleaved 1F1B, with and without re-materialisation. Adds a record of planned numbers to reproductions/bubble/ and
@@ -10,19 +10,16 @@ renders its README. Seconds.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from table1_capacity import by_variance, planner_of
-from table1_columns import Column
-
+from experiments.table1_capacity.columns import Column
+from experiments.table1_capacity.plans import by_variance, planner_of
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.forecast import Setting
 from gpipe.planning.planner import Planner
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
+from reproductions.additions import add_record
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_LAYERS, NUM_DEVICES, NUM_MICROBATCHES = 48, 8, 32
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))  # with the stages of each device
 
@@ -56,13 +53,12 @@ def main() -> None:
     }
     record = make_record(
         kind="planned",
-        command="python experiments/schedule_memory.py",
         experiment="schedule_memory",
         config=settings,
         seed=0,
         results={"rows": rows},
     )
-    add_record(ROOT, "bubble", record)
+    add_record("bubble", record)
 
 
 if __name__ == "__main__":

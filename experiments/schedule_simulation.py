@@ -1,6 +1,6 @@
 """How well the simulator foretells the engine's steps, schedule by schedule.
 
-    python experiments/schedule_simulation.py
+    python -m experiments.schedule_simulation
 
 Stages of unequal layers that take a set time without the processor, one process a device over Gloo. The simulator is
 given those times and the schedule's tasks, and no measurement: what a step takes longer is the engine's and the
@@ -11,31 +11,28 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from engine_overhead import median_seconds
-from hand_written_loop import square
-from sleeping_layers import Sleeper, calibrate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
+from experiments.engine_overhead.engines import median_seconds
+from experiments.engine_overhead.hand_written_loop import square
+from experiments.engine_overhead.sleeping_layers import Sleeper, calibrate
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
 from gpipe.pipeline.timeline import simulate
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
+from reproductions.additions import add_record
 
 SHAPES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 4, 2)]  # with P and the stages of each device
 NUM_MICROBATCHES = 8
 MODES = ("never", "always")
 FORWARD, BACKWARD = 0.032, 0.064  # seconds of a device for a micro-batch, in the mean
 UNEVEN = (1.0, 1.2, 0.8, 1.0)  # stage by stage, and again from the start
-ROOT = Path(__file__).parent.parent
 
 
 def layer_of(stage: int, stages_per_device: int) -> Sleeper:
@@ -114,7 +111,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "uneven": UNEVEN, "rounds": options.rounds}
     add_record(
-        ROOT, "bubble",
-        make_record(kind="measured", command=f"python {' '.join(sys.argv)}", experiment="schedule_simulation",
+        "bubble",
+        make_record(kind="measured", experiment="schedule_simulation",
                     config=settings, seed=0, results={"grid": measure_all(options.rounds)}),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """When each task of a real step ran: the small models of Table 2 through two stages, for the notebooks to draw.
 
-    python experiments/step_timeline.py
+    python -m experiments.step_timeline
 
 Trains each model with train.py for a few steps, one process a stage, a core each, and takes the last step's tasks. Of
 several runs the one whose step was quickest counts, as other programs get in the way. Appends a record a model to
@@ -19,13 +19,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from gpipe.programs.outcome import TRACE_FILE
-from gpipe.results.records import RECORD_FILE, Record, read_records
-from gpipe.results.reproduction import add_record
+from gpipe.records import RECORD_FILE, Record, read_records
+from reproductions import ROOT
+from reproductions.additions import add_record
 
 EXPERIMENT = "step_timeline"
 EXPERIMENTS = ("table2_amoebanet_d_laptop", "table2_transformer_lm_laptop")
 SHAPE = ("pipeline.num_stages=2", "pipeline.num_microbatches=8", "trainer.timeline_every_steps=1")
-ROOT = Path(__file__).parent.parent
 
 
 def read_events(trace: Path) -> list[list[Any]]:
@@ -48,7 +48,7 @@ def run(experiment: str, overrides: list[str]) -> Record:
         events = read_events(Path(folder) / "run" / TRACE_FILE)
     kept = {key: record.results[key] for key in ("predicted_bubble", "partitions")}
     results = {**kept, "num_devices": record.config["pipeline"]["num_stages"], "events": events}
-    return replace(record, command=f"python experiments/{EXPERIMENT}.py", experiment=EXPERIMENT, results=results)
+    return replace(record, command=f"python -m experiments.{EXPERIMENT}", experiment=EXPERIMENT, results=results)
 
 
 def quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
@@ -68,4 +68,4 @@ if __name__ == "__main__":
         if options.print:
             print(found)
         else:
-            add_record(ROOT, "table2_throughput", found)
+            add_record("table2_throughput", found)

@@ -1,6 +1,6 @@
 """What the runs of the paper's Table 4 would compute, and for how long, from their own settings.
 
-    python experiments/table4_cost.py
+    python -m experiments.table4_cost
 
 Composes each experiment at the paper's scale, counts the FLOPs of an image on the meta device, and multiplies: forward,
 recomputation, and a backward of twice the forward. Adds a record of planned numbers to
@@ -10,17 +10,17 @@ reproductions/table4_imagenet_and_transfer/ and renders its README. Seconds, no 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 
 from gpipe.config import register_schemas, to_run
 from gpipe.programs.build import build_layers, build_plan
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record, read_paper
+from gpipe.records import make_record
+from reproductions import ROOT
+from reproductions.additions import add_record
+from reproductions.pages import read_paper
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
 SUSTAINED_FLOPS = 100e12  # a second and accelerator: what an A100 or TPUv4 may reach on such convolutions in bfloat16
 SLOTS = {"rmsprop": 2, "sgd": 1}  # tensors of a parameter's size that the optimiser keeps
@@ -58,13 +58,12 @@ def main() -> None:
         rows = [cost(row["data"], int(row["train"])) for row in read_paper(FOLDER)]
     record = make_record(
         kind="planned",
-        command="python experiments/table4_cost.py",
         experiment="table4_cost",
         config={"sustained_flops": SUSTAINED_FLOPS, "passes": PASSES},
         seed=0,
         results={"rows": rows},
     )
-    add_record(ROOT, FOLDER.name, record)
+    add_record(FOLDER.name, record)
 
 
 if __name__ == "__main__":

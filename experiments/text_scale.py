@@ -1,6 +1,6 @@
 """How much memory and time a corpus of pairs needs until the first mini-batch, by its number of pairs.
 
-    python experiments/text_scale.py
+    python -m experiments.text_scale
 
 Writes plain parallel text of 1, 4 and 16 million pairs (made-up sentences of two to four words, four languages) into a
 temporary folder and opens it as training does, each time in a fresh process: once to tokenise it into the cache, and
@@ -34,11 +34,11 @@ import numpy as np
 
 from gpipe.data import SPLITS, open_corpus, open_tokenizer
 from gpipe.data.text.multilingual_text import read_embedded
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
-from gpipe.results.text_scale import BUILD, EXPERIMENT, RESUME, START
+from gpipe.records import make_record
+from reproductions import ROOT
+from reproductions.additions import add_record
+from reproductions.figure3_multilingual.text_scale import BUILD, EXPERIMENT, RESUME, START
 
-ROOT = Path(__file__).parent.parent
 SHARES = {"a": 0.6, "b": 0.25, "c": 0.1, "d": 0.05}  # of the pairs, by language
 MAX_TOKENS, TEMPERATURE, SEED = 64, 1 / 0.7, 0
 NUM_HALVES, BLOCK = 1 << 13, 100_000
@@ -111,8 +111,18 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 def watch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
     """Let a fresh process open the corpus, and return what it says with the peaks of its memory."""
-    arguments = [sys.executable, __file__, "--open", str(root), "--what", what, "--batch-size", str(batch_size)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    arguments = [
+        sys.executable,
+        "-m",
+        "experiments.text_scale",
+        "--open",
+        str(root),
+        "--what",
+        what,
+        "--batch-size",
+        str(batch_size),
+    ]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin is not None and process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise RuntimeError("the process that opens the corpus did not start")
@@ -184,13 +194,13 @@ def main() -> None:
     config = {"batch_size": options.batch_size, "rounds": options.rounds, "shares": SHARES}
     config |= {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE}
     record = make_record(
-        kind="measured", command=f"python {' '.join(sys.argv)}", experiment=EXPERIMENT, config=config, seed=SEED,
+        kind="measured", experiment=EXPERIMENT, config=config, seed=SEED,
         results={"rows": rows},
     )  # fmt: skip
     if options.dry:
         print(json.dumps(asdict(record)))
         return
-    add_record(ROOT, "figure3_multilingual", record)
+    add_record("figure3_multilingual", record)
 
 
 if __name__ == "__main__":

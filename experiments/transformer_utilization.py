@@ -1,6 +1,6 @@
 """Tokens a second and model FLOPs utilisation of the layers of Transformer-L.
 
-    python experiments/transformer_utilization.py
+    python -m experiments.transformer_utilization
 
 Trains a few of the paper's layers (2048 wide, feed-forward 8192, 32 heads) on noise through the engine, 32 sequences of
 1,024 tokens a step in bfloat16, with and without re-materialisation, compiled and not. The settings take turns, and the
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import time
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,10 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpipe
 from gpipe.models.transformer_layers import TransformerLayer
 from gpipe.planning.device import DEVICES, Device
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
+from reproductions.additions import add_record
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "table2_throughput"
 MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS = 2048, 8192, 32
 STEPS_A_ROUND, NUM_ROUNDS = 4, 5
@@ -130,14 +128,13 @@ def main() -> None:
     if has_gpu:
         record = make_record(
             kind="measured",
-            command="python experiments/transformer_utilization.py",
             experiment="transformer_utilization",
             config=vars(arguments),
             seed=0,
             results={"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")},
             gpus=[torch.cuda.get_device_name(0)],
         )
-        add_record(ROOT, FOLDER, record)
+        add_record(FOLDER, record)
 
 
 if __name__ == "__main__":

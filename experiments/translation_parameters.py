@@ -1,6 +1,6 @@
 """The exact parameters of the paper's translation models, and of the two of equal size on a laptop.
 
-    python experiments/translation_parameters.py
+    python -m experiments.translation_parameters
 
 Builds each on the meta device and counts; a parameter that two layers share counts once. Adds a record of planned
 numbers to reproductions/figure3_multilingual/ and renders its README. Seconds, no data, no GPU.
@@ -9,18 +9,18 @@ numbers to reproductions/figure3_multilingual/ and renders its README. Seconds, 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
 from gpipe.models import translation_transformer
-from gpipe.results.figure3 import PARAMETERS
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record, read_paper
+from gpipe.records import make_record
+from reproductions import ROOT
+from reproductions.additions import add_record
+from reproductions.pages import read_paper
+from reproductions.translation_runs import PARAMETERS
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "reproductions" / "figure3_multilingual"
 LAPTOP = ROOT / "conf" / "scale" / "laptop"
 VOCABULARY_SIZE = 64_000
@@ -83,13 +83,12 @@ def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     record = make_record(
         kind="planned",
-        command="python experiments/translation_parameters.py",
         experiment=PARAMETERS,
         config={"vocabulary_size": VOCABULARY_SIZE, "tied": OURS},
         seed=0,
         results={"models": paper_models(), "laptop": laptop_models()},
     )
-    add_record(ROOT, FOLDER.name, record)
+    add_record(FOLDER.name, record)
 
 
 if __name__ == "__main__":

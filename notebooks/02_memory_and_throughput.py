@@ -19,6 +19,10 @@
 # The paper's numbers are open diamonds, those of torchgpipe, another implementation, are crosses.
 
 # %%
+import sys
+
+sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
+
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
@@ -32,13 +36,13 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize
 from gpipe.pipeline.timeline import Timeline, plot, simulate
-from gpipe.results.planned_memory import newest as newest_planned_memory
-from gpipe.results.records import Record, read_records
-from gpipe.results.reproduction import RUNS_FILE, read_paper
-from gpipe.results.speed_ups import Key, grid, grid_speeds, key_of, measured_runs, over_base
-from gpipe.results.table2 import GRID, LAPTOP
-from gpipe.results.table3 import GRID as SLOW_GRID
-from gpipe.results.tables import markdown, newest
+from gpipe.records import Record, read_records
+from reproductions import RUNS_FILE
+from reproductions.pages import read_paper
+from reproductions.speed_ups import Key, grid, grid_speeds, key_of, measured_runs, over_base
+from reproductions.table import markdown, newest
+from reproductions.table2_throughput.tables import GRID, LAPTOP
+from reproductions.table3_slow_links.tables import GRID as SLOW_GRID
 
 BLUE, OCHRE, GREEN, RED = "#4878a8", "#c9a227", "#7d9d5b", "#b0413e"
 PALE_BLUE, SLATE, SILVER = "#a9c0d8", "#5d6873", "#d5d5d5"
@@ -184,7 +188,7 @@ show(
 # much: attention **op by op** keeps matrices of tokens times tokens, **fused** attention does not.
 
 # %%
-COLUMNS_M = 32  # of experiments/table1_columns.py, with fused attention
+COLUMNS_M = 32  # of experiments/table1_capacity/columns.py, with fused attention
 Choice = tuple[int, str | None]
 CHOICES: dict[str, dict[Choice, tuple[str, str]]] = {
     "amoebanet": {
@@ -277,7 +281,7 @@ plt.show()
 # $K$, and accounted each change of the allocator to the stage at work. A point is a stage.
 
 # %%
-held = newest_planned_memory(records[CAPACITY])
+held = newest(records[CAPACITY], "planned_memory")
 assert held is not None
 groups: dict[str, list[tuple[float, float]]] = {}
 for row in held.results["rows"]:
@@ -443,7 +447,7 @@ if simulated:
     legend_above(figure, axes[0], ncols=7)
     plt.show()
 else:
-    show("Not run: `python experiments/table2_throughput.py`.")
+    show("Not run: `python -m experiments.table2_throughput`.")
 
 # %% [markdown]
 # More micro-batches shrink the bubble; what is left then is imbalance, which a better cut shrinks. Recomputation is
@@ -611,7 +615,7 @@ for name, record in steps.items():
         page.display(page.Image((Path(folder) / "step.png").read_bytes(), width=880))
     show(tell_step(record, timelines))
 if not steps:
-    show("Not run: `python experiments/step_timeline.py`.")
+    show("Not run: `python -m experiments.step_timeline`.")
 
 # %% [markdown]
 # The order of the tasks is that of the first notebook: all forward passes, then the backward passes in reverse, and

@@ -14,6 +14,10 @@
 # we measured is filled, what is planned is hatched, and what was not run is said in words.
 
 # %%
+import sys
+
+sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
+
 from collections.abc import Iterable, Mapping, Sequence
 from math import log, sqrt
 from pathlib import Path
@@ -23,11 +27,14 @@ import matplotlib.pyplot as plt
 from IPython import display as page
 from matplotlib.ticker import MaxNLocator
 
-from gpipe.results.records import Record, read_records, same_settings
-from gpipe.results.reproduction import RUNS_FILE, read_paper
-from gpipe.results.table4 import (
+from gpipe.records import Record, read_records, same_settings
+from reproductions import RUNS_FILE
+from reproductions.pages import read_paper
+from reproductions.table import markdown
+from reproductions.table4_imagenet_and_transfer.tables import (
     LAPTOP_TRANSFERS,
     data_of,
+    image_runs,
     is_tuned,
     paper_scale_runs,
     reason_not_run,
@@ -36,7 +43,6 @@ from gpipe.results.table4 import (
     table4_cost,
     transfer_laptop,
 )
-from gpipe.results.tables import image_runs, markdown
 
 BLUE, OCHRE, GREEN = "#4878a8", "#96750f", "#7d9d5b"
 plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})

@@ -15,6 +15,10 @@
 # The paper's numbers are open diamonds, what we measured is filled, and what was not run is said in words.
 
 # %%
+import sys
+
+sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
+
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -22,20 +26,21 @@ from statistics import fmean, stdev
 import matplotlib.pyplot as plt
 from IPython import display as page
 
-from gpipe.results.depth import became, deep_and_wide, deep_or_wide, deep_training, deep_trainings
-from gpipe.results.figure3 import (
+from gpipe.decoding.resource_groups import resource_groups
+from gpipe.records import Record, read_records
+from reproductions import RUNS_FILE
+from reproductions.figure3_multilingual.depth import became, deep_and_wide, deep_or_wide, deep_training, deep_trainings
+from reproductions.figure3_multilingual.tables import (
     BILINGUAL,
     compared,
     figure3_low_resource,
     figure3_models,
     multilingual_trainings,
 )
-from gpipe.results.printed import as_number
-from gpipe.results.records import Record, read_records
-from gpipe.results.reproduction import RUNS_FILE, read_paper
-from gpipe.results.table5 import small_runs, table5, table5_laptop
-from gpipe.results.tables import markdown
-from gpipe.results.translation_runs import Trained, mean, resource_groups, training_pairs, trainings
+from reproductions.pages import read_paper
+from reproductions.table import as_number, markdown
+from reproductions.table5_batch_size.tables import small_runs, table5, table5_laptop
+from reproductions.translation_runs import Trained, mean, training_pairs, trainings
 
 BLUE, OCHRE, GREEN, RED = "#4878a8", "#96750f", "#7d9d5b", "#a8484e"
 plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
@@ -126,7 +131,7 @@ def tell_not_run(what: str, command: str) -> str:
 
 MULTILINGUAL_COMMAND = "python train.py -m +experiment=transformer_multilingual_laptop seed=0,1,2"
 BILINGUAL_COMMAND = "python train.py -m +experiment=bilingual_laptop"
-SCORES_COMMAND = "python experiments/bleu.py <the run's folder>"
+SCORES_COMMAND = "python bleu.py <the run's folder>"
 
 
 def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) -> None:

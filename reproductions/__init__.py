@@ -1,1 +1,12 @@
-"""Records of runs, and the tables and plots that are made of them."""
+"""The paper's claims: a folder each, with its page, the paper's numbers, our records, and the tables made from them.
+
+`python -m reproductions` renders every page.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The root of the repository."""
+FOLDER = "reproductions"
+RUNS_FILE = "runs.jsonl"
+PAPER_FILE = "paper.csv"

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpipe.results.tables import markdown
-from gpipe.results.verdict import Interval
+from reproductions.table import markdown
+from reproductions.verdict import Interval
 
 NOT_RUN = "not run"
 NO_TEST = "no test: the paper gives no number"

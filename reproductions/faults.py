@@ -1,18 +1,17 @@
 """What a fault comes to: the table of what the tests of tests/reliability saw.
 
 GPIPE_FAULT_RECORDS=$PWD/faults.jsonl make reliability   the tests of faults, two at a time, write a line each
-python -m gpipe.results.faults faults.jsonl              makes them the record, and renders
+python -m reproductions faults faults.jsonl              makes the record of these lines, and renders
 """
 
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe.results.records import Record, make_record, write_records
-from gpipe.results.tables import markdown, named, newest, not_run, provenance
+from gpipe.records import Record, make_record
+from reproductions.table import markdown, newest, not_run, provenance
 
 EXPERIMENT = "faults"
 RECORDS = Path("tests/reliability/runs.jsonl")
@@ -33,7 +32,7 @@ _WHERE = {"loading": "loading data", "worker": "a worker that loads data", "log"
 
 def faults(records: Sequence[Record]) -> str:
     """Return, for each fault and place, how long until all had ended, what the user saw, and what was lost."""
-    record = newest(list(records), EXPERIMENT)
+    record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_COMMAND)
     ordered = sorted(record.results["rows"], key=lambda row: (list(_FAULTS).index(row["fault"]), _order(row)))
@@ -54,7 +53,7 @@ def faults(records: Sequence[Record]) -> str:
 
 def faults_in_short(records: Sequence[Record]) -> str:
     """Return the same by fault and time-out alone: places, seconds, and one message of each."""
-    record = newest(list(records), EXPERIMENT)
+    record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_COMMAND)
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
@@ -74,16 +73,23 @@ def faults_in_short(records: Sequence[Record]) -> str:
 
 def faults_run(records: Sequence[Record]) -> str:
     """Return the command, date and hardware of the newest record."""
-    return provenance(newest(list(records), EXPERIMENT), _COMMAND)
+    return provenance(newest(records, EXPERIMENT), _COMMAND)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read what the tests wrote. Raises ValueError for a fault or place that the table does not know."""
+def read_record(path: Path) -> Record:
+    """Return the record of what the tests wrote.
+
+    Raises:
+        ValueError: The table does not know a fault or a place.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for row in rows:
         if row["fault"] not in _FAULTS or row["place"] not in _PLACES:
             raise ValueError(f"{path} has the fault {row['fault']!r} in {row['place']!r}: add both to the table.")
-    return rows
+    config = {"num_stages": 3, "save_every_steps": 2}
+    return make_record(
+        kind="measured", command=_COMMAND, experiment=EXPERIMENT, config=config, seed=0, results={"rows": rows}
+    )
 
 
 def _order(row: Mapping[str, Any]) -> tuple[int, str]:
@@ -96,22 +102,4 @@ def _lost(row: Mapping[str, Any]) -> str:
     return f"{lost} of {row['steps_done']} steps, back to step {row['steps_saved']}"
 
 
-def main(arguments: list[str]) -> None:
-    """Make the record of what the tests wrote, in place of the one before, and render every README."""
-    from gpipe.results.reproduction import render
-
-    if len(arguments) != 1:
-        raise SystemExit(__doc__)
-    rows = read_rows(Path(arguments[0]))
-    config = {"num_stages": 3, "save_every_steps": 2}
-    record = make_record(
-        kind="measured", command=_COMMAND, experiment=EXPERIMENT, config=config, seed=0, results={"rows": rows}
-    )
-    write_records(RECORDS, [record])
-    render(Path.cwd())
-
-
-TABLES = named(faults, faults_in_short, faults_run)
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+TABLES = (faults, faults_in_short, faults_run)

@@ -1,242 +1,131 @@
-"""Turn the records of the reproductions into the tables of the READMEs.
+"""The pages: their tables are made from records.
 
-python -m gpipe.results.reproduction                                       render every README anew
-python -m gpipe.results.reproduction add runs/<name>/<date> reproductions/<claim>     add a run's record first
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->` of README.md, of a page in docs/ or of one in
+reproductions/. The page of a claim shows the records beside it; every other page shows all records.
 """
 
 import csv
+import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
-from gpipe.results import (
-    bubble,
-    checkpoint_cost,
-    depth,
-    faults,
-    figure3,
-    peers,
-    planned_memory,
-    schedules,
-    table1,
-    table2,
-    table3,
-    table4,
-    table5,
-    tables,
-    text_scale,
-    utilization,
-)
-from gpipe.results.claims import Claim, claims_table
-from gpipe.results.curve import read_curve, read_training
-from gpipe.results.deviations import deviations_table
-from gpipe.results.jobs import Job
-from gpipe.results.records import (
-    RECORD_FILE,
+from gpipe.records import (
     Record,
-    append_record,
-    make_record,
     read_records,
-    same_settings,
-    without_places,
-    write_records,
 )
-from gpipe.results.tables import TableFunction
+from reproductions import FOLDER, PAPER_FILE, ROOT, RUNS_FILE, faults
+from reproductions.bubble import tables as bubble
+from reproductions.claims import Claim, claims_table
+from reproductions.deviations import deviations_table
+from reproductions.figure3_multilingual import tables as figure3
+from reproductions.table import Table, make_table
+from reproductions.table1_model_size import tables as table1
+from reproductions.table2_throughput import tables as table2
+from reproductions.table3_slow_links import tables as table3
+from reproductions.table4_imagenet_and_transfer import tables as table4
+from reproductions.table5_batch_size import tables as table5
 
-RUNS_FILE = "runs.jsonl"
-PAPER_FILE = "paper.csv"
-METRICS_FILE = "metrics.jsonl"
-INDEX = Path("reproductions") / "README.md"
-CLAIMS: dict[str, tuple[Any, ...]] = {
-    "bubble": (bubble,),
-    "table1_model_size": (table1,),
-    "table2_throughput": (table2,),
-    "table3_slow_links": (table3,),
-    "table4_imagenet_and_transfer": (table4,),
-    "figure3_multilingual": (figure3, depth),
-    "table5_batch_size": (table5,),
+CLAIMS: dict[str, ModuleType] = {
+    "bubble": bubble,
+    "table1_model_size": table1,
+    "table2_throughput": table2,
+    "table3_slow_links": table3,
+    "table4_imagenet_and_transfer": table4,
+    "figure3_multilingual": figure3,
+    "table5_batch_size": table5,
 }
-"""The page of each claim, and the modules that make its rows of the table of claims."""
-_TABLES_BESIDE_PAPER = (table1, table2, table3, table4, table5, figure3)
-BESIDE_PAPER = {name: table for part in _TABLES_BESIDE_PAPER for name, table in part.BESIDE_PAPER.items()}
-_PARTS = (
-    tables,
-    faults,
-    schedules,
-    planned_memory,
-    peers,
-    depth,
-    utilization,
-    checkpoint_cost,
-    text_scale,
-    *_TABLES_BESIDE_PAPER,
-)
-EVERY_TABLE = {name: table for part in _PARTS for name, table in part.TABLES.items()}
+"""The module of each claim's tables, by its folder's name, in the order of the table of claims."""
+TABLES: dict[str, tuple[str, Table]] = {
+    table.__name__: (folder, table) for folder, module in {**CLAIMS, "": faults}.items() for table in module.TABLES
+}
+"""Each table by its name, with the folder of the claim whose paper.csv it stands beside."""
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(
-    readme: Path,
-    records: list[Record],
-    tables: Mapping[str, TableFunction] = EVERY_TABLE,
-    own: Mapping[str, str] | None = None,
-) -> str:
-    """Return a README with each of its tables made from records, and from the paper's numbers in paper.csv beside it.
+def fill_tables(page: Path, make: Callable[[str], str]) -> str:
+    """Return the text of a page with each of its tables made anew from its name.
 
-    A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; `tables` says how to make each of them,
-    and `own` has those that are not made from this page's records alone. Raises ValueError where the README asks for a
-    table that nobody can make, or for none.
+    Raises:
+        ValueError: The page has no table.
     """
-
-    def fill(block: re.Match[str]) -> str:
-        name = block["name"]
-        if own is not None and name in own:
-            return f"{block[1]}{own[name]}{block[3]}"
-        if name in BESIDE_PAPER:
-            return f"{block[1]}{BESIDE_PAPER[name](records, read_paper(readme.parent))}{block[3]}"
-        if name not in tables:
-            known = ", ".join((*tables, *BESIDE_PAPER, *(own or ())))
-            raise ValueError(f"{readme} asks for the table {name!r}; there are {known}.")
-        return f"{block[1]}{tables[name](records)}{block[3]}"
-
-    text, count = _BLOCK.subn(fill, readme.read_text(encoding="utf-8"))
+    text, count = _BLOCK.subn(
+        lambda block: f"{block[1]}{make(block['name'])}{block[3]}", page.read_text(encoding="utf-8")
+    )
     if count == 0:
-        raise ValueError(f"{readme} has no table; write <!-- table: NAME --> and <!-- end --> into it.")
+        raise ValueError(f"{page} has no table: write <!-- table: NAME --> and <!-- end --> into it.")
     return text
 
 
 def read_paper(folder: Path) -> list[dict[str, str]]:
-    """Read the paper's numbers that a reproduction stands beside: the rows of its paper.csv."""
+    """Read the paper's numbers for a claim: the rows of its paper.csv, none where there is no such file."""
+    if not (folder / PAPER_FILE).exists():
+        return []
     with (folder / PAPER_FILE).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def _read_paper_if_there(root: Path, page: str) -> list[dict[str, str]]:
-    folder = root / "reproductions" / page
-    return read_paper(folder) if (folder / PAPER_FILE).exists() else []
-
-
-def read_run(folder: Path) -> Record:
-    """Read a run's record, with the curves of its log among the results, and without this machine's folders."""
-    record = without_places(read_records(folder / RECORD_FILE)[0])
-    return replace(record, results={**record.results, **_curves(folder)})
-
-
-def _curves(folder: Path) -> dict[str, Any]:
-    """Return what a run's log says of its course: evaluation by evaluation, and over the steps of training."""
-    metrics = folder / METRICS_FILE
-    return {"curve": read_curve(metrics), "training": read_training(metrics)} if metrics.exists() else {}
-
-
-def readmes(root: Path) -> dict[Path, list[Record]]:
-    """Return each README below the repository's root that shows results, with the records that it shows.
-
-    That of a reproduction shows its own; the one at the root and the index of the reproductions may show all.
-    """
-    folders = sorted(path.parent for path in (root / "reproductions").glob(f"*/{RUNS_FILE}"))
+def find_pages(root: Path) -> dict[Path, list[Record]]:
+    """Return each page below the repository's root that shows results, with the records that it shows."""
+    folders = sorted(path.parent for path in (root / FOLDER).glob(f"*/{RUNS_FILE}"))
     found = {folder / "README.md": read_records(folder / RUNS_FILE) for folder in folders}
-    every = [record for records in found.values() for record in records]
-    if (of_tests := root / "tests" / "reliability" / RUNS_FILE).exists():  # of no claim of the paper
-        every += read_records(of_tests)
-    return {**found, **{path: every for path in (root / "README.md", root / INDEX) if path.exists()}}
+    every = read_all(root)
+    others = [root / "README.md", *sorted((root / "docs").rglob("*.md")), root / FOLDER / "README.md"]
+    marked = [path for path in others if path.exists() and "<!-- table: " in path.read_text(encoding="utf-8")]
+    return {**found, **dict.fromkeys(marked, every)}
 
 
-def pages(root: Path) -> dict[Path, str]:
-    """Return the text that each README below the repository's root should have, with its tables made anew."""
-    found = readmes(root)
-    claimed = claims_by_page(root, found.get(root / "README.md", []))
-    own: dict[Path, dict[str, str]] = {}
-    for readme in found:
-        page = readme.parent.name
-        own[readme] = {
-            "claims": claims_table([(page, claimed.get(page, []))]),
-            "deviations": deviations_table(root, page),
-        }
-    own[root / "README.md"] = {"claims": claims_table(claimed.items(), links="reproductions/")}
-    own[root / INDEX] = {"claims": claims_table(claimed.items(), links=""), "deviations": deviations_table(root, None)}
-    return {readme: rendered(readme, records, own=own[readme]) for readme, records in found.items()}
+def read_all(root: Path) -> list[Record]:
+    """Return the records of all claims, and those of the tests of reliability, which belong to no claim."""
+    files = [*sorted((root / FOLDER).glob(f"*/{RUNS_FILE}")), root / faults.RECORDS]
+    return [record for file in files if file.exists() for record in read_records(file)]
 
 
-def claims_by_page(root: Path, records: Sequence[Record]) -> dict[str, list[Claim]]:
-    """Return the claims of each page that is there, by its folder's name, from the records of all pages."""
+def render_pages(root: Path) -> dict[Path, str]:
+    """Return the text that each page below the repository's root should have."""
+    claimed = find_claims(root)
     return {
-        page: [claim for part in parts for claim in part.claims(records, _read_paper_if_there(root, page))]
-        for page, parts in CLAIMS.items()
-        if (root / "reproductions" / page).is_dir()
+        page: fill_tables(page, partial(_make_table, root, page, records, claimed))
+        for page, records in find_pages(root).items()
     }
 
 
-def render(root: Path) -> None:
-    """Rewrite the tables of every README from the records."""
-    for readme, text in pages(root).items():
-        readme.write_text(text, encoding="utf-8")
+def find_claims(root: Path) -> dict[str, list[Claim]]:
+    """Return the claims of each folder that is there, from the records of all folders."""
+    records = read_all(root)
+    return {
+        folder: module.claims(records, read_paper(root / FOLDER / folder))
+        for folder, module in CLAIMS.items()
+        if (root / FOLDER / folder).is_dir()
+    }
 
 
-def add_record(root: Path, name: str, record: Record) -> None:
-    """Add a record to a reproduction, without this machine's folders, and render every README."""
-    append_record(root / "reproductions" / name / RUNS_FILE, without_places(record))
-    render(root)
+def _make_table(
+    root: Path, page: Path, records: Sequence[Record], claimed: Mapping[str, Sequence[Claim]], name: str
+) -> str:
+    """Return a table of a page.
 
-
-def add_jobs(root: Path, name: str, experiment: str, command: str, jobs: Sequence[Job]) -> None:
-    """Add what a sweep came to to the records of a reproduction, and render every README.
-
-    experiment, command: the sweep's. A record takes the place of an earlier one of the same settings; of a data set
-    that is not on this machine the reason is recorded, once, and so is that of each job which lacks devices. A training
-    that diverged is a result too: its record has the error as "failure", and its curves until then. Raises
-    FileNotFoundError without such a reproduction.
+    Raises:
+        ValueError: There is no table of this name.
     """
-    path = root / "reproductions" / name / RUNS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
-    new = [read_run(job.folder) for job in jobs if job.record is not None]
-    new += [_diverged(job, command, experiment) for job in jobs if job.outcome.is_diverged]
-    unmade = [job.outcome for job in jobs if job.outcome.status == "not run"]
-    without_data = {outcome.data: outcome for outcome in unmade if outcome.config is None}
-    for outcome in (*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)):
-        settings, results = outcome.config or {"data": {"name": outcome.data}}, {"reason": outcome.reason}
-        seed = settings.get("seed", 0)
-        made = make_record(
-            kind="not run", command=command, experiment=experiment, config=settings, seed=seed, results=results
-        )
-        new.append(without_places(made))
-    old = [record for record in read_records(path) if not any(_replaces(other, record) for other in new)]
-    write_records(path, [*old, *new])
-    render(root)
+    folder = page.parent.name if page.parent.parent == root / FOLDER else None
+    if name == "claims":
+        if folder is not None:
+            return claims_table([(folder, claimed.get(folder, []))])
+        links = os.path.relpath(root / FOLDER, page.parent)
+        return claims_table(claimed.items(), links="" if links == "." else f"{links}/")
+    if name == "deviations":
+        return deviations_table(root, folder)
+    if name not in TABLES:
+        known = ", ".join((*TABLES, "claims", "deviations"))
+        raise ValueError(f"{page} asks for the table {name!r}; there are {known}.")
+    claim, table = TABLES[name]
+    return make_table(table, records, read_paper(root / FOLDER / claim))
 
 
-def _diverged(job: Job, command: str, experiment: str) -> Record:
-    """Return the record of a training whose loss or gradient was not finite."""
-    settings, results = job.outcome.config or {}, {"failure": job.outcome.reason, **_curves(job.folder)}
-    seed = settings.get("seed", 0)
-    made = make_record(
-        kind="measured", command=command, experiment=experiment, config=settings, seed=seed, results=results
-    )
-    return without_places(made)
-
-
-def _replaces(new: Record, old: Record) -> bool:
-    """Say whether a record says anew what an old one says; where speed is all that came out, on the same machine."""
-    if (new.kind, new.experiment) != (old.kind, old.experiment) or not same_settings(new.config, old.config):
-        return False
-    is_speed = new.kind == "measured" and new.results.get("top1") is None and "failure" not in new.results
-    return not is_speed or (new.hardware, new.config.get("launch")) == (old.hardware, old.config.get("launch"))
-
-
-def main(arguments: list[str]) -> None:
-    """Add the record of a run where that is asked for, then render."""
-    match arguments:
-        case []:
-            pass
-        case ["add", run, folder]:
-            append_record(Path(folder) / RUNS_FILE, read_run(Path(run)))
-        case _:
-            raise SystemExit(__doc__)
-    render(Path.cwd())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def write_pages(root: Path = ROOT) -> None:
+    """Rewrite the tables of every page from the records."""
+    for page, text in render_pages(root).items():
+        page.write_text(text, encoding="utf-8")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpipe.config import ConfigError, compose_plain
-from gpipe.results.records import WHEREABOUTS, Record
-from gpipe.results.tables import markdown
+from gpipe.records import WHEREABOUTS, Record
+from reproductions.table import markdown
 
 Differences = Callable[[Record], list[str]]
 """(record) -> in which settings it departs from the paper-scale run that it is held against."""

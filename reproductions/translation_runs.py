@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from gpipe.results.records import Record, same_settings
+from gpipe.records import Record, same_settings
+from reproductions.table import newest
 
 DEEP_OR_WIDE = "deep_or_wide_laptop"
+PARAMETERS = "translation_parameters"
 SCORING = "bleu"
-SCORER = "experiments/bleu.py"
-GROUPS = ("all", "high", "low")
-"""All languages, the half of them with the most training pairs, and the other half."""
+SCORER = "bleu.py"
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,6 @@ def searched(beam: int) -> str:
     return "greedy" if beam == 1 else f"beam {beam}"
 
 
-def resource_groups(pairs: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return the languages of each group, those with the most training pairs first.
-
-    Of an odd number, "high" has one more; ties go by the language's name.
-    """
-    ordered = sorted(pairs, key=lambda language: (-pairs[language], language))
-    half = (len(ordered) + 1) // 2
-    return dict(zip(GROUPS, (ordered, ordered[:half], ordered[half:]), strict=True))
-
-
 def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are there, None without any."""
     found = [value for value in values if value is not None]
@@ -146,3 +136,15 @@ def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
 def written(value: float | None, form: str) -> str:
     """Write a number, and nothing where there is none."""
     return "" if value is None else f"{value:{form}}"
+
+
+def planned_models(records: Sequence[Record], part: str) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Return the rows of a part of the newest plan by the model's L, H and A; empty without one."""
+    record = newest(records, PARAMETERS)
+    rows = [] if record is None else record.results[part]
+    return {shape_of(row): row for row in rows}
+
+
+def shape_of(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the L, H and A of a model."""
+    return tuple(int(row[name]) for name in ("num_layers", "feedforward_size", "num_heads"))

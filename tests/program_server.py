@@ -22,15 +22,16 @@ _SERVE = "from tests.program_server import serve; serve()"
 
 
 def run_program(
-    script: Path, *arguments: str, folder: Path | None = None, warn: str = "default", **variables: str
+    program: Path | str, *arguments: str, folder: Path | None = None, warn: str = "default", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of this repository, as `python -W <warn> <script> <arguments>` does.
 
+    program: a script, or the name of a module, which runs as `python -m <module>` does.
     folder: where it runs; None for where this process does. variables: of its environment, beside those there are.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         request = {
-            "script": str(script),
+            "program": str(program),
             "arguments": list(arguments),
             "folder": str(folder or Path.cwd()),
             "environment": {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables},
@@ -42,7 +43,7 @@ def run_program(
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read())
-    return subprocess.CompletedProcess([str(script), *arguments], status, *texts)
+    return subprocess.CompletedProcess([str(program), *arguments], status, *texts)
 
 
 def serve() -> None:
@@ -60,7 +61,7 @@ def load() -> None:
 
 
 def become(
-    script: str, arguments: list[str], folder: str, environment: dict[str, str], warn: str, files: list[str]
+    program: str, arguments: list[str], folder: str, environment: dict[str, str], warn: str, files: list[str]
 ) -> NoReturn:
     """Turn a fork of a process that has loaded it into a program; files: for its output and its errors."""
     status: object = 0
@@ -72,9 +73,12 @@ def become(
             os.dup2(os.open(path, os.O_RDWR), number)
         warnings.simplefilter(warn)
         sys.warnoptions[:] = [warn]  # which processes inherit that it starts
-        sys.argv = [script, *arguments]
-        sys.path[0] = str(Path(script).parent)
-        runpy.run_path(script, run_name="__main__")
+        sys.argv = [program, *arguments]
+        if program.endswith(".py"):
+            sys.path[0] = str(Path(program).parent)
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code or 0
         if isinstance(status, str):

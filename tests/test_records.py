@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.results.records import (
+from gpipe.records import (
     RECORD_FILE,
     Record,
     append_record,

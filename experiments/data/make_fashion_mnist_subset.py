@@ -1,6 +1,6 @@
 """Make the embedded Fashion-MNIST subset from the full set.
 
-    python experiments/make_fashion_mnist_subset.py [--root FOLDER]
+    python -m experiments.data.make_fashion_mnist_subset [--root FOLDER]
 
 The first 600 training and the first 100 test images of each class, in the order of the original files. Takes a few
 seconds and needs Debian's package dataset-fashion-mnist, or its four files in FOLDER. The result is always the same.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpipe.data import open_image_set
 
 IMAGES_PER_CLASS = {"train": 600, "test": 100}
-DEFAULT_OUTPUT = Path(__file__).parents[1] / "src" / "gpipe" / "data" / "embedded" / "fashion_mnist_subset.npz"
+DEFAULT_OUTPUT = Path(__file__).parents[2] / "src" / "gpipe" / "data" / "embedded" / "fashion_mnist_subset.npz"
 
 
 def first_of_each_class(labels: NDArray[np.int64], num_images: int) -> NDArray[np.int64]:

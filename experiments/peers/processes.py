@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from peer_engines import Place
-from peer_workloads import SCALES, Workload
 from torch.distributed.device_mesh import init_device_mesh
+
+from experiments.peers.engines import Place
+from experiments.peers.workloads import SCALES, Workload
 
 METHOD = "forkserver"  # fresh processes, which need not import torch again
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from peer_workloads import Workload
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from experiments.peers.workloads import Workload
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.partition import partition_ranges
 

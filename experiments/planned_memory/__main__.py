@@ -1,6 +1,6 @@
 """Planned memory beside the allocator's: every stage of two small models, on the CPU.
 
-    python experiments/planned_memory.py
+    python -m experiments.planned_memory
 
 One process plays all stages of a real step, and what each stage holds at most is read from torch's allocator
 (stage_accounting.py), for every mode of re-materialisation, K = 1, 2 and 4, and both schedules with one stage a device.
@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from small_models import MICROBATCH_SIZE, SmallModel, images, text
-from stage_accounting import Accounting, ProcessorAllocator
 
 import gpipe
+from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel, images, text
+from experiments.planned_memory.stage_accounting import Accounting, ProcessorAllocator
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.forecast import Setting, plan_memory
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
+from reproductions.additions import add_record
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "table1_model_size"
 NUM_MICROBATCHES = 4
 # Interleaved stages share a device, whose peak is not the sum of theirs.
@@ -78,13 +76,12 @@ def main() -> None:
         print(rows[-1], flush=True)
     record = make_record(
         kind="measured",
-        command="python experiments/planned_memory.py",
         experiment="planned_memory",
         config={"num_microbatches": NUM_MICROBATCHES, "microbatch_size": MICROBATCH_SIZE},
         seed=0,
         results={"rows": rows},
     )
-    add_record(ROOT, FOLDER, record)
+    add_record(FOLDER, record)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,22 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from stage_accounting import Accounting, Allocator, CudaAllocator
-from table1_capacity import planner_of
-from table1_columns import Column, describe, loss
 from torch import nn
 
 import gpipe
+from experiments.planned_memory.stage_accounting import Accounting, Allocator, CudaAllocator
+from experiments.table1_capacity.columns import Column, describe, loss
+from experiments.table1_capacity.plans import planner_of
 from gpipe.planning.cut import partition_by_memory
-from gpipe.results.records import Record, make_record
+from gpipe.records import Record, make_record
 
 
-def measure_columns(columns: Sequence[Column], command: str) -> Record:
+def measure_columns(columns: Sequence[Column]) -> Record:
     """Return a record of every column."""
     torch.backends.cuda.matmul.allow_tf32 = False
     found = [measure(column, "cuda", CudaAllocator()) for column in columns]
     return make_record(
         kind="measured",
-        command=command,
         experiment="table1_capacity",
         config={},
         seed=0,

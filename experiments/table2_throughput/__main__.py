@@ -1,6 +1,6 @@
 """How training speeds up with K and M: the paper's Tables 2 and 3, simulated from seconds a layer, and planned.
 
-    python experiments/table2_throughput.py
+    python -m experiments.table2_throughput
 
 Times forward, recomputation, backward and update of every layer at the paper's scale on one core (or one GPU:
 --device cuda), cuts the models by these seconds, and simulates the schedule of K such devices, linked as the paper's
@@ -17,22 +17,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from throughput_study import EFFICIENCY, Study
 from torch import Tensor, nn
 
 import gpipe
+from experiments.table2_throughput.study import EFFICIENCY, Study
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.planning.device import DEVICES
 from gpipe.planning.timing import LayerTimer
-from gpipe.results.records import Record, make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import Record, make_record
 from gpipe.training.optimizers import rmsprop
+from reproductions.additions import add_record
 
-ROOT = Path(__file__).parent.parent
 NUM_STAGES = (2, 4, 8)
 NUM_CLASSES = 1000
 # How micro-batches are chosen, and what the partitions balance.
@@ -115,7 +113,7 @@ def records(options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
             )
         for kind in ("planned", "simulated"):
             yield name, make_record(
-                kind=kind, command=f"python {' '.join(sys.argv)}", experiment=f"{name}_grid", seed=0,
+                kind=kind, experiment=f"{name}_grid", seed=0,
                 config={"repeats": options.repeats, "efficiency": EFFICIENCY, "device": device.type},
                 results={"models": [results(study, TABLES[name], kind) for study in models]},
                 gpus=[torch.cuda.get_device_name()] if device.type == "cuda" else [],
@@ -134,7 +132,7 @@ def main() -> None:
         if options.small:
             print(json.dumps(asdict(record)))
         else:
-            add_record(ROOT, name, record)
+            add_record(name, record)
 
 
 if __name__ == "__main__":

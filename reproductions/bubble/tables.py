@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpipe.results.claims import NO_TEST, NOT_RUN, Claim
-from gpipe.results.records import Record
-from gpipe.results.speed_ups import grid
-from gpipe.results.table2 import GRID
-from gpipe.results.tables import Paper, newest
+from gpipe.records import Record
+from reproductions.claims import NO_TEST, NOT_RUN, Claim
+from reproductions.speed_ups import grid
+from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.table2_throughput.tables import GRID
 
 _CELL = {"num_stages": 8, "num_microbatches": 32}
+CHECKPOINT_COST = "checkpoint_cost"
+OURS, DCP_SYNCHRONOUS, DCP_ASYNCHRONOUS = "ours", "torch.distributed.checkpoint, save", "the same, async_save"
+_CHECKPOINT_PROGRAM = f"python -m experiments.{CHECKPOINT_COST}"
+_MOST_STILL = 0.1  # of the time of the synchronous save
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG001 - every page's claims take both
@@ -19,7 +23,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG
     Simulated and planned: the bubble of Transformer-48 in Table 2's cell, the imbalance of its stages apart.
     """
     k, m = _CELL.values()
-    measured = newest(list(records), "engine_overhead")
+    measured = newest(records, "engine_overhead")
     rows = [] if measured is None else [row for row in measured.results["grid"] if _is_cell(row)]
     ours = [_waiting(row) for row in rows if (row["engine"], row["rematerialize"]) == ("ours", "always")]
     others = {
@@ -53,3 +57,156 @@ def _waiting(row: Mapping[str, Any]) -> float:
     work: float = row["num_microbatches"] * (2 * row["forward_seconds"] + row["backward_seconds"])
     step: float = row["step_seconds"]
     return 1 - work / step
+
+
+def engine_overhead(records: Sequence[Record]) -> str:
+    """Return the share of the bubble formula's throughput that each engine reached with layers that sleep."""
+    record = newest(records, "engine_overhead")
+    if record is None:
+        return not_run("python -m experiments.engine_overhead")
+    rows = [
+        [
+            f"{row['engine']}, {row['rematerialize']}",
+            str(row["num_stages"]),
+            str(row["num_microbatches"]),
+            f"{row['forward_seconds'] * 1e3:.2f} + {row['backward_seconds'] * 1e3:.2f}",
+            f"{row['step_seconds'] * 1e3:.1f}",
+            f"{row['formula_seconds'] * 1e3:.1f}",
+            f"{row['formula_seconds'] / row['step_seconds']:.3f}",
+        ]
+        for row in record.results["grid"]
+    ]
+    header = ["engine, recomputation", "K", "M", "F + B as slept, ms", "ms a step", "formula, ms", "formula / step"]
+    return markdown(header, rows)
+
+
+def engine_overhead_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, "engine_overhead"), "python -m experiments.engine_overhead")
+
+
+def one_stage_overhead(records: Sequence[Record]) -> str:
+    """Return the time of a one-stage pipeline beside a hand-written loop."""
+    record = newest(records, "one_stage_overhead")
+    if record is None:
+        return not_run("python -m experiments.one_stage_overhead")
+    results, config = record.results, record.config
+    model = f"AmoebaNet-D ({config['num_layers']},{config['num_filters']})"
+    setting = f"{model}, {config['batch_size']} images of {config['image_size']} px, M = {config['num_microbatches']}"
+    rows = [
+        ["hand-written loop", f"{results['hand_written_seconds'] * 1e3:.1f}", ""],
+        ["ours, K = 1", f"{results['ours_seconds'] * 1e3:.1f}", f"{results['ratio']:.3f}"],
+    ]
+    return markdown([setting, "ms a step", "of the loop, median of pairs"], rows)
+
+
+def schedule_simulation(records: Sequence[Record]) -> str:
+    """Return how long each schedule's steps took with layers that sleep, beside what the simulator says."""
+    record = newest(records, "schedule_simulation")
+    if record is None:
+        return not_run("python -m experiments.schedule_simulation")
+    rows = [
+        [
+            f"{row['schedule']}, {row['rematerialize']}",
+            str(row["num_devices"]),
+            str(row["stages_per_device"]),
+            str(row["num_microbatches"]),
+            f"{row['simulated_seconds'] * 1e3:.1f}",
+            f"{row['makespan_seconds'] * 1e3:.1f}",
+            f"{row['makespan_seconds'] / row['simulated_seconds']:.3f}",
+            f"{row['step_seconds'] * 1e3:.1f}",
+        ]
+        for row in record.results["grid"]
+    ]
+    header = [
+        "schedule, recomputation",
+        "P",
+        "K / P",
+        "M",
+        "first to last task, simulated, ms",
+        "measured, ms",
+        "measured / simulated",
+        "whole step, measured, ms",
+    ]
+    return markdown(header, rows)
+
+
+def schedule_simulation_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, "schedule_simulation"), "python -m experiments.schedule_simulation")
+
+
+def schedule_memory(records: Sequence[Record]) -> str:
+    """Return each schedule's planned bubble, time and memory, a row a schedule and mode of re-materialisation."""
+    record = newest(records, "schedule_memory")
+    if record is None:
+        return not_run("python -m experiments.schedule_memory")
+    rows = [
+        [
+            f"{row['schedule']}, {row['rematerialize']}",
+            f"{row['bubble']:.1%}",
+            f"{row['step_seconds']:.2f}",
+            f"{max(row['activation_bytes']) / 2**30:.2f}",
+            f"{min(row['activation_bytes']) / 2**30:.2f}",
+            f"{max(row['peak_bytes']) / 2**30:.1f}",
+        ]
+        for row in record.results["rows"]
+    ]
+    header = [
+        "schedule, recomputation",
+        "planned bubble",
+        "planned s a step",
+        "GiB of activations, fullest device",
+        "emptiest device",
+        "GiB, peak",
+    ]
+    return markdown(header, rows)
+
+
+def schedule_memory_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest plan."""
+    return provenance(newest(records, "schedule_memory"), "python -m experiments.schedule_memory")
+
+
+def checkpoint_cost(records: Sequence[Record]) -> str:
+    """Return a row a way to save: how long training stood still, and when the files were on the disk."""
+    record = newest(records, CHECKPOINT_COST)
+    if record is None:
+        return not_run(_CHECKPOINT_PROGRAM)
+    found = {row["saver"]: row for row in record.results["rows"]}
+    synchronous = found[DCP_SYNCHRONOUS]["still_seconds"]
+    rows = []
+    for name, row in found.items():
+        share = row["still_seconds"] / synchronous
+        rows.append(
+            [
+                name,
+                f"{1000 * row['still_seconds']:.0f}",
+                f"{share:.1%}",
+                f"{row['total_seconds']:.2f}",
+                f"{row['bytes_per_second'] / 1e6:.0f}",
+                ("reached" if share <= _MOST_STILL else "not reached") if name == OURS else "",
+            ]
+        )
+    config = record.config
+    title = f"{config['num_bytes'] / 1e6:.0f} MB, {config['num_processes']} processes"
+    header = [title, "training stands still, ms", "of the synchronous save", "until on the disk, s", "MB/s"]
+    return markdown([*header, f"at most {_MOST_STILL:.0%}"], rows)
+
+
+def checkpoint_cost_run(records: Sequence[Record]) -> str:
+    """Return where the cost was measured."""
+    return provenance(newest(records, CHECKPOINT_COST), _CHECKPOINT_PROGRAM)
+
+
+TABLES = (
+    engine_overhead,
+    engine_overhead_run,
+    one_stage_overhead,
+    schedule_simulation,
+    schedule_simulation_run,
+    schedule_memory,
+    schedule_memory_run,
+    checkpoint_cost,
+    checkpoint_cost_run,
+)

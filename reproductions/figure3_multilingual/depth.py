@@ -5,24 +5,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gpipe.results.claims import NOT_RUN, Claim, judged
-from gpipe.results.figure3 import PARAMETERS, planned_models
-from gpipe.results.records import Record
-from gpipe.results.tables import Paper, markdown, named, not_run
-from gpipe.results.translation_runs import (
+from gpipe.decoding.resource_groups import GROUPS, resource_groups
+from gpipe.records import Record
+from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.table import Paper, markdown, not_run
+from reproductions.translation_runs import (
     DEEP_OR_WIDE,
-    GROUPS,
+    PARAMETERS,
     SCORER,
     Trained,
     beams,
     mean,
-    resource_groups,
+    planned_models,
     searched,
     spread,
     training_pairs,
     trainings,
 )
-from gpipe.results.verdict import Interval, over_seeds_and_parts
+from reproductions.verdict import Interval, over_seeds_and_parts
 
 DEEP_TRAINING = "deep_training_laptop"
 _COMMAND = "train.py -m +experiment={}_laptop"
@@ -97,7 +97,7 @@ def deep_or_wide_models(records: Sequence[Record]) -> str:
         for shape, row in planned_models(records, "laptop").items()
     ]
     if not rows:
-        return not_run(f"experiments/{PARAMETERS}.py")
+        return not_run(f"python -m experiments.{PARAMETERS}")
     return markdown(["model", "parameters beside the tables, planned"], rows)
 
 
@@ -238,4 +238,8 @@ def _interval(name: str, gains: Mapping[int, Mapping[str, float]]) -> Interval |
     )
 
 
-TABLES = named(deep_or_wide, deep_or_wide_models, deep_training)
+TABLES = (
+    deep_or_wide,
+    deep_or_wide_models,
+    deep_training,
+)

@@ -4,29 +4,30 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
-from gpipe.results import paper_scale
-from gpipe.results.claims import NOT_RUN, Claim, judged
-from gpipe.results.printed import rounds_to
-from gpipe.results.records import Record
-from gpipe.results.tables import Paper, markdown, named, newest, not_run, provenance
-from gpipe.results.translation_runs import (
+from gpipe.records import Record
+from reproductions import paper_scale
+from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.figure3_multilingual import depth, text_scale
+from reproductions.table import Paper, markdown, not_run, provenance, rounds_to
+from reproductions.translation_runs import (
     DEEP_OR_WIDE,
+    PARAMETERS,
     SCORER,
     SCORING,
     Trained,
     beams,
     mean,
+    planned_models,
     searched,
+    shape_of,
     spread,
     training_pairs,
     trainings,
     written,
 )
-from gpipe.results.verdict import Interval, over_seeds_and_parts
+from reproductions.verdict import Interval, over_seeds_and_parts
 
-PARAMETERS = "translation_parameters"
 PAPER_SCALE = ("transformer_multilingual", "deep_or_wide")
 NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
@@ -46,11 +47,11 @@ def figure3_models(records: Sequence[Record], paper: Paper) -> str:
     """
     planned = planned_models(records, "models")
     if not planned:
-        return not_run(f"experiments/{PARAMETERS}.py")
+        return not_run(f"python -m experiments.{PARAMETERS}")
     runs = _paper_scale_trainings(records)
     rows = []
     for row in paper:
-        shape = _shape(row)
+        shape = shape_of(row)
         plan = planned[shape]
         counts = {int(tables): count for tables, count in plan["parameters_by_tables"].items()}
         agreeing = [str(tables) for tables, count in counts.items() if rounds_to(count, row["parameters"])]
@@ -80,11 +81,11 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     """Return the largest model beside the paper's, and the claims of section 5 at laptop scale."""
     largest = paper[-1]
     reading = f"BLEU {largest['bleu_read_off_by_third_party']}, a third party's reading"
-    planned = planned_models(records, "models").get(_shape(largest))
-    bleu = _paper_scale_bleu(_paper_scale_trainings(records), _shape(largest))
+    planned = planned_models(records, "models").get(shape_of(largest))
+    bleu = _paper_scale_bleu(_paper_scale_trainings(records), shape_of(largest))
     rows = [
         Claim(
-            f"the largest of the models of 102 languages, T({', '.join(map(str, _shape(largest)))}) (section 5)",
+            f"the largest of the models of 102 languages, T({', '.join(map(str, shape_of(largest)))}) (section 5)",
             f"{largest['parameters']} parameters; {reading}",
             f"BLEU {bleu}" if bleu else NOT_RUN,
             planned=f"{planned['parameters'] / 1e9:.2f}B parameters" if planned else "",
@@ -109,7 +110,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 verdict=judged(((title, interval) for title, (_, interval) in found.items()), ".2f"),
             )
         )
-    return rows
+    return [*rows, *depth.claims(records, paper)]
 
 
 def figure3_low_resource(records: Sequence[Record]) -> str:
@@ -235,20 +236,9 @@ def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[T
     return found
 
 
-def planned_models(records: Sequence[Record], part: str) -> dict[tuple[int, ...], dict[str, Any]]:
-    """Return the rows of a part of the newest plan by the model's L, H and A; empty without one."""
-    record = newest(list(records), PARAMETERS)
-    rows = [] if record is None else record.results[part]
-    return {_shape(row): row for row in rows}
-
-
-def _shape(row: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(int(row[name]) for name in ("num_layers", "feedforward_size", "num_heads"))
-
-
 def _differences(run: Record) -> list[str]:
     """Return in which settings a run departs from the paper-scale one of its model, or from that of T(6, 8192, 16)."""
-    name = "_".join(map(str, _shape(run.config["model"])))
+    name = "_".join(map(str, shape_of(run.config["model"])))
     model = f"translation_t{name}" if name in _NAMES else "translation_t6_8192_16"
     return paper_scale.differences(run, [f"+experiment={run.experiment}", f"model={model}"])
 
@@ -261,7 +251,7 @@ def _paper_scale_trainings(records: Sequence[Record]) -> list[Trained]:
 
 def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
     """Return the average BLEU of the trainings of a model at the paper's scale, with its deviation."""
-    found = [one for one in runs if _shape(one.run.config["model"]) == shape]
+    found = [one for one in runs if shape_of(one.run.config["model"]) == shape]
     return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
 
 
@@ -298,5 +288,12 @@ def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
     return [*cells, better]
 
 
-BESIDE_PAPER = named(figure3_models)
-TABLES = named(figure3_other_settings, figure3_low_resource, figure3_languages, figure3_run)
+TABLES = (
+    figure3_models,
+    figure3_other_settings,
+    figure3_low_resource,
+    figure3_languages,
+    figure3_run,
+    *depth.TABLES,
+    *text_scale.TABLES,
+)

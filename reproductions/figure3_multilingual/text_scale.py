@@ -1,13 +1,14 @@
-"""The table of what a corpus of pairs takes until the first mini-batch, from experiments/text_scale.py."""
+"""The table of what a corpus of pairs takes until the first mini-batch, from python -m experiments.text_scale."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from gpipe.results.records import Record
-from gpipe.results.tables import markdown, named, newest, not_run, provenance
+from gpipe.records import Record
+from reproductions.table import markdown, newest, not_run, provenance
 
 EXPERIMENT = "text_scale"
 BUILD, START, RESUME = "build", "start", "resume"
-_PROGRAM = f"python experiments/{EXPERIMENT}.py"
+_PROGRAM = f"python -m experiments.{EXPERIMENT}"
 _MOST = 1.2  # times the least of all sizes
 _NAMES = ("seconds", "seconds_of_work", "private_bytes", "seconds_from_disk")
 _FIGURES = [*((what, name) for what in (START, RESUME) for name in _NAMES), (RESUME, "resident_bytes")]
@@ -25,7 +26,7 @@ _HEADER = [
 ]
 
 
-def text_scale(records: list[Record]) -> str:
+def text_scale(records: Sequence[Record]) -> str:
     """Return a row per size of the corpus, and how much each figure of a ready cache changes with the size."""
     record = newest(records, EXPERIMENT)
     if record is None:
@@ -55,9 +56,12 @@ def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.0f}"
 
 
-def text_scale_run(records: list[Record]) -> str:
+def text_scale_run(records: Sequence[Record]) -> str:
     """Return where that was measured."""
     return provenance(newest(records, EXPERIMENT), _PROGRAM)
 
 
-TABLES = named(text_scale, text_scale_run)
+TABLES = (
+    text_scale,
+    text_scale_run,
+)

@@ -4,15 +4,15 @@ Memory of ours and torchgpipe's is in GiB; the paper's stands as it prints it.
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from gpipe.results.claims import NOT_RUN, Claim
-from gpipe.results.printed import as_number, as_printed
-from gpipe.results.records import Record
-from gpipe.results.tables import Paper, markdown, named, not_run, provenance
+from gpipe.records import Record
+from reproductions.claims import NOT_RUN, Claim
+from reproductions.table import Paper, as_number, as_printed, markdown, newest, not_run, provenance
 
 EXPERIMENT = "table1_capacity"
-PROGRAM = "experiments/table1_capacity.py"
+PROGRAM = "python -m experiments.table1_capacity"
 ON_GPU = f"{PROGRAM} on a machine with a GPU"
 CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
 MEASURED_CUT = "memory"
@@ -227,5 +227,69 @@ def _measured_peak(column: Mapping[str, Any] | None) -> list[str]:
     return [_gibibytes(peak), fit(peak, column["memory_bytes"])]
 
 
-BESIDE_PAPER = named(table1_parameters, table1_memory, table1_devices, table1_search, table1_measured, table1_variants)
-TABLES = named(table1_run, table1_measured_run)
+def planned_memory(records: Sequence[Record]) -> str:
+    """Return planned and measured peaks in MiB, for the runs with the most stages."""
+    record = newest(records, "planned_memory")
+    if record is None:
+        return not_run("python -m experiments.planned_memory")
+    rows = record.results["rows"]
+    most = max(row["num_stages"] for row in rows)
+    shown = [
+        [
+            f"{row['model']}; {row['schedule']}, {row['rematerialize']}",
+            ", ".join(map(str, row["partitions"])),
+            _mebibytes(row["planned_bytes"]),
+            _mebibytes(row["measured_bytes"]),
+            f"{max(_deviations(row), key=abs):+z.1%}",
+        ]
+        for row in rows
+        if row["num_stages"] == most
+    ]
+    header = ["model; schedule, recomputation", "layers of each stage", "planned", "measured", "largest deviation"]
+    return markdown(header, shown)
+
+
+def planned_memory_deviations(records: Sequence[Record]) -> str:
+    """Return how far the plans of all runs are from the measurement, a row a model and number of stages."""
+    record = newest(records, "planned_memory")
+    if record is None:
+        return not_run("python -m experiments.planned_memory")
+    groups: dict[tuple[str, str], list[float]] = {}
+    for row in record.results["rows"]:
+        groups.setdefault((row["model"], str(row["num_stages"])), []).extend(_deviations(row))
+    groups["all", ""] = [deviation for found in groups.values() for deviation in found]
+    rows = [
+        [model, stages, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
+        for (model, stages), found in groups.items()
+    ]
+    return markdown(["model", "K", "stages measured", "median, either way", "furthest below", "furthest above"], rows)
+
+
+def planned_memory_run(records: Sequence[Record]) -> str:
+    """Return where the measurement was made."""
+    return provenance(newest(records, "planned_memory"), "python -m experiments.planned_memory")
+
+
+def _deviations(row: Mapping[str, Any]) -> list[float]:
+    """Return by which fraction of the measured peak each stage's plan is above it."""
+    peaks = zip(row["planned_bytes"], row["measured_bytes"], strict=True)
+    return [planned / measured - 1 for planned, measured in peaks]
+
+
+def _mebibytes(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size / 2**20:.1f}" for size in sizes)
+
+
+TABLES = (
+    table1_parameters,
+    table1_memory,
+    table1_devices,
+    table1_search,
+    table1_measured,
+    table1_variants,
+    table1_run,
+    table1_measured_run,
+    planned_memory,
+    planned_memory_deviations,
+    planned_memory_run,
+)

@@ -1,22 +1,23 @@
-"""Tables of our engine beside its peers, from the record that experiments/peers.py makes."""
+"""Tables of our engine beside its peers, from the record that python -m experiments.peers makes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gpipe.results.records import Record
-from gpipe.results.tables import TableFunction, markdown, newest, not_run, provenance
+from gpipe.records import Record
+from reproductions.table import markdown, newest, not_run, provenance
 
 EXPERIMENT = "peers"
+_PROGRAM = f"python -m experiments.{EXPERIMENT}"
 OURS = "ours"
 _SETTING = ("model", "num_stages", "num_microbatches")
 Row = dict[str, Any]
 
 
-def peers_throughput(records: list[Record]) -> str:
+def peers_throughput(records: Sequence[Record]) -> str:
     """Return a row a model, K and M: how many examples a second each engine trains on, and how far ours is ahead."""
     record = newest(records, EXPERIMENT)
     if record is None:
-        return not_run(EXPERIMENT)
+        return not_run(_PROGRAM)
     grid = record.results["grid"]
     engines = _engines(grid)
     peers = [name for name in engines if name != OURS]
@@ -32,11 +33,11 @@ def peers_throughput(records: list[Record]) -> str:
     return markdown(["model", "K", "M", *(f"{name}, examples/s" for name in engines), *ratios], rows)
 
 
-def peers_speed_up(records: list[Record]) -> str:
+def peers_speed_up(records: Sequence[Record]) -> str:
     """Return how many times faster than with one stage each engine is with K."""
     record = newest(records, EXPERIMENT)
     if record is None:
-        return not_run(EXPERIMENT)
+        return not_run(_PROGRAM)
     grid = record.results["grid"]
     engines = _engines(grid)
     speeds = {
@@ -56,22 +57,22 @@ def peers_speed_up(records: list[Record]) -> str:
     return markdown(["model", "K", "M", *(f"{name}, of its K = 1" for name in engines)], rows)
 
 
-def peers_memory(records: list[Record]) -> str:
+def peers_memory(records: Sequence[Record]) -> str:
     """Return by how much the fullest process of each engine grew."""
     record = newest(records, EXPERIMENT)
     if record is None:
-        return not_run(EXPERIMENT)
+        return not_run(_PROGRAM)
     grid = record.results["grid"]
     engines = _engines(grid)
     rows = [[*_setting(cell), *(_mebibytes(cell[name]) for name in engines)] for cell in _cells(grid)]
     return markdown(["model", "K", "M", *(f"{name}, MiB" for name in engines)], rows)
 
 
-def peers_partitions(records: list[Record]) -> str:
+def peers_partitions(records: Sequence[Record]) -> str:
     """Return how each package would cut the models, and how much slower than the optimum its slowest stage is."""
     record = newest(records, EXPERIMENT)
     if record is None:
-        return not_run(EXPERIMENT)
+        return not_run(_PROGRAM)
     rows = [
         [
             row["model"],
@@ -85,18 +86,9 @@ def peers_partitions(records: list[Record]) -> str:
     return markdown(["model", "K", "chosen by", "layers of each stage", "slowest stage / optimum"], rows)
 
 
-def peers_run(records: list[Record]) -> str:
+def peers_run(records: Sequence[Record]) -> str:
     """Return where the newest record comes from."""
-    return provenance(newest(records, EXPERIMENT), EXPERIMENT)
-
-
-TABLES: dict[str, TableFunction] = {
-    "peers_throughput": peers_throughput,
-    "peers_speed_up": peers_speed_up,
-    "peers_memory": peers_memory,
-    "peers_partitions": peers_partitions,
-    "peers_run": peers_run,
-}
+    return provenance(newest(records, EXPERIMENT), _PROGRAM)
 
 
 def _cells(grid: Iterable[Row]) -> list[dict[str, Row]]:
@@ -127,3 +119,6 @@ def _ratio(value: float | None) -> str:
 def _mebibytes(row: Row) -> str:
     found: int | None = row.get("peak_memory_bytes")
     return "" if found is None else f"{found / 2**20:.0f}"
+
+
+TABLES = (peers_throughput, peers_speed_up, peers_memory, peers_partitions, peers_run)

@@ -2,27 +2,35 @@
 
 from collections.abc import Sequence
 
-from gpipe.results.claims import Claim
-from gpipe.results.paper_scale import other_settings
-from gpipe.results.records import Record
-from gpipe.results.speed_up_tables import (
+from gpipe.records import Record
+from reproductions.claims import Claim
+from reproductions.paper_scale import other_settings
+from reproductions.speed_ups import (
+    EQUAL_BATCH_SIZE,
     beside_paper,
     breakdown,
     cells_claim,
     figures,
+    grid,
     grid_run,
+    held_against,
+    key_of,
+    measured_runs,
     names,
+    over_base,
     partitions,
     ratio,
     ratio_claim,
     with_batch,
 )
-from gpipe.results.speed_ups import EQUAL_BATCH_SIZE, Paper, grid, held_against, key_of, measured_runs, over_base
-from gpipe.results.tables import markdown, named, not_run
+from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.table2_throughput import peers
 
 GRID = "table2_throughput_grid"
 PAPER_SCALE = "table2_throughput"
 LAPTOP = "table2_throughput_laptop"
+_UTILIZATION_PROGRAM = "python -m experiments.transformer_utilization, which needs a GPU"
+_LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
 
 
 def table2(records: Sequence[Record], paper: Paper) -> str:
@@ -144,8 +152,40 @@ def _laptop_key(run: Record) -> tuple[str, int, int]:
     return name, pipeline["num_stages"], pipeline["num_microbatches"]
 
 
-BESIDE_PAPER = named(table2, table2_other_settings, table2_fixed, table2_equal, table2_law)
-TABLES = named(
+def transformer_utilization(records: Sequence[Record]) -> str:
+    """Return a row a setting: tokens a second, and the model's FLOPs as a share of the maker's peak."""
+    record = newest(records, "transformer_utilization")
+    if record is None:
+        return not_run(_UTILIZATION_PROGRAM)
+    rows = []
+    for row in record.results["rows"]:
+        share = row["utilization"]
+        is_judged = row["compiled"] and row["rematerialize"] == "never" and share is not None
+        rows.append(
+            [
+                row["rematerialize"],
+                "yes" if row["compiled"] else "no",
+                f"{1000 * row['step_seconds']:.1f}",
+                f"{row['tokens_per_second']:,.0f}",
+                "" if share is None else f"{share:.1%}",
+                ("reached" if share >= _LEAST_UTILIZATION else "not reached") if is_judged else "",
+            ]
+        )
+    header = ["recomputation", "compiled", "ms a step", "tokens/s", "utilisation", f"at least {_LEAST_UTILIZATION:.0%}"]
+    return markdown(header, rows)
+
+
+def transformer_utilization_run(records: Sequence[Record]) -> str:
+    """Return where the utilisation was measured."""
+    return provenance(newest(records, "transformer_utilization"), _UTILIZATION_PROGRAM)
+
+
+TABLES = (
+    table2,
+    table2_other_settings,
+    table2_fixed,
+    table2_equal,
+    table2_law,
     table2_breakdown,
     table2_planned_breakdown,
     table2_partitions,
@@ -153,4 +193,7 @@ TABLES = named(
     table2_laptop,
     table2_laptop_equal,
     table2_run,
+    transformer_utilization,
+    transformer_utilization_run,
+    *peers.TABLES,
 )

@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 
-from gpipe.results.claims import Claim
-from gpipe.results.records import Record
-from gpipe.results.speed_up_tables import (
+from gpipe.records import Record
+from reproductions.claims import Claim
+from reproductions.speed_ups import (
     beside_paper,
     breakdown,
     cells_claim,
     figures,
+    grid,
     grid_run,
     partitions,
     with_batch,
 )
-from gpipe.results.speed_ups import Paper, grid
-from gpipe.results.tables import named
+from reproductions.table import Paper
 
 GRID = "table3_slow_links_grid"
 PAPER_SCALE = "table3_slow_links"
@@ -55,5 +55,11 @@ def table3_run(records: Sequence[Record]) -> str:
     return grid_run(records, GRID)
 
 
-BESIDE_PAPER = named(table3, table3_fixed)
-TABLES = named(table3_breakdown, table3_partitions, table3_figures, table3_run)
+TABLES = (
+    table3,
+    table3_fixed,
+    table3_breakdown,
+    table3_partitions,
+    table3_figures,
+    table3_run,
+)

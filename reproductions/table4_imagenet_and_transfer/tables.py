@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Any
 
-from gpipe.results import paper_scale
-from gpipe.results.claims import NOT_RUN, Claim, judged
-from gpipe.results.records import Record
-from gpipe.results.tables import Paper, markdown, named, not_run, provenance
-from gpipe.results.verdict import Interval, over_runs_and_images, over_seeds
+from gpipe.records import Record
+from reproductions import paper_scale
+from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.verdict import Interval, over_runs_and_images, over_seeds
 
 PRE_TRAINING = "amoebanet_imagenet"
 TRANSFERS = ("transfer", "transfer_table", "transfer_kornblith")
@@ -116,7 +117,7 @@ def table4_cost(records: Sequence[Record]) -> str:
     """Return what each run of Table 4 would compute, and for how long: planned, not measured."""
     planned = [record for record in records if record.experiment == "table4_cost"]
     if not planned:
-        return not_run("experiments/table4_cost.py")
+        return not_run("python -m experiments.table4_cost")
     newest = max(planned, key=lambda record: record.date)
     rows = [
         [
@@ -200,5 +201,112 @@ def _gain(gains: Sequence[float]) -> list[str]:
     return [f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})", judged([("", over_seeds(gains))], ".2%")]
 
 
-BESIDE_PAPER = named(table4)
-TABLES = named(table4_other_settings, transfer_laptop, transfer_laptop_run, table4_cost)
+def image_runs(records: Sequence[Record]) -> str:
+    """Return the runs that trained on images from scratch: what was trained on what, how far, and how fast."""
+    runs = _image_runs(records)
+    rows = [
+        [
+            _model(run),
+            f"{_of(run, 'data', 'name')}, {_of(run, 'data', 'image_size')} px",
+            str(_of(run, "pipeline", "num_stages")),
+            str(_of(run, "pipeline", "num_microbatches")),
+            str(run.seed),
+            f"{run.results['top1']:.1%}",
+            f"{run.results['seconds'] / 60:.1f}",
+            f"{run.examples_per_second:.0f}",
+            f"{run.results['bubble']:.1%}" if run.results.get("bubble") is not None else "",
+            f"{run.results['peak_memory_bytes'] / 2**20:.0f}" if run.results.get("peak_memory_bytes") else "",
+        ]
+        for run in sorted(runs, key=lambda run: run.date)
+    ]
+    header = ["model", "images", "K", "M", "seed", "top-1", "minutes", "images/s", "bubble", "MiB a process, peak"]
+    return markdown(header, rows)
+
+
+def image_runs_from(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run on images."""
+    runs = _image_runs(records)
+    return provenance(max(runs, key=lambda run: run.date, default=None), "train.py")
+
+
+def input_pipeline(records: Sequence[Record]) -> str:
+    """Return how many images a second are decoded and augmented, by our loader and by torchvision's."""
+    record = newest(records, "input_pipeline")
+    if record is None:
+        return not_run("python -m experiments.input_pipeline")
+    rows = [
+        [
+            str(row["image_size"]),
+            str(row["num_workers"]),
+            f"{row['ours_images_per_second']:.0f}",
+            f"{row['torchvision_images_per_second']:.0f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in record.results["grid"]
+    ]
+    header = [
+        "px",
+        "worker processes",
+        "ours, images/s",
+        "torchvision, images/s",
+        "ours / torchvision, median of pairs",
+    ]
+    return markdown(header, rows)
+
+
+def image_throughput(records: Sequence[Record]) -> str:
+    """Return how many images a second one GPU trains on, beside torchgpipe's model at the same batch size."""
+    record = newest(records, "image_throughput")
+    if record is None:
+        return not_run("python -m experiments.image_throughput")
+    grid = record.results["grid"]
+    setting = ("variant", "image_size", "rematerialize", "batch_size")
+    theirs = {
+        tuple(row[name] for name in setting): row.get("images_per_second")
+        for row in grid
+        if row["code"] == "torchgpipe"
+    }
+    rows = []
+    for row in grid:
+        speed, peer = row.get("images_per_second"), theirs.get(tuple(row[name] for name in setting))
+        model = f"AmoebaNet-{row['variant'].upper()} ({row['num_layers']},{row['num_filters']})"
+        rows.append(
+            [
+                f"{model}, {row['image_size']} px",
+                row["rematerialize"],
+                row["code"] + (", compiled" if row["compiled"] else ""),
+                str(row["batch_size"]),
+                f"{speed:.1f}" if speed else row["outcome"],
+                f"{row['peak_memory_bytes'] / 2**30:.1f}" if row.get("peak_memory_bytes") else "",
+                f"{speed / peer:.2f}" if speed and peer else "",
+            ]
+        )
+    return markdown(["model", "recomputation", "code", "batch", "images/s", "GiB, peak", "of torchgpipe's"], rows)
+
+
+def _image_runs(records: Sequence[Record]) -> list[Record]:
+    """Return the trainings on images but the transfers, which have tables of their own."""
+    runs = [run for run in records if run.results.get("top1") is not None and "image_size" in run.config["data"]]
+    return [run for run in runs if not run.experiment.startswith("transfer")]
+
+
+def _model(run: Record) -> str:
+    model = run.config["model"]
+    return f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
+
+
+def _of(run: Record, section: str, key: str) -> Any:
+    return run.config[section][key]
+
+
+TABLES = (
+    table4,
+    table4_other_settings,
+    transfer_laptop,
+    transfer_laptop_run,
+    table4_cost,
+    image_runs,
+    image_runs_from,
+    input_pipeline,
+    image_throughput,
+)

@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpipe.results import paper_scale
-from gpipe.results.claims import NOT_RUN, Claim, judged
-from gpipe.results.paper_scale import Differences
-from gpipe.results.records import Record
-from gpipe.results.tables import Paper, markdown, named, not_run, provenance
-from gpipe.results.translation_runs import SCORER, SCORING, Trained, beams, mean, searched, spread, trainings
-from gpipe.results.verdict import Interval, over_seeds
+from gpipe.records import Record
+from reproductions import paper_scale
+from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.paper_scale import Differences
+from reproductions.table import Paper, markdown, not_run, provenance
+from reproductions.translation_runs import SCORER, SCORING, Trained, beams, mean, searched, spread, trainings
+from reproductions.verdict import Interval, over_seeds
 
 PAPER_SCALE = "batch_size"
 LAPTOP = "batch_size_laptop"
@@ -163,5 +163,9 @@ def _minus(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one - other
 
 
-BESIDE_PAPER = named(table5, table5_other_settings)
-TABLES = named(table5_laptop, table5_run)
+TABLES = (
+    table5,
+    table5_other_settings,
+    table5_laptop,
+    table5_run,
+)

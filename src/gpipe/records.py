@@ -6,7 +6,9 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -101,11 +103,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def make_record(
     *,
     kind: str,
-    command: str,
     experiment: str,
     config: Mapping[str, Any],
     seed: int,
     results: Mapping[str, Any],
+    command: str | None = None,
     gpus: Sequence[str] = (),
     num_cores: int | None = None,
 ) -> Record:
@@ -116,7 +118,7 @@ def make_record(
     commit, dirty = git_state(Path(__file__).parent)
     return Record(
         kind=kind,
-        command=command,
+        command=command or command_line(),
         experiment=experiment,
         commit=commit,
         dirty=dirty,
@@ -127,6 +129,13 @@ def make_record(
         seed=seed,
         results=dict(results),
     )
+
+
+def command_line() -> str:
+    """Return the command that started this process, as a user types it in the repository's root."""
+    spec = sys.modules["__main__"].__spec__
+    program = [Path(sys.argv[0]).name] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+    return shlex.join(["python", *program, *sys.argv[1:]])
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:

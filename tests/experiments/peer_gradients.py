@@ -1,23 +1,18 @@
-"""The gradients of an engine that experiments/peers.py compares, in a process of a test."""
+"""The gradients of an engine that experiments/peers compares, in a process of a test."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))  # a script's neighbours are found beside it
 
 
 def gradients(
     rank: int, num_processes: int, engine: str, workload: str, partitions: list[int]
 ) -> dict[str, np.ndarray]:
     """Return this process's gradients after two steps of an engine in so many processes, by the parameters' names."""
-    from peer_engines import ENGINES, Place
-    from peer_workloads import SCALES
+    from experiments.peers.engines import ENGINES, Place
+    from experiments.peers.workloads import SCALES
 
     mesh = None
     if num_processes > 1:

@@ -1,21 +1,18 @@
 """The measurement of the training's throughput, on tiny models."""
 
-import importlib
 import json
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-from gpipe.results.records import Record, make_record
-from gpipe.results.tables import TABLES
+from experiments.image_throughput import measurements
+from gpipe.records import Record, make_record
+from reproductions.table4_imagenet_and_transfer.tables import image_throughput
 from tests.program_server import run_program
 
-SCRIPT = Path(__file__).parents[2] / "experiments" / "image_throughput.py"
 TINY = ("--small", "--steps", "1", "--warm-up", "0", "--backend", "eager")
 STAND_IN = """
 from torch import nn
@@ -25,7 +22,7 @@ def amoebanetd(num_classes, num_layers, num_filters):
 
 
 def measured(*options: str) -> Record:
-    done = run_program(SCRIPT, *TINY, *options)
+    done = run_program("experiments.image_throughput", *TINY, *options)
     assert done.returncode == 0, done.stderr
     return Record(**json.loads(done.stdout))
 
@@ -52,7 +49,7 @@ def test_each_mode_and_code_is_measured(record: Record) -> None:
 
 @pytest.mark.slow
 def test_ours_is_shown_beside_torchgpipes_at_the_same_batch(record: Record) -> None:
-    lines = TABLES["image_throughput"]([record]).splitlines()[2:]
+    lines = image_throughput([record]).splitlines()[2:]
     ratios = [line.split(" | ")[-1].removesuffix(" |").strip() for line in lines]
     speeds = [row["images_per_second"] for row in record.results["grid"]]
     assert ratios == ["", "", "1.00", f"{speeds[3] / speeds[2]:.2f}", f"{speeds[4] / speeds[2]:.2f}"]
@@ -68,26 +65,19 @@ def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:
     record = make_record(
         kind="measured", command="x", experiment="image_throughput", config={}, seed=0, results={"grid": grid}
     )
-    lines = TABLES["image_throughput"]([record]).splitlines()[2:]
+    lines = image_throughput([record]).splitlines()[2:]
     assert lines[0] == "| AmoebaNet-D (18,256), 224 px | never | torchgpipe | 512 | not run |  |  |"
     assert lines[1] == "| AmoebaNet-D (18,256), 224 px | never | ours | 512 | out of memory |  |  |"
-    assert TABLES["image_throughput"]([]) == "Not run: image_throughput.\n"
+    assert image_throughput([]) == "Not run: python -m experiments.image_throughput.\n"
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the script as a module."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module("image_throughput")
-
-
-def test_a_peer_that_is_not_there_has_a_row_all_the_same(script: ModuleType) -> None:
+def test_a_peer_that_is_not_there_has_a_row_all_the_same() -> None:
     options = Namespace(torchgpipe=None, backend="eager")
-    row = next(script.rows_of(script.SMALL[1], "never", options, torch.device("cpu")))
+    row = next(measurements.rows_of(measurements.SMALL[1], "never", options, torch.device("cpu")))
     assert row["code"] == "torchgpipe" and row["outcome"] == "not run"
 
 
-def test_the_batch_is_halved_until_everything_fits(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_is_halved_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def our_step(*arguments: object) -> tuple[Callable[..., None], nn.Module]:
         compiled = arguments[-1] is not None
 
@@ -97,15 +87,15 @@ def test_the_batch_is_halved_until_everything_fits(script: ModuleType, monkeypat
 
         return step, nn.Linear(1, 1)
 
-    monkeypatch.setattr(script, "our_step", our_step)
+    monkeypatch.setattr(measurements, "our_step", our_step)
     options = Namespace(torchgpipe=None, backend="eager", steps=1, warm_up=0)
-    setting = script.Setting("b", 3, 8, 4, 32)
-    rows = list(script.rows_of(setting, "always", options, torch.device("cpu")))
+    setting = measurements.Setting("b", 3, 8, 4, 32)
+    rows = list(measurements.rows_of(setting, "always", options, torch.device("cpu")))
     found = [(row["batch_size"], row["compiled"], row["outcome"]) for row in rows]
     out, fits = "out of memory", "measured"
     assert found == [(32, False, out), (16, False, fits), (16, True, out), (8, False, fits), (8, True, fits)]
 
 
 def test_without_a_gpu_only_the_small_run_starts() -> None:
-    done = run_program(SCRIPT, CUDA_VISIBLE_DEVICES="")
+    done = run_program("experiments.image_throughput", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and done.stderr == "not run: no GPU; --small tries the script on the CPU\n"

@@ -1,18 +1,16 @@
 """The measurement of the input pipeline, on a handful of images."""
 
 import json
-from pathlib import Path
 
-from gpipe.results.records import Record
-from gpipe.results.tables import TABLES
+from gpipe.records import Record
+from reproductions.table4_imagenet_and_transfer.tables import input_pipeline
 from tests.program_server import run_program
 
-SCRIPT = Path(__file__).parents[2] / "experiments" / "input_pipeline.py"
 TINY = ("--dry", "--num-images", "6", "--batch-size", "4", "--image-sizes", "32", "48", "--rounds", "1")
 
 
 def test_both_loaders_are_measured_and_shown() -> None:
-    done = run_program(SCRIPT, *TINY)
+    done = run_program("experiments.input_pipeline", *TINY)
     assert done.returncode == 0, done.stderr
     record = Record(**json.loads(done.stdout))
     assert record.experiment == "input_pipeline" and record.kind == "measured"
@@ -22,9 +20,9 @@ def test_both_loaders_are_measured_and_shown() -> None:
     assert [(row["image_size"], row["num_workers"]) for row in grid] == [(32, 0), (32, 2), (48, 0), (48, 2)]
     assert all(row[f"{loader}_images_per_second"] > 0 for row in grid for loader in ("ours", "torchvision"))
     assert all(row["ratio"] > 0 for row in grid)
-    lines = TABLES["input_pipeline"]([record]).splitlines()
+    lines = input_pipeline([record]).splitlines()
     assert [line.split(" | ")[:2] for line in lines[2:]] == [["| 32", "0"], ["| 32", "2"], ["| 48", "0"], ["| 48", "2"]]
 
 
 def test_without_a_record_the_table_says_so() -> None:
-    assert TABLES["input_pipeline"]([]) == "Not run: input_pipeline.\n"
+    assert input_pipeline([]) == "Not run: python -m experiments.input_pipeline.\n"

@@ -3,10 +3,11 @@
 import lzma
 from pathlib import Path
 
-import make_multilingual_corpus
 import pytest
-from declaration import Declaration, udhr_pairs
-from make_multilingual_corpus import django_pairs, largest_languages, read_po, write_corpus
+
+from experiments.data import make_multilingual_corpus
+from experiments.data.declaration import Declaration, udhr_pairs
+from experiments.data.make_multilingual_corpus import django_pairs, largest_languages, read_po, write_corpus
 
 CATALOGUE = """\
 # A comment

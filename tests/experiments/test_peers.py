@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpipe.results.records import read_records
+from gpipe.records import read_records
 from tests.experiments.peer_gradients import gradients
 from tests.process_pool import ProcessPool
 
-SCRIPT = Path(__file__).parents[2] / "experiments" / "peers.py"
+ROOT = Path(__file__).parents[2]
 TINY = (
     "--scale",
     "tiny",
@@ -49,8 +49,9 @@ def test_all_engines_compute_the_same_gradients(workload: str, processes: Proces
 
 
 def test_a_record_says_how_fast_and_large_each_engine_is(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), *TINY, "--rounds", "1", "--steps", "1", "--folder", str(tmp_path)]
-    subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=use_one_core)
+    options = (*TINY, "--rounds", "1", "--steps", "1", "--folder", str(tmp_path))
+    command = [sys.executable, "-m", "experiments.peers", *options]
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=use_one_core)
     (record,) = read_records(tmp_path / "runs.jsonl")
     assert (record.kind, record.experiment) == ("measured", "peers")
     grid = record.results["grid"]

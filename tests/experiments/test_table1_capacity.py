@@ -1,22 +1,23 @@
 """The programs of Table 1: its models, and what they plan, find and measure of smaller ones."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
-import table1_capacity
 import torch
-from capacity_on_gpu import measure
-from stage_accounting import ProcessorAllocator
-from table1_capacity import CUTS, find_largest, num_parameters, plan
-from table1_columns import COLUMNS, Column
-from table1_variants import Variant, vary
 from torch import Tensor, nn
 
+from experiments.planned_memory.stage_accounting import ProcessorAllocator
+from experiments.table1_capacity import plans
+from experiments.table1_capacity.columns import COLUMNS, Column
+from experiments.table1_capacity.on_gpu import measure
+from experiments.table1_capacity.plans import CUTS, find_largest, num_parameters, plan
+from experiments.table1_capacity.variants import Variant, vary
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.batch_norm import convert_batch_norm
-from gpipe.results.records import Record, make_record
-from gpipe.results.reproduction import BESIDE_PAPER
+from gpipe.records import Record, make_record
+from reproductions.table1_model_size.tables import TABLES
 
 
 class Small(Column):
@@ -90,7 +91,7 @@ def test_a_device_without_room_is_a_result() -> None:
 
 def test_the_largest_model_is_found_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict(zip(CUTS.values(), (40, 8), strict=True))
-    monkeypatch.setattr(table1_capacity, "_fits", lambda column, cut: lambda size: size <= limits[cut])
+    monkeypatch.setattr(plans, "_fits", lambda column, cut: lambda size: size <= limits[cut])
     found = find_largest(IMAGES)
     assert found["largest"] == {"variance of FLOPs": 32, "memory": None}
     assert found["parameters"] == {"variance of FLOPs": num_parameters(IMAGES), "memory": None}
@@ -109,7 +110,7 @@ def written(kind: str, **results: Any) -> Record:
 
 
 def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table1_capacity, "_fits", lambda column, cut: lambda size: size <= 32)
+    monkeypatch.setattr(plans, "_fits", lambda column, cut: lambda size: size <= 32)
     planned = written(
         "planned", columns=[plan(IMAGES)], search=[find_largest(IMAGES)], variants=[vary(Variant(IMAGES, 4), CUTS)]
     )
@@ -117,7 +118,11 @@ def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch
     paper |= {"parameters": "9.99M", "parameter_gb": "1", "activation_gb": "2"}
     paper |= dict.fromkeys(("torchgpipe_parameters", "torchgpipe_parameter_gib", "torchgpipe_activation_gib"), "")
     measured = written("measured", columns=[measure(IMAGES, "cpu", ProcessorAllocator())])
-    tables = {name: make([planned, measured], [paper]) for name, make in BESIDE_PAPER.items() if "table1" in name}
+    tables = {
+        table.__name__: table([planned, measured], [paper])
+        for table in TABLES
+        if "paper" in signature(table).parameters
+    }
     assert all(len(table.splitlines()) == 2 + (2 if name == "table1_measured" else 1) for name, table in tables.items())
     assert f"{num_parameters(IMAGES):,}" in tables["table1_parameters"]
     assert tables["table1_devices"].count("fits") == 3

@@ -8,23 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.throughput_study import Study
+from experiments.table2_throughput.study import Study
 from gpipe.models import transformer_lm
 from gpipe.planning.device import Device
 from gpipe.planning.forecast import Setting
 from gpipe.planning.timing import LayerTiming
-from gpipe.results.records import Record
-from gpipe.results.reproduction import BESIDE_PAPER, EVERY_TABLE, read_paper
+from gpipe.records import Record
+from reproductions.pages import TABLES, read_paper
+from reproductions.table import make_table
+from reproductions.table2_throughput.tables import table2
+from reproductions.table3_slow_links.tables import table3
 from tests.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "experiments" / "table2_throughput.py"
 NUM_LAYERS = 6  # with embedding and softmax layer 8
 
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    done = run_program(SCRIPT, "--small", "--repeats", "1")
+    done = run_program("experiments.table2_throughput", "--small", "--repeats", "1")
     assert done.returncode == 0, done.stderr
     return [Record(**json.loads(line)) for line in done.stdout.splitlines()]
 
@@ -46,13 +48,14 @@ def test_every_cell_is_planned_and_simulated_and_its_shares_add_up_to_one(record
 
 
 def test_the_tables_show_what_was_recorded(records: list[Record]) -> None:
-    for name in (name for name in EVERY_TABLE if name.startswith(("table2", "table3")) and "laptop" not in name):
-        assert "Not run" not in EVERY_TABLE[name](records), name
-    for name, folder in (("table2", "table2_throughput"), ("table3", "table3_slow_links")):
+    for name, (folder, table) in TABLES.items():
+        if name.startswith(("table2", "table3")) and "laptop" not in name:
+            assert "Not run" not in make_table(table, records, read_paper(ROOT / "reproductions" / folder)), name
+    for table, folder in ((table2, "table2_throughput"), (table3, "table3_slow_links")):
         paper = read_paper(ROOT / "reproductions" / folder)
         titles = {"amoebanet": "AmoebaNet-D (3,16)", "transformer_lm": "Transformer-8"}
         small = [row | {"title": titles[row["model"]]} for row in paper]
-        lines = BESIDE_PAPER[name](records, small).splitlines()[2:]
+        lines = table(records, small).splitlines()[2:]
         assert len(lines) == len(paper)
         assert [cell.strip() for cell in lines[0].split("|")][5:12:2] == ["1.00", "1.00", "1.00", "1.00"]
 

@@ -9,7 +9,7 @@ import pytest
 def test_fresh_processes_open_the_corpus_and_their_memory_is_watched(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = importlib.import_module("text_scale")
+    script = importlib.import_module("experiments.text_scale")
     script.write_text(tmp_path / "text", 3000)
     lines = [len(path.read_text().splitlines()) for path in sorted((tmp_path / "text").glob("train.*"))]
     assert lines == [1800, 1800, 750, 750, 300, 300, 150, 150]

@@ -1,7 +1,8 @@
 """The FLOPs that utilisation counts."""
 
 import pytest
-from transformer_utilization import FEEDFORWARD_SIZE, MODEL_SIZE, forward_flops
+
+from experiments.transformer_utilization import FEEDFORWARD_SIZE, MODEL_SIZE, forward_flops
 
 
 @pytest.mark.parametrize(("num_layers", "batch", "time_steps"), [(1, 1, 32), (3, 2, 64)])

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 from planned_memory import NUM_MICROBATCHES, compare
-from small_models import SmallModel, images, text
 
+from experiments.planned_memory.small_models import SmallModel, images, text
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.forecast import Setting
 
@@ -18,7 +18,7 @@ def model(request: pytest.FixtureRequest) -> SmallModel:
     return make()
 
 
-# What the stages keep differs most between these; experiments/planned_memory.py goes through all.
+# What the stages keep differs most between these; experiments/planned_memory goes through all.
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "mode"),
     [

@@ -12,9 +12,9 @@ from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.launch import devices
 from gpipe.programs.folder_lock import hold
+from gpipe.programs.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
 from gpipe.programs.sweep import run_job
-from gpipe.results.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
-from gpipe.results.records import RECORD_FILE, make_record, write_record
+from gpipe.records import RECORD_FILE, make_record, write_record
 
 pytestmark = pytest.mark.usefixtures("composer")
 OVERRIDES = ["data=digits", "seed=3"]

@@ -4,9 +4,9 @@ import itertools
 from pathlib import Path
 
 import pytest
-import train_tokenizer
 
 from gpipe.data import Tokenizer
+from gpipe.programs import train_tokenizer
 
 
 def test_it_has_the_pieces_of_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,11 @@ from gpipe.config import RunConfig, to_run
 from gpipe.data import SPLITS, Tokenizer, open_corpus, open_tokenizer, split_of
 from gpipe.data.text.multilingual_text import read_embedded
 from gpipe.data.text.sentences import Sentences
+from gpipe.decoding.resource_groups import resource_groups
 from gpipe.programs import build
 from gpipe.programs.train import start as train
 from gpipe.programs.workloads import workload_of
-from gpipe.results.records import read_records
-from gpipe.results.translation_runs import resource_groups
+from gpipe.records import read_records
 from tests.data.text.small_text import write_parallel
 from tests.programs.test_translate import TINY
 from tests.train_program import metrics, run_folder, start, weights

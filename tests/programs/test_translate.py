@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import bleu
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -18,10 +17,11 @@ from gpipe.config import Device, register_schemas, to_run
 from gpipe.config.translate import register_schema, take_literally, to_settings
 from gpipe.data import Tokenizer, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
+from gpipe.programs import bleu
 from gpipe.programs.train import start as train
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import start
-from gpipe.results.records import read_records
+from gpipe.records import read_records
 from tests.program_server import run_program
 from tests.programs.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
 

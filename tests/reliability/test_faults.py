@@ -5,7 +5,7 @@ two stages of each pair of fault and place; exit(0) in backward and evaluation, 
 an allocation that fails outside of a layer and a MemoryError inside, which are errors like any other; a full disk
 where nothing is written.
 
-With GPIPE_FAULT_RECORDS=<file>, each test adds a line to that file, for the README's table (gpipe.results.faults).
+With GPIPE_FAULT_RECORDS=<file>, each test adds a line to that file, for the README's table (reproductions.faults).
 """
 
 import ctypes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.config import read_yaml
-from gpipe.results.records import read_records
+from gpipe.records import read_records
 from tests.reliability.session import ROOT, TINY
 
 pytestmark = pytest.mark.reliability

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gpipe.config import compose_plain
-from gpipe.results.records import Record, make_record
+from gpipe.records import Record, make_record
 
 
 def composed(*overrides: str, seed: int = 0, init_from: str | None = "runs/other", **results: Any) -> Record:

@@ -1,9 +1,9 @@
 """The bubble's claim: what a stage waits, beside the simulated and the planned bubble of the same K and M."""
 
-from gpipe.results.bubble import claims
-from gpipe.results.claims import NO_TEST
-from gpipe.results.records import Record, make_record
-from gpipe.results.table2 import GRID
+from gpipe.records import Record, make_record
+from reproductions.bubble.tables import claims
+from reproductions.claims import NO_TEST
+from reproductions.table2_throughput.tables import GRID
 
 SETTING = {"num_stages": 8, "num_microbatches": 32}
 

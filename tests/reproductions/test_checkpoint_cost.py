@@ -1,7 +1,7 @@
 """The table of what a checkpoint costs."""
 
-from gpipe.results.checkpoint_cost import DCP_SYNCHRONOUS, OURS, checkpoint_cost, checkpoint_cost_run
-from gpipe.results.records import Record, make_record
+from gpipe.records import Record, make_record
+from reproductions.bubble.tables import DCP_SYNCHRONOUS, OURS, checkpoint_cost, checkpoint_cost_run
 
 
 def measured(still_seconds: float) -> Record:
@@ -16,7 +16,7 @@ def measured(still_seconds: float) -> Record:
 
 
 def test_what_was_not_measured_is_not_claimed() -> None:
-    assert checkpoint_cost([]) == checkpoint_cost_run([]) == "Not run: python experiments/checkpoint_cost.py.\n"
+    assert checkpoint_cost([]) == checkpoint_cost_run([]) == "Not run: python -m experiments.checkpoint_cost.\n"
 
 
 def test_ours_alone_is_judged_by_its_share_of_the_synchronous_save() -> None:

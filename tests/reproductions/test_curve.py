@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from gpipe.results.curve import read_curve, read_training
+from reproductions.curve import read_curve, read_training
 
 
 def test_a_row_has_an_evaluation_and_the_means_of_the_steps_before_it(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from gpipe.results.depth import (
+from gpipe.records import Record
+from reproductions.figure3_multilingual.depth import (
     DEEP_OR_WIDE,
     DEEP_TRAINING,
     became,
@@ -14,8 +15,7 @@ from gpipe.results.depth import (
     deep_trainings,
     largest_rise,
 )
-from gpipe.results.records import Record
-from tests.results.translation_records import cells, scored, trained
+from tests.reproductions.translation_records import cells, scored, trained
 
 PAIRS = {"sw": 100, "de": 900}
 DEEP, WIDE = (4, 128, 4), (2, 256, 8)
@@ -43,7 +43,7 @@ def test_the_deep_model_stands_beside_the_wide_one_by_resource_group() -> None:
     assert table[0][:-1] == ["loss", "all", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2"]
     assert table[1][:3] == ["loss", "high", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low", "3.500 ± 0.707"]
     assert table[0][-1].startswith("undecided [-"), "two seeds decide little"
-    assert table[3][4:] == ["", "2", "not run: experiments/bleu.py"]
+    assert table[3][4:] == ["", "2", "not run: bleu.py"]
     chrf = [row for row in table if row[0] == "chrF, beam 4"]
     assert chrf[0][4:6] == ["-2.00 ± 0.00", "2"] and chrf[2][2:4] == ["10.00 ± 0.00"] * 2
 
@@ -56,7 +56,7 @@ def test_seeds_that_disagree_decide_nothing_and_what_was_not_scored_says_so() ->
     ]
     table = cells(deep_or_wide(runs))
     assert table[0][4:6] == ["+0.000 ± 0.707", "2"] and table[0][-1].startswith("undecided [-")
-    assert {row[-1] for row in table if row[0] in ("chrF", "BLEU")} == {"not run: experiments/bleu.py"}
+    assert {row[-1] for row in table if row[0] in ("chrF", "BLEU")} == {"not run: bleu.py"}
 
 
 def test_a_row_has_a_way_to_train_a_deep_model_and_what_became_of_it() -> None:
@@ -85,5 +85,5 @@ def test_a_course_is_summed_up(nll: tuple[float, ...], outcome: str, rise: float
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert deep_or_wide([]) == "Not run: train.py -m +experiment=deep_or_wide_laptop.\n"
     assert deep_training([]) == "Not run: train.py -m +experiment=deep_training_laptop.\n"
-    assert deep_or_wide_models([]) == "Not run: experiments/translation_parameters.py.\n"
+    assert deep_or_wide_models([]) == "Not run: python -m experiments.translation_parameters.\n"
     assert deep_training([deep(0, [])]).endswith("| trained: 1 |\n"), "an old record has no course"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.results.deviations import deviations, deviations_table, marked, python_prose, yaml_prose
-from gpipe.results.reproduction import CLAIMS, INDEX
+from reproductions.deviations import deviations, deviations_table, marked, python_prose, yaml_prose
+from reproductions.pages import CLAIMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,8 +20,9 @@ def test_every_mark_in_the_sources_is_listed_once() -> None:
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
     counts = {name: int(count) for name, count in (line.rsplit(":", 1) for line in searched)}
-    counts.pop("src/gpipe/results/deviations.py")
-    listed = re.findall(r"^- `([^`]*)`: ", (ROOT / INDEX).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    listed = re.findall(
+        r"^- `([^`]*)`: ", (ROOT / "reproductions" / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert Counter(listed) == counts
     assert len(listed) == len(deviations(ROOT)) > 20
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.results.faults import faults, faults_in_short, faults_run, main, read_rows
-from gpipe.results.records import Record, make_record, read_records
+from gpipe.records import Record, make_record, read_records
+from reproductions.__main__ import main
+from reproductions.faults import faults, faults_in_short, faults_run, read_record
 
 
 def row(
@@ -54,13 +55,12 @@ def test_without_a_record_the_tables_say_so() -> None:
         assert table([]).startswith("Not run: make reliability")
 
 
-def test_the_program_makes_one_record_and_renders_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_program_makes_one_record_and_renders_the_readme(tmp_path: Path) -> None:
     (tmp_path / "tests" / "reliability").mkdir(parents=True)
     (tmp_path / "README.md").write_text("<!-- table: faults_in_short -->\n<!-- end -->\n")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ROWS))
     for _ in range(2):
-        main(["rows.jsonl"])
+        main(["faults", str(tmp_path / "rows.jsonl")], tmp_path)
     (made,) = read_records(tmp_path / "tests" / "reliability" / "runs.jsonl")
     assert made.results["rows"] == ROWS
     assert "| SIGKILL | forward, save | 5 | 3.0 (4.0) |" in (tmp_path / "README.md").read_text()
@@ -69,4 +69,4 @@ def test_the_program_makes_one_record_and_renders_the_readme(tmp_path: Path, mon
 def test_a_fault_that_the_table_does_not_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row("lightning", "save", "last", 1)) + "\n")
     with pytest.raises(ValueError, match="the fault 'lightning' in 'save'"):
-        read_rows(tmp_path / "rows.jsonl")
+        read_record(tmp_path / "rows.jsonl")

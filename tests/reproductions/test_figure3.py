@@ -2,22 +2,21 @@
 
 from statistics import stdev
 
-import translation_parameters
-
-from gpipe.results.figure3 import (
+from experiments import translation_parameters
+from gpipe.decoding.resource_groups import resource_groups
+from gpipe.records import Record, make_record
+from reproductions.figure3_multilingual.tables import (
     BILINGUAL,
     MULTILINGUAL,
-    PARAMETERS,
     figure3_languages,
     figure3_low_resource,
     figure3_models,
     figure3_run,
 )
-from gpipe.results.printed import rounds_to
-from gpipe.results.records import Record, make_record
-from gpipe.results.translation_runs import resource_groups, trainings
-from tests.results.paper_scale_records import composed
-from tests.results.translation_records import cells, scored, trained
+from reproductions.table import rounds_to
+from reproductions.translation_runs import PARAMETERS, trainings
+from tests.reproductions.paper_scale_records import composed
+from tests.reproductions.translation_records import cells, scored, trained
 
 PAIRS = {"sw": 100, "de": 900, "cy": 300}
 PAPER = [
@@ -84,7 +83,7 @@ def test_the_verdict_follows_from_seeds_and_languages() -> None:
     records = [*pair(0, 3.0, 2.5), *pair(1, 1.0, 1.0)]
     table = cells(figure3_low_resource(records))
     assert [row[-1].partition(" ")[0] for row in table if row[1] == "all 2"] == ["undecided", ""]
-    assert [row[-1] for row in table if row[0] == "chrF"] == ["not run: experiments/bleu.py"]
+    assert [row[-1] for row in table if row[0] == "chrF"] == ["not run: bleu.py"]
 
 
 def test_scores_of_both_are_compared_and_a_diverged_training_is_left_out() -> None:
@@ -130,7 +129,7 @@ def test_the_larger_half_of_the_languages_is_rich() -> None:
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert figure3_models([], PAPER) == "Not run: experiments/translation_parameters.py.\n"
+    assert figure3_models([], PAPER) == "Not run: python -m experiments.translation_parameters.\n"
     for table in (figure3_low_resource, figure3_languages, figure3_run):
         assert table([]).startswith("Not run: train.py -m +experiment=transformer_multilingual_laptop")
 

@@ -11,25 +11,29 @@ from torch import nn
 
 import gpipe
 from gpipe.pipeline.gradient_norm import global_norm
-from gpipe.results.jobs import Outcome, read_jobs, write_outcome
-from gpipe.results.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
-from gpipe.results.reproduction import add_jobs, main, pages, readmes, rendered
+from gpipe.programs.jobs import Outcome, read_jobs, write_outcome
+from gpipe.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
+from reproductions.__main__ import main
+from reproductions.additions import add_jobs
+from reproductions.bubble.tables import DCP_SYNCHRONOUS
+from reproductions.pages import CLAIMS, fill_tables, find_pages, render_pages
 
 ROOT = Path(__file__).parents[2]
-README_FILES = [path.relative_to(ROOT) for path in readmes(ROOT)]
+TABLE4 = "table4_imagenet_and_transfer"
+PAGES = [path.relative_to(ROOT) for path in find_pages(ROOT)]
 
 
 @cache
 def expected_pages() -> dict[Path, str]:
-    return pages(ROOT)
+    return render_pages(ROOT)
 
 
-@pytest.mark.parametrize("readme", README_FILES, ids=str)
+@pytest.mark.parametrize("readme", PAGES, ids=str)
 def test_a_readme_shows_what_its_records_say(readme: Path) -> None:
     assert expected_pages()[ROOT / readme] == (ROOT / readme).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("readme", README_FILES, ids=str)
+@pytest.mark.parametrize("readme", PAGES, ids=str)
 def test_no_verdict_is_typed(readme: Path) -> None:
     typed = re.sub(r"<!-- table: .*?<!-- end -->", "", (ROOT / readme).read_text(encoding="utf-8"), flags=re.DOTALL)
     stated_test = re.search(r"## The test behind a verdict.*?\n## ", typed, flags=re.DOTALL)
@@ -38,10 +42,10 @@ def test_no_verdict_is_typed(readme: Path) -> None:
     assert not re.search(rf"\b({words})", text), "the program that makes the tables writes the verdicts"
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "reproductions").glob("*/")), ids=lambda folder: folder.name)
-def test_a_reproduction_has_its_claim_its_records_and_no_program(folder: Path) -> None:
-    assert {"README.md", "runs.jsonl"} <= {path.name for path in folder.iterdir()}
-    assert not list(folder.rglob("*.py"))
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_has_its_page_its_records_and_its_tables_in_its_folder(name: str) -> None:
+    folder = ROOT / "reproductions" / name
+    assert {"README.md", "runs.jsonl", "tables.py"} <= {path.name for path in folder.iterdir()}
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert "\nClaim" in page and "<!-- table: claims -->" in page and "<!-- table: deviations -->" in page
 
@@ -53,24 +57,43 @@ def record(number: int) -> Record:
 def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- table: numbers -->\nold\n<!-- end -->\nafter\n")
-    tables = {"numbers": lambda records: "".join(f"{record.results['number']}\n" for record in records)}
-    text = rendered(readme, [record(1), record(2)], tables)
+    tables = {"numbers": "1\n2\n"}
+    text = fill_tables(readme, tables.__getitem__)
     assert text == "before\n<!-- table: numbers -->\n1\n2\n<!-- end -->\nafter\n"
     readme.write_text(text)
-    assert rendered(readme, [record(1), record(2)], tables) == text
+    assert fill_tables(readme, tables.__getitem__) == text
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [("<!-- table: other -->\n<!-- end -->", "asks for the table 'other'"), ("nothing", "has no table")],
 )
-def test_a_readme_without_a_known_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "README.md").write_text(text)
+def test_a_page_of_a_claim_without_a_known_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    folder = tmp_path / "reproductions" / "claim"
+    folder.mkdir(parents=True)
+    (folder / "runs.jsonl").touch()
+    (folder / "README.md").write_text(text)
     with pytest.raises(ValueError, match=message):
-        rendered(tmp_path / "README.md", [], {"numbers": lambda records: ""})
+        render_pages(tmp_path)
 
 
-def test_a_run_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_the_documentation_show_tables_of_all_claims_and_link_to_their_pages(tmp_path: Path) -> None:
+    folder, page = tmp_path / "reproductions" / "bubble", tmp_path / "docs" / "guides" / "saving.md"
+    for path in (folder, page.parent):
+        path.mkdir(parents=True)
+    (folder / "README.md").write_text("<!-- table: claims -->\n<!-- end -->\n")
+    results = {"rows": [{"saver": "ours", "still_seconds": 0.005, "total_seconds": 1.5, "bytes_per_second": 4e8}]}
+    results["rows"].append(results["rows"][0] | {"saver": DCP_SYNCHRONOUS, "still_seconds": 0.5})
+    config = {"num_bytes": 5e8, "num_processes": 2}
+    saved = make_record(kind="measured", experiment="checkpoint_cost", config=config, seed=0, results=results)
+    append_record(folder / "runs.jsonl", saved)
+    page.write_text("<!-- table: checkpoint_cost -->\n<!-- end -->\n<!-- table: claims -->\n<!-- end -->\n")
+    page.with_name("without.md").write_text("No table.\n")
+    text = render_pages(tmp_path)[page]
+    assert "| ours | 5 | 1.0% |" in text and "](../../reproductions/bubble)" in text
+
+
+def test_a_run_is_added_and_shown(tmp_path: Path) -> None:
     config = {
         "model": {"variant": "b", "num_layers": 3, "num_filters": 16},
         "data": {"name": "photographs", "image_size": 64},
@@ -84,19 +107,19 @@ def test_a_run_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     append_record(run / "record.json", found)
     for readme in (folder / "README.md", tmp_path / "README.md"):
         readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
-    monkeypatch.chdir(tmp_path)
-    main(["add", str(run), str(folder)])
+    main(["add", str(run), str(folder)], tmp_path)
     row = "| AmoebaNet-B (3,16) | photographs, 64 px | 2 | 4 | 7 | 83.8% | 1.5 | 300 | 20.0% | 512 |"
     assert row in (folder / "README.md").read_text()
     assert row in (tmp_path / "README.md").read_text()
 
 
 def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_anew(tmp_path: Path) -> None:
-    folder, sweep = tmp_path / "reproductions" / "claim", tmp_path / "sweep"
+    folder, sweep = tmp_path / "reproductions" / TABLE4, tmp_path / "sweep"
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("<!-- table: table4 -->\n<!-- end -->\n")
     (folder / "paper.csv").write_text(
-        "data,title,train,test,classes,top1,top5\ncifar10,CIFAR-10,50000,10000,10,99.0,\n"
+        "data,title,train,test,classes,top1,top5\n"
+        "imagenet,ImageNet,1281167,50000,1000,84.4,97.0\ncifar10,CIFAR-10,50000,10000,10,99.0,\n"
     )
     (tmp_path / "README.md").write_text("<!-- table: image_runs -->\n<!-- end -->\n")
     append_record(folder / "runs.jsonl", record(7))
@@ -115,7 +138,7 @@ def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_
             missing = sweep / f"cifar10,seed={seed}"
             missing.mkdir(exist_ok=True)
             write_outcome(missing, Outcome("not run", [f"seed={seed}"], "cifar10", "data missing"))
-        add_jobs(tmp_path, "claim", "transfer", "python train.py -m", read_jobs(sweep))
+        add_jobs(TABLE4, "transfer", "python train.py -m", read_jobs(sweep), tmp_path)
         records = read_records(folder / "runs.jsonl")
         assert [(found.kind, found.seed) for found in records] == [
             ("measured", 0), ("measured", 0), ("measured", 1), ("not run", 0),
@@ -127,7 +150,7 @@ def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_
 
 def test_a_sweep_outside_of_the_repository_is_told_where_to_start(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="start the sweep in the repository, or set reproduction=null"):
-        add_jobs(tmp_path, "claim", "transfer", "x", [])
+        add_jobs("claim", "transfer", "x", [], tmp_path)
 
 
 def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_not(tmp_path: Path) -> None:
@@ -148,7 +171,7 @@ def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_n
         write_outcome(job, Outcome("failed", [job.name], "text", reason, config))
         (job / "metrics.jsonl").write_text('{"step": 1, "learning_rate": 0.5, "loss": 3.0, "gradient_norm": 2.0}\n')
     for _ in range(2):  # the second time, records take the place of the first's
-        add_jobs(tmp_path, "claim", "deep", "python train.py -m", read_jobs(sweep))
+        add_jobs("claim", "deep", "python train.py -m", read_jobs(sweep), tmp_path)
     records = read_records(folder / "runs.jsonl")
     assert [(found.kind, found.experiment, found.seed) for found in records] == [
         ("measured", "deep", 0),
@@ -167,7 +190,7 @@ def test_speeds_are_replaced_on_the_same_machine_alone_and_jobs_without_devices_
         readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
     (folder / "runs.jsonl").touch()
     for attempt, cpu in enumerate(("slow", "slow", "fast")):
-        monkeypatch.setattr("gpipe.results.records._cpu_model", lambda cpu=cpu: cpu)
+        monkeypatch.setattr("gpipe.records._cpu_model", lambda cpu=cpu: cpu)
         for num_stages in (2, 8, 16):
             job = sweep / f"stages={num_stages}"
             job.mkdir(parents=True, exist_ok=True)
@@ -180,7 +203,7 @@ def test_speeds_are_replaced_on_the_same_machine_alone_and_jobs_without_devices_
             results = {"top1": None, "examples_per_second": float(attempt)}
             made = make_record(kind="measured", command="", experiment="e", config=config, seed=3, results=results)
             write_record(job / RECORD_FILE, made)
-        add_jobs(tmp_path, "claim", "e", "python train.py -m", read_jobs(sweep))
+        add_jobs("claim", "e", "python train.py -m", read_jobs(sweep), tmp_path)
     records = read_records(folder / "runs.jsonl")
     speeds = [(found.hardware["cpu"], found.examples_per_second) for found in records if found.kind == "measured"]
     assert speeds == [("slow", 1.0), ("fast", 2.0)]

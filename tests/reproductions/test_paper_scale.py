@@ -1,14 +1,21 @@
 """A run stands beside the paper's numbers by its settings; under the name alone it stands among other settings."""
 
+from inspect import signature
+from types import ModuleType
+
 import pytest
 
-from gpipe.results import figure3, table2, table4, table5
-from gpipe.results.paper_scale import differences
-from gpipe.results.records import Record
-from gpipe.results.reproduction import read_paper
-from tests.results.paper_scale_records import composed
-from tests.results.test_reproduction import ROOT
-from tests.results.translation_records import cells
+from gpipe.records import Record
+from reproductions.figure3_multilingual import tables as figure3
+from reproductions.pages import read_paper
+from reproductions.paper_scale import differences
+from reproductions.table import make_table
+from reproductions.table2_throughput import tables as table2
+from reproductions.table4_imagenet_and_transfer import tables as table4
+from reproductions.table5_batch_size import tables as table5
+from tests.reproductions.paper_scale_records import composed
+from tests.reproductions.test_pages import ROOT
+from tests.reproductions.translation_records import cells
 
 EXPERIMENTS = ("amoebanet_imagenet", "transfer", "batch_size", "transformer_multilingual", "table2_throughput")
 
@@ -68,18 +75,18 @@ SMALL = ("model.num_layers=3", "model.num_filters=8", "data.image_size=32", "tra
     ],
     ids=lambda value: value.experiment if isinstance(value, Record) else "",
 )
-def test_a_run_smuggled_in_under_a_paper_scale_name_stands_among_other_settings(page: object, smuggled: Record) -> None:
+def test_a_run_smuggled_in_under_a_paper_scale_name_stands_among_other_settings(
+    page: ModuleType, smuggled: Record
+) -> None:
     name = {table4: "table4_imagenet_and_transfer", table2: "table2_throughput", table5: "table5_batch_size"}
-    paper = read_paper(ROOT / "reproductions" / name.get(page, "figure3_multilingual"))  # type: ignore[call-overload]
-    tables = {**page.TABLES, **page.BESIDE_PAPER}  # type: ignore[attr-defined]
-    (other,) = (tables[table] for table in tables if table.endswith("_other_settings"))
-    found = other([smuggled], paper) if other.__name__ in page.BESIDE_PAPER else other([smuggled])  # type: ignore[attr-defined]
-    (row,) = cells(found)
+    paper = read_paper(ROOT / "reproductions" / name.get(page, "figure3_multilingual"))
+    (other,) = (table for table in page.TABLES if table.__name__.endswith("_other_settings"))
+    (row,) = cells(make_table(other, [smuggled], paper))
     assert row[0] == smuggled.experiment and "paper scale" in row[-1]
-    for table in page.BESIDE_PAPER.values():  # type: ignore[attr-defined]
-        if table is not other:
+    for table in page.TABLES:
+        if "paper" in signature(table).parameters and table is not other:
             assert table([smuggled], paper) == table([], paper)
-    assert page.claims([smuggled], paper) == page.claims([], paper)  # type: ignore[attr-defined]
+    assert page.claims([smuggled], paper) == page.claims([], paper)
 
 
 def test_another_experiment_has_no_place_in_the_table_of_other_settings() -> None:

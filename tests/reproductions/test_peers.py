@@ -5,8 +5,14 @@ from typing import Any
 
 import pytest
 
-from gpipe.results.peers import TABLES, peers_memory, peers_partitions, peers_speed_up, peers_throughput
-from gpipe.results.records import Record, make_record
+from gpipe.records import Record, make_record
+from reproductions.table2_throughput.peers import (
+    TABLES,
+    peers_memory,
+    peers_partitions,
+    peers_speed_up,
+    peers_throughput,
+)
 
 SPEEDS = {("ours", 1): 10.0, ("torch", 1): 8.0, ("ours", 2): 18.0, ("torch", 2): 12.0}
 NOT_RUN = "not run: 4 stages need 4 cores, here: 2"
@@ -63,6 +69,6 @@ def test_a_partition_that_was_not_chosen_says_so() -> None:
     ]
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
 def test_without_a_record_a_table_says_so(table: Callable[[list[Record]], str]) -> None:
-    assert table([]) == "Not run: peers.\n"
+    assert table([]) == "Not run: python -m experiments.peers.\n"

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from gpipe.results.planned_memory import planned_memory, planned_memory_deviations
-from gpipe.results.records import Record, make_record
-from gpipe.results.table1 import (
+from gpipe.records import Record, make_record
+from reproductions.table1_model_size.tables import (
     as_printed,
+    planned_memory,
+    planned_memory_deviations,
     table1_devices,
     table1_measured,
     table1_memory,
@@ -156,6 +157,6 @@ def test_plans_of_steps_stand_beside_the_allocators() -> None:
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     for table in (table1_parameters, table1_memory, table1_devices, table1_search, table1_variants):
-        assert table([], PAPER) == "Not run: experiments/table1_capacity.py.\n"
-    assert table1_measured([], PAPER) == "Not run: experiments/table1_capacity.py on a machine with a GPU.\n"
-    assert planned_memory([]) == planned_memory_deviations([]) == "Not run: experiments/planned_memory.py.\n"
+        assert table([], PAPER) == "Not run: python -m experiments.table1_capacity.\n"
+    assert table1_measured([], PAPER) == "Not run: python -m experiments.table1_capacity on a machine with a GPU.\n"
+    assert planned_memory([]) == planned_memory_deviations([]) == "Not run: python -m experiments.planned_memory.\n"

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from gpipe.pipeline.schedule import Kind, gpipe
 from gpipe.pipeline.timeline import simulate
-from gpipe.results.records import Record, make_record
-from gpipe.results.table2 import (
+from gpipe.records import Record, make_record
+from reproductions.table2_throughput.tables import (
     GRID,
     LAPTOP,
     claims,
@@ -21,7 +21,7 @@ from gpipe.results.table2 import (
     table2_partitions,
     table2_run,
 )
-from tests.results.paper_scale_records import composed
+from tests.reproductions.paper_scale_records import composed
 
 LONG_AGO = "2020-01-01T00:00:00+00:00"
 SHARES = {"computing": 0.5, "recomputation": 0.25, "bubble": 0.125, "imbalance": 0.125, "transfer": 0.0, "update": 0.0}
@@ -181,4 +181,4 @@ def test_without_records_the_tables_say_what_to_run() -> None:
     assert table2_laptop([]) == "Not run: train.py -m +experiment=table2_throughput_laptop.\n"
     assert table2_laptop_equal([]).endswith("trainer.batch_size=128.\n")
     for table in (table2_breakdown, table2_partitions, table2_figures, table2_run):
-        assert table([]) == "Not run: experiments/table2_throughput.py.\n"
+        assert table([]) == "Not run: python -m experiments.table2_throughput.\n"

@@ -1,7 +1,7 @@
 """Table 3: speed-ups over K = 2."""
 
-from gpipe.results.records import Record, make_record
-from gpipe.results.table3 import GRID, table3, table3_fixed
+from gpipe.records import Record, make_record
+from reproductions.table3_slow_links.tables import GRID, table3, table3_fixed
 
 PAPER = [
     {"model": "transformer_lm", "title": "T", "num_stages": k, "num_microbatches": "32", "speed_up": speed_up}

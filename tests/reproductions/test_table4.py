@@ -3,9 +3,15 @@
 from statistics import stdev
 from typing import Any
 
-from gpipe.results.records import Record, make_record
-from gpipe.results.table4 import claims, table4, table4_cost, table4_other_settings, transfer_laptop
-from tests.results.paper_scale_records import composed
+from gpipe.records import Record, make_record
+from reproductions.table4_imagenet_and_transfer.tables import (
+    claims,
+    table4,
+    table4_cost,
+    table4_other_settings,
+    transfer_laptop,
+)
+from tests.reproductions.paper_scale_records import composed
 
 PAPER = [
     {"data": "imagenet", "title": "ImageNet-2012", "train": "1281167", "test": "50000", "classes": "1000",
@@ -101,6 +107,6 @@ def test_each_learning_rate_has_a_row() -> None:
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert transfer_laptop([]) == "Not run: train.py -m +experiment=transfer_table_laptop.\n"
-    assert table4_cost([]) == "Not run: experiments/table4_cost.py.\n"
+    assert table4_cost([]) == "Not run: python -m experiments.table4_cost.\n"
     only_tuned = transfer_laptop([record("transfer_laptop", "digits", 0, 0.5)])
     assert cells(only_tuned)[0][-1] == "not run: one of the two is missing"

@@ -1,8 +1,8 @@
 """Table 5: the paper's numbers beside ours, and whether larger mini-batches are better."""
 
-from gpipe.results.table5 import LAPTOP, PAPER_SCALE, table5, table5_laptop, table5_run
-from tests.results.paper_scale_records import composed
-from tests.results.translation_records import cells, scored, trained
+from reproductions.table5_batch_size.tables import LAPTOP, PAPER_SCALE, table5, table5_laptop, table5_run
+from tests.reproductions.paper_scale_records import composed
+from tests.reproductions.translation_records import cells, scored, trained
 
 PAPER = [
     {"title": "260K", "batch_tokens": "260000", "bleu": "30.92", "nll": "2.58"},
@@ -40,4 +40,4 @@ def test_each_mini_batch_is_compared_with_the_next_smaller_one_seed_by_seed() ->
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert table5_laptop([]) == table5_run([]) == "Not run: train.py -m +experiment=batch_size_laptop.\n"
     unscored = table5_laptop([trained(LAPTOP, 0, {})])
-    assert unscored.endswith("BLEU and chrF: not run: experiments/bleu.py.\n")
+    assert unscored.endswith("BLEU and chrF: not run: bleu.py.\n")

@@ -1,11 +1,11 @@
 """The table of a GPU's utilisation."""
 
-from gpipe.results.records import make_record
-from gpipe.results.utilization import transformer_utilization, transformer_utilization_run
+from gpipe.records import make_record
+from reproductions.table2_throughput.tables import transformer_utilization, transformer_utilization_run
 
 
 def test_without_a_gpu_nothing_is_claimed() -> None:
-    expected = "Not run: python experiments/transformer_utilization.py, which needs a GPU.\n"
+    expected = "Not run: python -m experiments.transformer_utilization, which needs a GPU.\n"
     assert transformer_utilization([]) == transformer_utilization_run([]) == expected
 
 

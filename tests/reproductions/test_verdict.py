@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gpipe.results.verdict import Interval, over_runs_and_images, over_seeds, over_seeds_and_parts
+from reproductions.verdict import Interval, over_runs_and_images, over_seeds, over_seeds_and_parts
 
 
 @pytest.mark.parametrize("gains", [(1.0, 2.0, 4.0), (-3.0, -2.5, -2.0, -2.2, -2.1)])
@@ -44,7 +44,7 @@ def test_the_interval_stands_beside_the_verdict() -> None:
 def test_without_an_effect_one_experiment_in_twenty_has_a_verdict(
     num_seeds: int, num_parts: int, between_seeds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpipe.results.verdict.NUM_DRAWS", 400)
+    monkeypatch.setattr("reproductions.verdict.NUM_DRAWS", 400)
     random = np.random.RandomState(1)
     num_experiments, decided = 400, 0
     for _ in range(num_experiments):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpipe.results.records import Record, make_record
+from gpipe.records import Record, make_record
 
 
 def trained(

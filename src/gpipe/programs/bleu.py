@@ -1,7 +1,7 @@
 """BLEU and chrF of a trained translation model, a language and a group of languages, by beam search in one process.
 
-    python experiments/bleu.py runs/transformer_multilingual_laptop/<date> --record runs/bleu.jsonl
-    python experiments/bleu.py runs/sweep-<id>/*/checkpoints/best --record runs/bleu.jsonl
+    python bleu.py runs/transformer_multilingual_laptop/<date> --record runs/bleu.jsonl
+    python bleu.py runs/sweep-<id>/*/checkpoints/best --record runs/bleu.jsonl
 
 The languages are ordered by the number of training pairs that the model had: the larger half is high, the smaller one
 low resource. Each language counts alike in an average. sacreBLEU's BLEU and chrF with their default settings, and
@@ -28,14 +28,20 @@ from rich.table import Table
 from gpipe.config import ConfigError, Device, to_plain
 from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
+from gpipe.decoding.resource_groups import resource_groups
 from gpipe.decoding.scores import group_averages, score_corpus, signatures
 from gpipe.launch.errors import one_message
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import find_device, translate_lines
-from gpipe.results.records import Record, append_record, make_record, without_places
-from gpipe.results.translation_runs import SCORING, resource_groups
+from gpipe.records import Record, append_record, make_record, without_places
 
-SEARCH = {"length_penalty": 1.0, "max_length_a": 2.0, "max_length_b": 16, "max_length": 256}  # see BeamSearch
+EXPERIMENT = "bleu"
+SEARCH: dict[str, Any] = {
+    "length_penalty": 1.0,
+    "max_length_a": 2.0,
+    "max_length_b": 16,
+    "max_length": 256,
+}  # see BeamSearch
 COLUMNS = {"bleu": "BLEU", "chrf": "chrF", "fairseq_sacrebleu": "fairseq sacrebleu", "fairseq_bleu": "fairseq bleu"}
 
 
@@ -102,13 +108,13 @@ def _shown(row: Mapping[str, Any]) -> list[str]:
 def evaluate(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]:
     """Translate and score the sentences that the options name; return the results of the record."""
     data, asked = model.data, options.languages
-    settings = {"root": data.root, "max_tokens": data.max_tokens, "cache": data.cache}
-    corpus_of = partial(open_corpus, data.name, tokenizer=model.tokenizer, **settings)
-    train = corpus_of("train", languages=data.languages, max_pairs=data.max_pairs)
+    settings: dict[str, Any] = {"tokenizer": model.tokenizer, "max_tokens": data.max_tokens, "cache": data.cache}
+    corpus_of = partial(open_corpus, data.name, root=data.root, **settings)
+    train = corpus_of(split="train", languages=data.languages, max_pairs=data.max_pairs)
     num_pairs = dict(zip(train.languages, train.num_pairs().tolist(), strict=True))
     if unknown := set(asked or []) - set(num_pairs):
         raise ConfigError(f"--languages has {min(unknown)}, which the model was not trained on: leave it out.")
-    corpus = corpus_of(options.split, languages=asked or data.languages)
+    corpus = corpus_of(split=options.split, languages=asked or data.languages)
     for warning in corpus.warnings():
         print(f"warning: {options.split}: {warning}", file=sys.stderr)
     search, start = BeamSearch(model.layers, options.beam, **SEARCH), time.perf_counter()
@@ -122,8 +128,8 @@ def record_of(model: TrainedModel, results: dict[str, Any], words: list[str], de
     """Return the record of one run's scores; words: the command line that scores it alone."""
     return make_record(
         kind="measured",
-        command=shlex.join(["python", "experiments/bleu.py", *words]),
-        experiment=SCORING,
+        command=shlex.join(["python", "bleu.py", *words]),
+        experiment=EXPERIMENT,
         config=to_plain(model.run),
         seed=model.run.seed,
         results=results,
@@ -153,7 +159,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.record is not None:
                 words = [word for word in arguments or sys.argv[1:] if word == run or word not in options.runs]
                 append_record(options.record, without_places(record_of(model, results, words, device)))
-
-
-if __name__ == "__main__":
-    main()

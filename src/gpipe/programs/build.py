@@ -32,7 +32,7 @@ from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import Speed
 from gpipe.programs.workloads import workload_of
-from gpipe.results.records import RESUMED_MAY_DIFFER, differences
+from gpipe.records import RESUMED_MAY_DIFFER, differences
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.optimizers import build_optimizer, optimizer_state

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpipe.durable_files import write_flushed
-from gpipe.results.records import RECORD_FILE, Record, read_records
+from gpipe.records import RECORD_FILE, Record, read_records
 
 OUTCOME_FILE = "outcome.json"
 SUMMARY_FILE = "summary.md"

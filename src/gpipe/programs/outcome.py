@@ -12,7 +12,7 @@ from gpipe.launch.processes import Place
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
 from gpipe.pipeline.timeline import Timeline, plot, simulate
 from gpipe.planning.plan import Plan
-from gpipe.results.records import RECORD_FILE, make_record, write_record
+from gpipe.records import RECORD_FILE, make_record, write_record
 from gpipe.training.summary import Summary
 from gpipe.training.tracking import OUTCOME, Tracker
 

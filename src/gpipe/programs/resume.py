@@ -18,7 +18,7 @@ from pathlib import Path
 from gpipe.config import ConfigError, Resume, RunConfig, read_yaml, to_plain
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import LOCK_FILE, FolderHeld, hold
-from gpipe.results.records import RECORD_FILE, differences, same_training
+from gpipe.records import RECORD_FILE, differences, same_training
 
 CONFIG_FILE = "config.yaml"
 _OTHER_FOLDER = "choose another hydra.run.dir"

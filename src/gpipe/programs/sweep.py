@@ -10,10 +10,10 @@
 A job that has a record of the same settings is not run again; one that was cut short goes on from its last checkpoint.
 """
 
-import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,9 +26,9 @@ from gpipe.environment_secrets import redact
 from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import FolderHeld, hold
+from gpipe.programs.jobs import Outcome, read_jobs, summarize, write_outcome
 from gpipe.programs.resume import clear
-from gpipe.results.jobs import Outcome, read_jobs, summarize, write_outcome
-from gpipe.results.records import RECORD_FILE, Record, is_reusable, read_records
+from gpipe.records import RECORD_FILE, Record, command_line, is_reusable, read_records
 
 
 class Train(Protocol):
@@ -96,16 +96,24 @@ def _run_held_job(
 class SweepEnd(Callback):
     """Print and write the table of a sweep when its last job has ended; add its records to a reproduction."""
 
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse a reproduction that is not here before the first job starts, instead of after the last one."""
+        runs = Path(config.hydra.runtime.cwd) / "reproductions" / f"{config.reproduction}" / "runs.jsonl"
+        if config.reproduction is not None and not (find_spec("reproductions") and runs.exists()):
+            raise SystemExit(
+                f"error: reproduction is {config.reproduction}, but there is no {runs}: start train.py in the root of "
+                "its repository, or set reproduction=null."
+            )
+
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Sum up the jobs in the sweep's folder; exit with status 1 where one has failed."""
         folder = Path(config.hydra.sweep.dir)
         jobs = read_jobs(folder)
         summarize(folder, jobs)
         if config.reproduction is not None:
-            from gpipe.results.reproduction import add_jobs  # no training waits for the tables of all pages
+            from reproductions.additions import add_jobs  # no training waits for the tables of all pages
 
-            command = shlex.join(["python", "train.py", *sys.argv[1:]])
-            add_jobs(Path(config.hydra.runtime.cwd), config.reproduction, config.name, command, jobs)
+            add_jobs(config.reproduction, config.name, command_line(), jobs, Path(config.hydra.runtime.cwd))
         if any(job.outcome.status == "failed" for job in jobs):
             raise SystemExit(1)
 

@@ -1,6 +1,6 @@
 """A SentencePiece vocabulary of one's own parallel text, of all its languages and English.
 
-    python experiments/train_tokenizer.py <folder> --vocabulary-size 64000
+    python train_tokenizer.py <folder> --vocabulary-size 64000
 
 Reads the training files of data=parallel_text in the folder, train.<language>-en.<language> and .en, and writes
 tokenizer.model beside them, where the experiments of translation look for it. Of each file only the first lines count,
@@ -40,7 +40,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = lines(folder, options.max_lines)
         tokenizer = Tokenizer.train(found, options.vocabulary_size, folder / "tokenizer.model")
     print(f"{tokenizer.path}: {tokenizer.vocabulary_size:,} tokens, SHA-256 {tokenizer.sha256}")
-
-
-if __name__ == "__main__":
-    main()

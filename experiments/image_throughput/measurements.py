@@ -1,0 +1,105 @@
+"""How many images per second a model trains on, and whether a batch fits."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from experiments.image_throughput.amoebanet_steps import (
+    NUM_CLASSES,
+    NUM_MICROBATCHES,
+    Step,
+    memory_format,
+    our_step,
+    torchgpipe_step,
+)
+
+
+class Setting(NamedTuple):
+    """A model, its images, and the first batch size to try."""
+
+    variant: str
+    num_layers: int
+    num_filters: int
+    image_size: int
+    batch_size: int
+
+
+FULL = (Setting("b", 18, 512, 480, 128), Setting("d", 18, 256, 224, 512))
+SMALL = (Setting("b", 3, 8, 64, 4), Setting("d", 3, 16, 224, 4))  # torchgpipe's classifier fits 224 px alone
+
+
+def measure(step: Step, modules: nn.Module, images: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Return images/s in the median step, the peak of the GPU's memory, and the number of parameters."""
+    is_cuda = images.device.type == "cuda"
+    labels = torch.randint(NUM_CLASSES, (len(images),), device=images.device)
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.0)  # the labels are random, and the loss must stay finite
+    seconds = []
+    for _ in range(options.warm_up + options.steps):
+        start = time.perf_counter()
+        with torch.autocast(images.device.type, torch.bfloat16):
+            step(images, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "images_per_second": len(images) / statistics.median(seconds[options.warm_up :]),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if is_cuda else None,
+        "num_parameters": sum(parameter.numel() for parameter in modules.parameters()),
+    }
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether the GPU's memory is the cause of an error, or of one that it came from."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__))
+
+
+def try_batch(
+    make: Callable[[], tuple[Step, nn.Module]], images: torch.Tensor, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure a model with a batch, and say whether it fits."""
+    gc.collect()
+    torch._dynamo.reset()
+    if images.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return {"outcome": "measured"} | measure(*make(), images, options)
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        return {"outcome": "out of memory"}
+
+
+def rows_of(setting: Setting, mode: str, options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a model and a mode, at one batch size after the other until everything fits."""
+    model, fixed = setting[:3], setting._asdict() | {"rematerialize": mode}
+    ours, theirs = partial(our_step, *model, mode, device), partial(torchgpipe_step, *model[1:], mode, device)
+    makers = {("ours", False): partial(ours, None), ("ours", True): partial(ours, options.backend)}
+    if setting.variant == "d" and options.torchgpipe is None:
+        yield fixed | {"code": "torchgpipe", "compiled": False, "outcome": "not run"}
+    elif setting.variant == "d":
+        makers = {("torchgpipe", False): theirs} | makers
+    batch_size, fits = setting.batch_size, False
+    while not fits and batch_size >= NUM_MICROBATCHES:
+        images = torch.randn(batch_size, 3, setting.image_size, setting.image_size, device=device)
+        images = images.contiguous(memory_format=memory_format(device))
+        for (code, compiled), make in makers.items():
+            row = fixed | {"batch_size": batch_size, "code": code, "compiled": compiled}
+            row |= try_batch(make, images, options)
+            print(row, file=sys.stderr, flush=True)
+            yield row
+            if not (fits := row["outcome"] == "measured"):
+                break
+        batch_size //= 2

@@ -1,0 +1,36 @@
+"""Render the tables of all pages from the records.
+
+python -m reproductions                                                 render every page
+python -m reproductions add runs/<name>/<date> reproductions/<claim>    add the record of a run first
+python -m reproductions faults faults.jsonl                             replace the record of the tests of faults first
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpipe.records import append_record, write_records
+from reproductions import ROOT, RUNS_FILE, faults
+from reproductions.additions import read_run
+from reproductions.pages import write_pages
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
+    """Read the command line; add or replace a record where that is asked for, then render."""
+    parser = argparse.ArgumentParser(prog="python -m reproductions", description="Render all pages from the records.")
+    commands = parser.add_subparsers(dest="command")
+    add = commands.add_parser("add", help="add the record of a run first")
+    add.add_argument("run", type=Path, help="the run's folder, runs/<name>/<date>")
+    add.add_argument("claim", type=Path, help="the claim's folder, reproductions/<claim>")
+    replace = commands.add_parser("faults", help="replace the record of the tests of faults first")
+    replace.add_argument("rows", type=Path, help="the file that make reliability wrote (GPIPE_FAULT_RECORDS)")
+    options = parser.parse_args(arguments)
+    if options.command == "add":
+        append_record(options.claim / RUNS_FILE, read_run(options.run))
+    elif options.command == "faults":
+        write_records(root / faults.RECORDS, [faults.read_record(options.rows)])
+    write_pages(root)
+
+
+if __name__ == "__main__":
+    main()

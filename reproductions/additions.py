@@ -1,0 +1,86 @@
+"""What adds records to a claim: a study, a run, or all jobs of a sweep. Every page is then rendered anew."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpipe.programs.jobs import Job
+from gpipe.records import (
+    RECORD_FILE,
+    Record,
+    append_record,
+    make_record,
+    read_records,
+    same_settings,
+    without_places,
+    write_records,
+)
+from reproductions import FOLDER, ROOT, RUNS_FILE
+from reproductions.curve import read_curve, read_training
+from reproductions.pages import write_pages
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_run(folder: Path) -> Record:
+    """Read the record of a run, without the folders of this machine; add the curves of its log to the results."""
+    record = without_places(read_records(folder / RECORD_FILE)[0])
+    return replace(record, results={**record.results, **_read_curves(folder)})
+
+
+def _read_curves(folder: Path) -> dict[str, Any]:
+    """Return the curves of the evaluations and of the training steps from the log of a run."""
+    metrics = folder / METRICS_FILE
+    return {"curve": read_curve(metrics), "training": read_training(metrics)} if metrics.exists() else {}
+
+
+def add_record(name: str, record: Record, root: Path = ROOT) -> None:
+    """Add a record to a reproduction, without this machine's folders, and render every page."""
+    append_record(root / FOLDER / name / RUNS_FILE, without_places(record))
+    write_pages(root)
+
+
+def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[Job], root: Path = ROOT) -> None:
+    """Add what a sweep came to to the records of a reproduction, and render every page.
+
+    experiment, command: the sweep's. A record takes the place of an earlier one of the same settings; of a data set
+    that is not on this machine the reason is recorded, once, and so is that of each job which lacks devices. A training
+    that diverged is a result too: its record has the error as "failure", and its curves until then. Raises
+    FileNotFoundError without such a reproduction.
+    """
+    path = root / FOLDER / name / RUNS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
+    new = [read_run(job.folder) for job in jobs if job.record is not None]
+    new += [_diverged(job, command, experiment) for job in jobs if job.outcome.is_diverged]
+    unmade = [job.outcome for job in jobs if job.outcome.status == "not run"]
+    without_data = {outcome.data: outcome for outcome in unmade if outcome.config is None}
+    for outcome in (*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)):
+        settings, results = outcome.config or {"data": {"name": outcome.data}}, {"reason": outcome.reason}
+        seed = settings.get("seed", 0)
+        made = make_record(
+            kind="not run", command=command, experiment=experiment, config=settings, seed=seed, results=results
+        )
+        new.append(without_places(made))
+    old = [record for record in read_records(path) if not any(_replaces(other, record) for other in new)]
+    write_records(path, [*old, *new])
+    write_pages(root)
+
+
+def _diverged(job: Job, command: str, experiment: str) -> Record:
+    """Return the record of a training whose loss or gradient was not finite."""
+    settings, results = job.outcome.config or {}, {"failure": job.outcome.reason, **_read_curves(job.folder)}
+    seed = settings.get("seed", 0)
+    made = make_record(
+        kind="measured", command=command, experiment=experiment, config=settings, seed=seed, results=results
+    )
+    return without_places(made)
+
+
+def _replaces(new: Record, old: Record) -> bool:
+    """Say whether a record says anew what an old one says; where speed is all that came out, on the same machine."""
+    if (new.kind, new.experiment) != (old.kind, old.experiment) or not same_settings(new.config, old.config):
+        return False
+    is_speed = new.kind == "measured" and new.results.get("top1") is None and "failure" not in new.results
+    return not is_speed or (new.hardware, new.config.get("launch")) == (old.hardware, old.config.get("launch"))

@@ -1,0 +1,69 @@
+"""What the tables of all claims are made with."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
+
+from gpipe.records import Record
+
+Table = Callable[..., str]
+"""(records) -> Markdown, or (records, paper) -> Markdown for a table that stands beside the paper's numbers."""
+Paper = Sequence[Mapping[str, str]]
+"""The rows of a paper.csv."""
+_UNITS = {"M": 1e6, "B": 1e9}
+
+
+def make_table(table: Table, records: Sequence[Record], paper: Paper) -> str:
+    """Return a table, beside the paper's numbers where it takes them."""
+    return table(records, paper) if "paper" in signature(table).parameters else table(records)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; all columns but the first are aligned to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def provenance(record: Record | None, program: str) -> str:
+    """Return where a record comes from: command, kind of its numbers, date, commit, hardware and packages."""
+    if record is None:
+        return not_run(program)
+    hardware = ", ".join(f"{name} {value}" for name, value in record.hardware.items() if value)
+    packages = ", ".join(f"{name} {version}" for name, version in record.packages.items())
+    commit = (record.commit or "outside git")[:12] + (" with uncommitted changes" if record.dirty else "")
+    rows = [
+        ["command", f"`{record.command}`"],
+        ["numbers", record.kind],
+        ["date, commit", f"{record.date[:10]}, {commit}"],
+        ["hardware", hardware],
+        ["packages", packages],
+    ]
+    return markdown(["", ""], rows)
+
+
+def newest(records: Sequence[Record], experiment: str) -> Record | None:
+    """Return the newest record of an experiment, None where there is none."""
+    found = [record for record in records if record.experiment == experiment]
+    return max(found, key=lambda record: record.date, default=None)
+
+
+def not_run(program: str) -> str:
+    """Return what stands in the place of a table that has no record."""
+    return f"Not run: {program}.\n"
+
+
+def as_number(printed: str) -> float:
+    """Return a printed count, such as 400M or 1.3B."""
+    return float(printed[:-1]) * _UNITS[printed[-1]]
+
+
+def as_printed(count: int, like: str) -> str:
+    """Write a count with the unit and the decimals of another one, such as 82M or 1.05B."""
+    decimals = len(like[:-1].partition(".")[2])
+    return f"{count / _UNITS[like[-1]]:.{decimals}f}{like[-1]}"
+
+
+def rounds_to(count: int, printed: str) -> bool:
+    """Say whether a count, rounded to as many digits as a printed one has before its last zeros, is that one."""
+    digits = printed[:-1]
+    decimals = len(digits.partition(".")[2]) or len(digits.rstrip("0")) - len(digits)
+    return round(count / _UNITS[printed[-1]], decimals) == float(digits)
