@@ -95,7 +95,7 @@ class Training:
         writer = dcp.FileSystemWriter(self.folder / "asynchronous", overwrite=True)
         future: Any = dcp.async_save(self.state(), storage_writer=writer)
         still = time.perf_counter() - start
-        while not all(self.pipeline.gather(future.done())):
+        while not all(self.pipeline.job.gather(future.done())):
             self.step()
         future.result()
         return still, time.perf_counter() - start
@@ -110,11 +110,11 @@ def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results
         OURS: training.ours, DCP_SYNCHRONOUS: training.synchronous, DCP_ASYNCHRONOUS: training.asynchronous
     }  # fmt: skip
     seconds: dict[str, list[list[float]]] = {name: [] for name in ways}
-    num_bytes = sum(training.pipeline.gather(sum(tensor.nbytes for tensor in training.state().values())))
+    num_bytes = sum(training.pipeline.job.gather(sum(tensor.nbytes for tensor in training.state().values())))
     for turn in range(rounds + 1):
         for name, save in ways.items():
             dist.barrier()
-            slowest = [max(column) for column in zip(*training.pipeline.gather(save()), strict=True)]
+            slowest = [max(column) for column in zip(*training.pipeline.job.gather(save()), strict=True)]
             if turn > 0:  # the first one takes memory for the copies
                 seconds[name].append(slowest)
     rows = []

@@ -126,7 +126,7 @@ def run(case: Case, mesh: Any = None, num_replicas: int = 1) -> Outcome:
     outcome = Outcome()
     optimizer = case.optimizer(pipeline.parameters())
     for step in range(case.num_steps):
-        inputs, targets = (part.chunk(num_replicas)[pipeline.replica_index] for part in mini_batch(step))
+        inputs, targets = (part.chunk(num_replicas)[pipeline.job.replica_index] for part in mini_batch(step))
         report = pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
         outcome.losses.append(report.loss)
         if case.max_norm is not None:

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe.pipeline.batch_norm import convert_batch_norm
-    from gpipe.pipeline.engine import Pipeline
+    from gpipe.pipeline.engine import Pipeline, StepReport
     from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
     from gpipe.pipeline.partition import partition_layers
-    from gpipe.pipeline.report import StepReport
     from gpipe.pipeline.timeline import Timeline
     from gpipe.planning.cost import LayerCost, analyze_layers, measure_layers
 
@@ -19,7 +18,7 @@ _PLACES = {
     "PeerFailure": "pipeline.job.errors",
     "Pipeline": "pipeline.engine",
     "PipelineError": "pipeline.job.errors",
-    "StepReport": "pipeline.report",
+    "StepReport": "pipeline.engine",
     "Timeline": "pipeline.timeline",
     "analyze_layers": "planning.cost",
     "convert_batch_norm": "pipeline.batch_norm",

@@ -202,7 +202,7 @@ def test_a_disk_that_does_not_answer_is_an_error_and_what_hangs_is_known(
     gate.hangs = True
     begin(saver, run)
     assert gate.reached.wait(10)
-    assert run.pipeline.place == "between two steps, while saving after step 4"
+    assert run.pipeline.job.place == "between two steps, while saving after step 4"
     with pytest.raises(CheckpointError, match=r"the disk does not answer for \d+ s\): check the disk"):
         saver.wait()
     gate.open.set()
@@ -247,7 +247,7 @@ def save_with_a_fault(rank: int, folder: Path, faulty: int) -> str:
         begin(saver, run, 2)
         try:
             for _ in range(10_000):
-                saver.check(run.pipeline.gather(saver.status()))
+                saver.check(run.pipeline.job.gather(saver.status()))
         except CheckpointError as error:
             found = str(error)
     begin(saver, run, 3)

@@ -212,7 +212,7 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
         ),
         (
             lambda: build(stages_per_device=2),
-            "stages_per_device is 2, but the schedule gpipe has one stage a device; make it 1, or use the schedule",
+            "stages_per_device is 2, but the schedule gpipe has one stage per device; make it 1, or use the schedule",
         ),
         (
             lambda: build(schedule="interleaved_1f1b"),
@@ -220,9 +220,9 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
         ),
         (
             lambda: build(schedule="interleaved_1f1b", stages_per_device=3),
-            "the partitions are 2, which devices with 3 stages each cannot share evenly; make them a multiple of",
+            "2 partitions cannot be shared evenly by devices with stages_per_device=3; make them a multiple of",
         ),
-        (lambda: build(devices=["cpu"] * 3), "3 devices for 2 stages; give one a stage (the same one may stand there"),
+        (lambda: build(devices=["cpu"] * 3), "3 devices for 2 stages; give one per stage (the same one may appear"),
         (
             lambda: build(layers=nn.ModuleList([Keep(), Keep()])),
             "layers is of type ModuleList; it must be an nn.Sequential of the model's layers",

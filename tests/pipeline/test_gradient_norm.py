@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe.pipeline.gradient_norm import global_norm, gradient_norms, scale_gradients
+from gpipe.pipeline.gradient_norm import compute_norms, global_norm, scale_gradients
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[tuple[str, nn.Parameter]]:
@@ -24,17 +24,17 @@ def parameters(*gradients: torch.Tensor | None) -> list[tuple[str, nn.Parameter]
 
 def test_each_parameter_with_a_gradient_has_its_norm_in_order() -> None:
     named = parameters(torch.tensor([3.0, 4.0]), None, torch.tensor([[5.0], [12.0]]), torch.zeros(2))
-    assert gradient_norms(named) == [("p0", 5.0), ("p2", 13.0), ("p3", 0.0)]
+    assert compute_norms(named) == [("p0", 5.0), ("p2", 13.0), ("p3", 0.0)]
 
 
 def test_gradients_of_several_types_have_norms() -> None:
     gradient = torch.tensor([3.0, 4.0])
     named = parameters(gradient, gradient.double(), gradient.bfloat16())
-    assert [norm for _, norm in gradient_norms(named)] == [5.0, 5.0, 5.0]
+    assert [norm for _, norm in compute_norms(named)] == [5.0, 5.0, 5.0]
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
-    assert gradient_norms(parameters(None, None)) == []
+    assert compute_norms(parameters(None, None)) == []
     assert global_norm([]) == 0.0
 
 
@@ -50,7 +50,7 @@ def test_the_norm_does_not_depend_on_the_order() -> None:
 
 def test_the_norm_is_that_of_all_gradients_together() -> None:
     gradients = [torch.randn(5, dtype=torch.float64) for _ in range(4)]
-    found = global_norm(gradient_norms(parameters(*gradients)))
+    found = global_norm(compute_norms(parameters(*gradients)))
     assert math.isclose(found, float(torch.cat(gradients).norm()), rel_tol=1e-15)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
+from gpipe.pipeline.shared.replicas import Replicas
 
 PADDING = -1
 
@@ -20,7 +21,7 @@ PADDING = -1
 def minibatch_loss(
     function: LossFunction, targets: Any, sizes: Sequence[int], weight: LossWeight | None = None
 ) -> MiniBatchLoss:
-    return MiniBatchLoss(function, weight, targets, sizes, torch.device("cpu"), None)
+    return MiniBatchLoss(function, weight, targets, sizes, torch.device("cpu"), Replicas())
 
 
 def num_tokens(targets: Tensor) -> int:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from gpipe.pipeline.microbatch import (
     Payload,
     PayloadError,
-    batch_size_of,
+    find_batch_size,
     merge,
     microbatch_sizes,
     split,
-    structure_from_json,
     unflatten,
 )
+from gpipe.pipeline.wire.format import read_structure
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_scalar_output_is_refused() -> None:
 
 
 def test_the_batch_size_is_the_first_dimension_of_all_tensors() -> None:
-    assert batch_size_of({"ids": torch.zeros(3, 7), "mask": (torch.zeros(3), None)}, "inputs") == 3
+    assert find_batch_size({"ids": torch.zeros(3, 7), "mask": (torch.zeros(3), None)}, "inputs") == 3
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_batch_size_is_the_first_dimension_of_all_tensors() -> None:
 )
 def test_a_mini_batch_without_a_common_number_of_examples_is_refused(value: Any, shapes: str) -> None:
     with pytest.raises(ValueError, match=f"^the inputs have the shapes {re.escape(shapes)}; every tensor needs"):
-        batch_size_of(value, "inputs")
+        find_batch_size(value, "inputs")
 
 
 TENSORS = [torch.zeros(2), torch.ones(3, dtype=torch.int64), torch.ones(1, dtype=torch.bool), torch.zeros(())]
@@ -143,7 +143,7 @@ def test_a_nest_is_put_together_as_it_was(nest: Any) -> None:
 @given(NESTS)
 def test_a_structure_survives_json(nest: Any) -> None:
     payload = Payload.of(nest)
-    read = structure_from_json(json.loads(json.dumps(payload.structure)))
+    read = read_structure(json.loads(json.dumps(payload.structure)))
     assert read == payload.structure
     assert hash(read) == hash(payload.structure)
     assert same(unflatten(read, payload.tensors), nest)

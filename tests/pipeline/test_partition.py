@@ -169,20 +169,20 @@ def test_a_wrong_argument_is_refused_in_one_sentence(
     [
         ([1, 1], None, 1, "memory_limit_bytes is None; give both memory_bytes and memory_limit_bytes, or neither."),
         (None, 1, 1, "memory_bytes is None; give both memory_bytes and memory_limit_bytes, or neither."),
-        ([1], 1, 1, "memory_bytes has 1 entries for 2 layers; give one a layer."),
+        ([1], 1, 1, "memory_bytes has 1 entries for 2 layers; give one per layer."),
         ([1, -1], 1, 1, "memory_bytes of layer 1 is -1; give every layer a size of at least 0."),
         (
             [1, 5000],
             4000,
             2,
-            f"Layer 1 alone needs 5,000 bytes, above the limit of 4,000 bytes a partition; {SPLIT}",
+            f"Layer 1 alone needs 5,000 bytes, above the limit of 4,000 bytes per partition; {SPLIT}",
         ),
         ([600] * 5, 1000, 2, f"The layers need 3,000 bytes together, above 2 partitions x 1,000 bytes; {RAISE}"),
         (
             [600] * 5,
             1000,
             4,
-            f"A memory limit of 1,000 bytes a partition needs at least 5 partitions, 4 were asked for; {RAISE}",
+            f"A memory limit of 1,000 bytes per partition needs at least 5 partitions, 4 were asked for; {RAISE}",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from gpipe.pipeline.schedule import (
     SCHEDULES,
     Kind,
     Rematerialize,
-    Schedule,
+    StepSchedule,
     Task,
     check_stages_per_device,
     dependencies,
@@ -43,10 +43,10 @@ class Shape:
     def num_stages(self) -> int:
         return self.num_devices * self.stages_per_device
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> StepSchedule:
         return SCHEDULES[self.name](self.num_stages, self.num_microbatches, self.mode, self.stages_per_device)
 
-    def inference(self) -> Schedule:
+    def inference(self) -> StepSchedule:
         return inference(self.num_stages, self.num_microbatches, self.stages_per_device)
 
 
@@ -240,7 +240,7 @@ def test_stages_take_turns_in_one_process() -> None:
         [tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)],  # each waits for the other
     ],
 )
-def test_a_schedule_that_cannot_proceed_is_refused(schedule: Schedule) -> None:
+def test_a_schedule_that_cannot_proceed_is_refused(schedule: StepSchedule) -> None:
     with pytest.raises(ValueError, match="the schedule cannot proceed: every device waits for a task"):
         sequential(schedule)
 
@@ -248,10 +248,10 @@ def test_a_schedule_that_cannot_proceed_is_refused(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("name", "num_stages", "stages_per_device", "message"),
     [
-        ("gpipe", 4, 2, r"^stages_per_device is 2, but the schedule gpipe has one stage a device; make it 1, or use"),
-        ("1f1b", 4, 2, r"^stages_per_device is 2, but the schedule 1f1b has one stage a device;"),
+        ("gpipe", 4, 2, r"^stages_per_device is 2, but the schedule gpipe has one stage per device; make it 1, or use"),
+        ("1f1b", 4, 2, r"^stages_per_device is 2, but the schedule 1f1b has one stage per device;"),
         ("interleaved_1f1b", 4, 1, r"^stages_per_device is 1, but the schedule interleaved_1f1b needs at least 2;"),
-        ("interleaved_1f1b", 5, 2, r"^the partitions are 5, which devices with 2 stages each cannot share evenly;"),
+        ("interleaved_1f1b", 5, 2, r"^5 partitions cannot be shared evenly by devices with stages_per_device=2;"),
     ],
 )
 def test_a_number_of_stages_that_a_device_cannot_have_is_refused(

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
-from gpipe.pipeline.executor import Executor, make_plan
+from gpipe.pipeline.job.topology import Job
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, Rematerialize, sequential
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
-from gpipe.pipeline.stage import Stage
-from gpipe.pipeline.timeline import Clock
 from gpipe.pipeline.transfer import LocalTransfer
 
 MODES = ("always", "except_last", "never")
@@ -263,15 +261,25 @@ class LoggedTransfer(LocalTransfer):
         return super().receive_backward(stage, micro_batch)
 
 
-def test_a_stage_recomputes_before_it_asks_for_the_gradient() -> None:
+class FirstOfTwo(Job):
+    """The process of the first of two stages; the other one is made up."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__({0: torch.device("cpu")})
+        self.transfer = LoggedTransfer(log)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, {"totals": {"loss": 0.0}, "fault": [], "note": None}]
+
+
+def test_a_stage_recomputes_before_it_asks_for_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, log = Scale(), []
     layer.register_forward_hook(lambda _, args, output: log.append(f"run {int(output.detach()[0, 0])}"))
-    stage = Stage(0, {0: layer}, torch.device("cpu"), seed=0)
-    executor = Executor({0: stage}, 2, LoggedTransfer(log))
-    executor.start(batch(3)[0], 6, 3, training=True)
-    executor.train(make_plan(gpipe_schedule, 2, 3, Rematerialize.ALWAYS, (0,)), 0, None, Clock(cuda=False))
+    monkeypatch.setattr("gpipe.pipeline.engine.join_job", lambda *_: FirstOfTwo(log))
+    pipeline = gpipe.Pipeline(nn.Sequential(layer, Scale()), dot, [1, 1], 3)
+    pipeline.train_step((batch(3)[0], None))
     assert log == ["run 0", "run 1", "run 2", "run 2", "ask 2", "run 1", "ask 1", "run 0", "ask 0"]
-    assert stage.num_kept == 0
+    assert pipeline.stages[0].num_kept == 0
 
 
 class AddOne(nn.Module):

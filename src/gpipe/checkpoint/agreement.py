@@ -18,8 +18,8 @@ def together(pipeline: Pipeline, work: Callable[[], Any]) -> list[Any]:
     try:
         outcome = {"value": work()}
     except (CheckpointError, OSError, SafetensorError) as error:
-        outcome = as_json(error, pipeline.place)
-    outcomes = pipeline.gather(outcome)
+        outcome = as_json(error, pipeline.job.place)
+    outcomes = pipeline.job.gather(outcome)
     raise_first(outcomes)
     return [other["value"] for other in outcomes]
 

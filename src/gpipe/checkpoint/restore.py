@@ -101,7 +101,7 @@ def _refuse_differences(
         own_found = {
             name: how for name, how in differences(manifest, kind, tensors, layers).items() if name not in ignored
         }
-        found = {name: how for part in pipeline.gather(own_found) for name, how in part.items()}
+        found = {name: how for part in pipeline.job.gather(own_found) for name, how in part.items()}
         if found:
             raise CheckpointError(
                 f"{path} does not fit this model in its {kind}: {describe_differences(found)}"
@@ -150,7 +150,7 @@ def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Mapping[str, Mapping[
         for kind, tensors in loaded.items()
     }
     found: dict[str, dict[str, int]] = {}
-    for part in pipeline.gather(own):
+    for part in pipeline.job.gather(own):
         for kind, values in part.items():
             found.setdefault(kind, {}).update(values)
     for first, *others in pipeline.ties:

@@ -56,13 +56,13 @@ class Saver:
         self._writer: Writer | None = None
         self._partial: Path | None = None
         self._num_saves = 0
-        self._writes = pipeline.replica_index == 0
+        self._writes = pipeline.job.replica_index == 0
         if self._writes:
             leads = pipeline.is_first
             # Nobody, not even a process of this run that was believed dead, writes to a folder of this name.
             self._token: str = together(pipeline, lambda: _begin(folder) if leads else None)[0]
             self._process = min(pipeline.stages)
-            self._processes: list[int] = pipeline.gather(self._process)
+            self._processes: list[int] = pipeline.job.gather(self._process)
 
     def rehearse(
         self,
@@ -172,7 +172,7 @@ class Saver:
         while self._writer is not None:
             # In short rounds: a slow disk must not look like a process that hangs.
             self._writer.wait(_ROUND_SECONDS)
-            self.check(self._pipeline.gather(self._writer.status()))
+            self.check(self._pipeline.job.gather(self._writer.status()))
 
     def abandon(self) -> None:
         """After an error of the training: give the save that is under way a moment to finish, or to stop."""
@@ -212,7 +212,7 @@ class Saver:
             return
         self._writer.give_up(seconds=_GRACE_SECONDS)  # a disk that does not answer may hold it for ever
         self._writer = None
-        self._pipeline.gather(None)
+        self._pipeline.job.gather(None)
         if self._pipeline.is_first:
             shutil.rmtree(self._partial, ignore_errors=True)
 

@@ -29,7 +29,7 @@ class Writer:
 
     def __init__(self, snapshot: Snapshot, partial: Path, process: int, pipeline: Pipeline) -> None:
         self._snapshot, self._partial, self._process, self._pipeline = snapshot, partial, process, pipeline
-        self._place, self._doing = pipeline.place, f"saving after step {pipeline.step}"
+        self._place, self._doing = pipeline.job.place, f"saving after step {pipeline.step}"
         self._last_sign = time.monotonic()
         self._given_up, self._copied = threading.Event(), threading.Event()
         self._outcome: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            with self._pipeline.doing_beside(self._doing):
+            with self._pipeline.job.doing_beside(self._doing):
                 self._write()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
             self._outcome = as_json(error, self._place)

@@ -1,1 +1,33 @@
-"""The pipeline engine; needs torch and nothing else."""
+"""The pipeline engine; needs torch and nothing else. This page is its map.
+
+A mini-batch is cut into M micro-batches, the model into K stages. One training step, K = 3, M = 3:
+
+    stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0   F: forward, without a graph
+    stage 1      F0 F1 F2   R2 B2 R1 . B1 R0 . B0       R: recomputation, with one (re-materialisation)
+    stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0          B: backward
+                    |        |                       |
+                    |        loss of micro-batch 2   gradients are whole: norms, moving averages, report
+                    boundary output of stage 1, micro-batch 0
+
+Read these ten files in this order. They are the engine; nothing else is needed to follow a step.
+
+    microbatch.py    a mini-batch is cut; a nest of tensors is taken apart and rebuilt
+    partition.py     the model is cut: exact optima
+    schedule.py      the tasks of a step, device by device, drawn
+    randomness.py    seeds as a function of integers
+    batch_norm.py    statistics of micro-batches, moving averages of the mini-batch
+    loss.py          the mini-batch's loss from micro-batches
+    stage.py         forward, recomputation, backward; why torch's own checkpointing is not used
+    transfer.py      the boundary between two stages, in one process
+    engine.py        Pipeline: one loop runs tasks, to train, to evaluate and to look for faults
+    timeline.py      when tasks ran: events, bubble, picture
+
+Beside them, for when you need them:
+
+    wire/            the boundary between processes          shared/              tied parameters, replicas
+    job/             the processes: agreement, failures      initialization.py    weights of layers on the meta device
+                                                             gradient_norm.py     the norm of all gradients
+
+Torch's own checkpointing (torch.utils.checkpoint) is not used: it recomputes inside backward, when the gradient has
+arrived. Here recomputation is a task, which runs while the gradient is awaited. `stage.py` has the other reasons.
+"""

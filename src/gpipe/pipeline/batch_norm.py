@@ -1,4 +1,9 @@
-"""Batch norm under micro-batches: normalise by the micro-batch, average over the mini-batch (section 2.2)."""
+"""Batch norm under micro-batches: normalise by the micro-batch, average over the mini-batch (section 2.2).
+
+forward of each micro-batch   normalise by its own mean and variance; keep them in `seen`
+recomputation                 normalise the same way; keep nothing
+end of the step               `commit`: combine `seen`, move running_mean and running_var once
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ _synchronized: SynchronizedMicroBatch | None = None  # the micro-batch whose sta
 
 
 class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
-    """Make converted batch norms keep their statistics for the step's end; while recomputing, forget them.
+    """Make converted batch norms keep their statistics for the end of the step; in a recomputation, drop them.
 
     Args:
         norms: those that may run inside.
@@ -54,17 +59,17 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
 class MicroBatchNorm(_BatchNorm):
     """What `convert_batch_norm` adds to a batch norm.
 
-    Outside of a pipeline's training step it is the layer that it was. Inside, each micro-batch is normalised by its own
-    statistics, or those of all replicas' together, the moving averages stay as they are, and `commit` moves them once,
-    to what one update of the plain layer on the concatenation of all its inputs would have made of them.
+    Outside of a pipeline's training step it is the layer that it was. Inside, it normalises each micro-batch by its own
+    statistics, or by those over all replicas, and leaves the moving averages alone. `commit` moves them once, to what
+    one update of the plain layer on the concatenation of all its inputs would give.
     """
 
     # Class attributes, so that converting an instance adds nothing to it before its first step. Between two
     # micro-batches `fresh` is empty: what a compiled forward finds is always the same, and it is compiled once.
     # Both alternate between [mean, variance], one tensor, and the count. Nothing else is held: each object that lives
     # until the step's end brings Python's garbage collector nearer, and its pauses hold up all stages.
-    fresh: tuple[Any, ...] = ()  # by the micro-batch under way
-    seen: tuple[Any, ...] = ()  # by the step's micro-batches before it
+    fresh: tuple[Any, ...] = ()  # of the micro-batch under way
+    seen: tuple[Any, ...] = ()  # of the step's micro-batches before it
     is_torchs_own = False  # whether the class that was converted is one of torch's own
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
@@ -108,7 +113,7 @@ class MicroBatchNorm(_BatchNorm):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the plain class, which can be found by its name, and convert that again."""
-        return _unpickled, (type(self).__bases__[1],), self.__dict__
+        return _unpickle, (type(self).__bases__[1],), self.__dict__
 
 
 def convert_batch_norm(module: nn.Module) -> nn.Module:
@@ -121,27 +126,27 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
     """
     for child in module.modules():
         if isinstance(child, _BatchNorm) and not isinstance(child, MicroBatchNorm | SyncBatchNorm):
-            child.__class__ = _converted(type(child))
+            child.__class__ = _convert_class(type(child))
     return module
 
 
 _converted_classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}
 
 
-def _converted(plain: type[_BatchNorm]) -> type[_BatchNorm]:
+def _convert_class(plain: type[_BatchNorm]) -> type[_BatchNorm]:
     if plain not in _converted_classes:
         members = {"__doc__": plain.__doc__, "is_torchs_own": plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
         _converted_classes[plain] = type(f"Micro{plain.__name__}", (MicroBatchNorm, plain), members)
     return _converted_classes[plain]
 
 
-def _unpickled(plain: type[_BatchNorm]) -> _BatchNorm:
-    converted = _converted(plain)
+def _unpickle(plain: type[_BatchNorm]) -> _BatchNorm:
+    converted = _convert_class(plain)
     return converted.__new__(converted)
 
 
 def refuse_unconverted(layers: nn.Module) -> None:
-    """Refuse a batch norm whose moving averages would move once a micro-batch, and again in each recomputation.
+    """Refuse a batch norm whose moving averages would move once per micro-batch, and again in each recomputation.
 
     Raises:
         ValueError: naming the first such layer.
@@ -175,13 +180,13 @@ def discard(norms: Iterable[MicroBatchNorm]) -> None:
 def commit(norms: Sequence[MicroBatchNorm], replicas: dist.ProcessGroup | None = None) -> None:
     """Move the moving averages by the statistics of the whole mini-batch, once, and forget those.
 
-    With `replicas`, the mini-batch is that of all replicas: each gets the same moving averages. The statistics are
-    combined in float64 around their common mean (Chan et al., 1979), so nothing cancels. Many layers are worked on at
-    once: one by one, their small vectors would cost more than the sums.
+    Statistics are combined in float64. All layers of a device are worked on at once: one by one, their small vectors
+    would cost more than the sums.
 
     Args:
         norms: of one or several devices; with replicas, of one.
-        replicas: the processes that hold the same layers.
+        replicas: the processes that hold the same layers. The mini-batch is then that of all replicas, and each gets
+            the same moving averages.
     """
     by_device: dict[torch.device, list[MicroBatchNorm]] = {}
     for norm in norms:
@@ -189,14 +194,17 @@ def commit(norms: Sequence[MicroBatchNorm], replicas: dist.ProcessGroup | None =
         if norm.running_mean is not None and (norm.seen or replicas is not None):
             by_device.setdefault(norm.running_mean.device, []).append(norm)
     for group in by_device.values():
-        moments = _moments(group)
-        if replicas is not None:
-            moments = _over_replicas(moments, replicas)
+        moments = _compute_moments(group)
+        if replicas is not None:  # one exchange for all layers
+            parts = [torch.empty_like(moments) for _ in range(dist.get_world_size(replicas))]
+            dist.all_gather(parts, moments.contiguous(), group=replicas)
+            counts, means, within = torch.stack(parts).unbind(1)
+            moments = combine(counts, means, within.sum(0))
         _update(group, moments)
     discard(norms)
 
 
-def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
+def _compute_moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
     """Return count, mean and sum of squared deviations of what each layer saw: [3, channels of all] in float64."""
     by_length: dict[int, list[int]] = {}
     for position, norm in enumerate(norms):
@@ -204,7 +212,7 @@ def _moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
     found: dict[int, Tensor] = {}
     for length, positions in by_length.items():
         group = [norms[position] for position in positions]
-        sizes = _sizes(group)
+        sizes = [norm.num_features for norm in group]
         device = _running(group[0])[0].device
         if length == 0:
             together = torch.zeros(3, sum(sizes), dtype=torch.float64, device=device)
@@ -234,24 +242,15 @@ def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
     return torch.stack([total, mean, within + (counts * (means - mean).square()).sum(0)])
 
 
-def _over_replicas(moments: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Combine the replicas' moments: one exchange for all layers."""
-    parts = [torch.empty_like(moments) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, moments.contiguous(), group=group)
-    counts, means, within = torch.stack(parts).unbind(1)
-    return combine(counts, means, within.sum(0))
-
-
 def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
-    sizes = _sizes(norms)
-    starts = [sum(sizes[:k]) for k in range(len(sizes))] if not all(norm.seen for norm in norms) else []
+    sizes = [norm.num_features for norm in norms]
     count, mean, deviations = moments
-    if starts:  # only with replicas can a layer be here that nobody used
+    if not all(norm.seen for norm in norms):  # only with replicas can a layer be here that nobody used
+        starts = [sum(sizes[:k]) for k in range(len(sizes))]
         used = (count[starts] > 0).tolist()
-        if not all(used):
-            kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()
-            _update([norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept])
-            return
+        kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()
+        norms, moments = [norm for norm, is_used in zip(norms, used, strict=True) if is_used], moments[:, kept]
+        sizes, (count, mean, deviations) = [norm.num_features for norm in norms], moments
     if not norms:
         return
     factors = _spread(torch.tensor([_count_step(norms)], dtype=torch.float64), sizes, count.device)[0]
@@ -276,10 +275,6 @@ def _running(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
     mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
     assert mean is not None and variance is not None
     return mean, variance
-
-
-def _sizes(norms: Sequence[MicroBatchNorm]) -> list[int]:
-    return [norm.num_features for norm in norms]
 
 
 def _spread(values: Tensor, sizes: list[int], device: torch.device) -> Tensor:

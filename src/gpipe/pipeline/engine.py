@@ -3,36 +3,82 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
-from gpipe.pipeline.executor import Executor, make_plan
-from gpipe.pipeline.guard import Guard
-from gpipe.pipeline.job.errors import LostPeer, NonFiniteError
-from gpipe.pipeline.job.messages import Messenger
-from gpipe.pipeline.job.topology import Processes
-from gpipe.pipeline.job.watch import Activity, Watch
+from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PipelineError
+from gpipe.pipeline.job.topology import Devices, join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
-from gpipe.pipeline.microbatch import batch_size_of, microbatch_sizes
-from gpipe.pipeline.modes import evaluation_mode
+from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
 from gpipe.pipeline.partition import check_partitions, partition_ranges
-from gpipe.pipeline.placement import Devices, local_devices, process_device
-from gpipe.pipeline.probe import NonFinite, Probe
-from gpipe.pipeline.report import StepReport, peak_memory_bytes
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, check_stages_per_device
+from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task, check_stages_per_device, plan_tasks
 from gpipe.pipeline.shared.replicas import Averaging
-from gpipe.pipeline.shared.tied_parameters import TiedGradients, Ties
-from gpipe.pipeline.stage import Stage
+from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
+from gpipe.pipeline.stage import Stage, uncached_autocast
 from gpipe.pipeline.timeline import Clock, Timeline
-from gpipe.pipeline.transfer import LocalTransfer, MiniBatch, Transfer
+from gpipe.pipeline.transfer import MiniBatch
+
+Work = Callable[[Stage, Task, Any], Any]
+"""What to do for a task: (stage, task, what it received) -> what it sends."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The result of one training step, the same on every process but for the last two attributes.
+
+    Attributes:
+        step: the number of the step, from 0.
+        loss: of the whole mini-batch, over all replicas.
+        metrics: what the loss function returned beside the loss, averaged over the mini-batch as the loss is.
+        notes: what each process of the job passed as its note, where there were any: replica by replica, in the order
+            of their first stages.
+        num_examples: of this pipeline's mini-batch.
+        num_microbatches: into which it was cut.
+        timeline: of all stages, where it was asked for.
+        step_seconds: from the call of train_step to its end, on this process.
+        peak_memory_bytes: the most that this process ever held: of GPU memory on CUDA, of main memory on the CPU.
+    """
+
+    step: int
+    loss: float
+    metrics: dict[str, float] = field(repr=False)
+    notes: list[Any] = field(repr=False)
+    num_examples: int
+    num_microbatches: int
+    timeline: Timeline | None = field(repr=False)
+    step_seconds: float
+    peak_memory_bytes: int
+
+
+class NonFinite(NamedTuple):
+    """An output that is not finite; the least of several is the one that came first in the model."""
+
+    layer: int  # its index in the model; the number of layers where it is the loss
+    replica: int
+    micro_batch: int
+    stage: int
+    name: str  # of the layer's class, or "the loss"
+
+    def __str__(self) -> str:
+        """Say where it is."""
+        what = self.name if self.name == _LOSS else f"layer {self.layer} ({self.name})"
+        return f"{what} in stage {self.stage}, micro-batch {self.micro_batch} of replica {self.replica}"
+
+
+_LOSS = "the loss"
 
 
 class Pipeline:
@@ -46,7 +92,7 @@ class Pipeline:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
             lists and dicts of tensors and None. Layers on the meta device get their memory and initial weights here,
             those of other processes never. Batch norms must have gone through `convert_batch_norm`.
-            A parameter that several layers share becomes one copy a layer, in place; all copies get the values of the
+            A parameter that several layers share becomes one copy per layer, in place. All copies get the values of the
             first and, in each step, the sum of all their gradients, so that any optimizer keeps them equal.
         loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
             whose scalars appear in the report.
@@ -62,14 +108,14 @@ class Pipeline:
         timeout_seconds: after which a silent peer is named and the step given up.
         synchronize_batch_norm: normalise a micro-batch by its statistics over all R replicas, as if these were one
             process with the micro-batch of all. Every replica then cuts its mini-batch into as many micro-batches as
-            the smallest one makes, and must use the same batch norms in the same order. Those without moving averages
-            are synchronised too; evaluation exchanges nothing. Without replicas it changes nothing: the statistics of
-            the micro-batch are those over all replicas.
+            the smallest one makes, and must use the same batch norms in the same order. Batch norms without moving
+            averages are synchronised too; evaluation exchanges nothing. With one replica it changes nothing.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
+        job: the processes that train together: gathers values, names failures, knows the replicas.
+        stages: this process's stages, by index.
         step: the number of finished training steps; set it to resume.
-        timeout_seconds: as given.
 
     Raises:
         ValueError: settings that do not fit each other; the message names the value and the remedy.
@@ -97,105 +143,66 @@ class Pipeline:
                 f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers"
             )
         check_partitions(partitions, len(layers))
-        ranges = partition_ranges(partitions)
         batch_norm.refuse_unconverted(layers)
-        ties = Ties(layers)
-        self.num_microbatches = _positive(num_microbatches)
-        self.rematerialize = _one_of(rematerialize, Rematerialize, "rematerialize")
-        self._schedule = SCHEDULES[_one_of(schedule, SCHEDULES, "schedule")]
+        tied = TiedParameters(layers)
+        if type(num_microbatches) is not int or num_microbatches < 1:
+            raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
+        self.num_microbatches = num_microbatches
+        self.rematerialize = Rematerialize(_check_choice(rematerialize, Rematerialize, "rematerialize"))
+        self._schedule = SCHEDULES[_check_choice(schedule, SCHEDULES, "schedule")]
         self.partitions = tuple(partitions)
         self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
         check_stages_per_device(schedule, self.num_stages, stages_per_device)
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight = loss, loss_weight
-        self._processes: Processes | None = None
-        self._transfer: Transfer
-        if mesh is None:
-            places = dict(enumerate(local_devices(devices, layers, self.num_stages)))
-            self._transfer = LocalTransfer(list(places.values()))
-        else:
-            device = process_device(devices, mesh)
-            self._processes = Processes(mesh, self.num_stages, stages_per_device, device, timeout_seconds)
-            settings = {
-                "synchronize_batch_norm": synchronize_batch_norm,
-                "partitions": list(partitions),
-                "num_microbatches": num_microbatches,
-                "rematerialize": rematerialize,
-                "schedule": schedule,
-                "stages_per_device": stages_per_device,
-                "seed": seed,
-            } | ties.settings()
-            self._processes.require_agreement(settings)
-            places = dict.fromkeys(self._processes.stages, device)
-            self._transfer = self._processes.transfer()
-        own = ties.build({i: place for k, place in places.items() for i in ranges[k]}, seed)
+
+        self.job = join_job(mesh, devices, layers, self.num_stages, stages_per_device, timeout_seconds)
+        settings = {
+            "synchronize_batch_norm": synchronize_batch_norm,
+            "partitions": list(partitions),
+            "num_microbatches": num_microbatches,
+            "rematerialize": rematerialize,
+            "schedule": schedule,
+            "stages_per_device": stages_per_device,
+            "seed": seed,
+        }
+        # Exchanges in the middle of a step need the same step in all replicas.
+        of_replicas = settings | tied.settings() if synchronize_batch_norm else {"synchronize_batch_norm": False}
+        self.job.connect(settings | tied.settings(), of_replicas)
+
+        ranges = partition_ranges(partitions)
+        own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)
+        owners = [self.job.process_of(k) for k, part in enumerate(ranges) for _ in part]
+        self._tied = TiedGradients(tied.groups, own, owners, self.job)
         self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
-        self._stages = {k: Stage(k, {i: own[i] for i in ranges[k]}, place, seed) for k, place in places.items()}
-        owners = [
-            self._processes.process_of(k) if self._processes else 0 for k, part in enumerate(ranges) for _ in part
-        ]
-        self._tied = TiedGradients(ties.all, own, owners, self._processes)
-        self._replicas = self._processes.replicas() if self._processes else None
-        if self._processes is not None and self._replicas is not None:
-            # Exchanges in the middle of a step need the same step in all replicas.
-            compared = settings if synchronize_batch_norm else {"synchronize_batch_norm": False}
-            self._processes.require_agreement(compared, self._replicas)
-            for stage in self._stages.values():
-                stage.averaging = Averaging(stage.layers, self._replicas)
-        self._synchronizes = synchronize_batch_norm and self._synchronize(layers)
-        check = self._processes.watch.check if self._processes else None
-        self._activity = self._processes.watch.activity if self._processes else Activity()
-        self._executor = Executor(
-            self._stages, self.num_stages, self._transfer, check, stages_per_device, self._activity
-        )
+        self.stages: Mapping[int, Stage] = {
+            k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed) for k, device in self.job.devices.items()
+        }
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
-        # Gloo forgets what it has not delivered yet when its sender lets go of it, or exits.
-        messengers = [part.messenger for part in (self._processes, self._replicas) if part is not None]
-        watch = self._processes.watch if self._processes else None
-        self._close = weakref.finalize(self, _deliver, self._transfer, messengers, watch)
-        self._guard = Guard(
-            self._executor,
-            self._batch_norms,
-            self._transfer,
-            self._processes,
-            list(places.values()),
-            give_up=self._close.detach,  # what was sent will not be asked for any more
-        )
+        self._synchronizes = False
+        if self.job.num_replicas > 1:
+            for stage in self.stages.values():
+                stage.averaging = Averaging(stage.layers, self.job.replicas)
+            self._synchronizes = synchronize_batch_norm and bool(batch_norm.converted_batch_norms(layers))
+        if self._synchronizes:
+            self._synchronize_batch_norms()
+        self.job.on_failure += [stage.reset for stage in self.stages.values()]
+        self._close = weakref.finalize(self, self.job.close)
 
     @property
     def is_first(self) -> bool:
         """Whether this process holds the first stage, and so needs the inputs."""
-        return 0 in self._stages
+        return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
         """Whether this process holds the last stage, and so needs the targets and sees the outputs."""
-        return self.num_stages - 1 in self._stages
+        return self.num_stages - 1 in self.stages
 
     @property
     def num_devices(self) -> int:
         """P, the number of devices that the schedule has work for: K, or fewer where it is interleaved."""
         return self.num_stages // self.stages_per_device
-
-    @property
-    def replica_index(self) -> int:
-        """Which of the R pipelines this process belongs to."""
-        return self._processes.replica if self._processes else 0
-
-    @property
-    def stages(self) -> Mapping[int, Stage]:
-        """This process's stages, by index."""
-        return self._stages
-
-    @property
-    def num_replicas(self) -> int:
-        """R, the number of pipelines that train the same weights."""
-        return self._replicas.count if self._replicas else 1
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether stages can run at the same time: as processes, or on several devices; otherwise they take turns."""
-        return self._processes is not None or len({stage.device for stage in self._stages.values()}) > 1
 
     @property
     def ties(self) -> tuple[tuple[str, ...], ...]:
@@ -223,20 +230,35 @@ class Pipeline:
                 processes the pipeline cannot be used any more.
         """
         begin = time.perf_counter()
-        inputs, targets = _pair(batch)
+        inputs, targets = _unpack(batch)
         clock = Clock(cuda=record_timeline)
-        with self._guard.step():
-            mini_batch = self._start(inputs, self._common_num_microbatches(inputs), training=True)
+        with self._step():
+            mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
-            shape = self.num_stages, mini_batch.num_microbatches, self.rematerialize
-            plan = make_plan(self._schedule, *shape, tuple(self._stages), self.stages_per_device)
+            tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
             self._tied.start_step()
-            self._executor.train(plan, self.step, loss, clock)
-            with self.doing("adding up the gradients of tied parameters"):
+            for k, stage in self.stages.items():
+                stage.start_step(self.step, loss if k == self.num_stages - 1 else None, final[k])
+
+            def train(stage: Stage, task: Task, received: Any) -> Payload | None:
+                kind, k, micro_batch = task
+                if kind is Kind.FORWARD:
+                    return stage.forward(micro_batch, received, keep_graph=(k, micro_batch) not in recomputed)
+                if kind is Kind.BACKWARD:
+                    return stage.backward(micro_batch, received)
+                stage.recompute(micro_batch)
+                return None
+
+            self._run(tasks, parts, train, clock)
+            for stage in self.stages.values():
+                stage.loss = None  # it holds the targets
+            with self.job.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
             totals, notes = self._conclude(loss, note)
-            self._commit()
-            timeline = self._gathered_timeline(clock) if record_timeline else None
+            with self.job.replicas.exchange():
+                batch_norm.commit(self._batch_norms, self.job.replicas.group)
+            self.step += 1
+            timeline = self._gather_timeline(clock) if record_timeline else None
         return StepReport(
             step=self.step - 1,
             loss=totals.pop("loss"),
@@ -246,31 +268,11 @@ class Pipeline:
             num_microbatches=mini_batch.num_microbatches,
             timeline=timeline,
             step_seconds=time.perf_counter() - begin,
-            peak_memory_bytes=peak_memory_bytes({stage.device for stage in self._stages.values()}),
+            peak_memory_bytes=_peak_memory_bytes(set(self.job.devices.values())),
         )
 
-    def first_non_finite(self, batch: tuple[Any, Any]) -> NonFinite | None:
-        """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
-
-        Every process calls it, after a NonFiniteError and with the same mini-batch. Nothing is updated.
-
-        Returns:
-            The first layer of the model with such an output, over all micro-batches and replicas, or the loss of one;
-            None where all are finite.
-        """
-        inputs, targets = _pair(batch)
-        with self._guard.step():
-            mini_batch = self._start(inputs, self._common_num_microbatches(inputs), training=False)
-            loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
-            probe = Probe(self.replica_index)
-            self._executor.probe(mini_batch.num_microbatches, self.step, loss, probe)
-            rows = [row for part in self.gather_from_job(probe.found) for row in part]
-        return NonFinite(*min(rows)) if rows else None
-
     def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None) -> Any:
-        """Return the model's outputs for a mini-batch in evaluation mode, without gradients.
-
-        Every process calls it. Modes are as before afterwards.
+        """Return the model's outputs for a mini-batch in evaluation mode, without gradients; every process calls it.
 
         Args:
             inputs: as for `train_step`, of any number of examples; None outside of the first stage.
@@ -285,9 +287,49 @@ class Pipeline:
                 f"the layers to evaluate are {list(used)}; give one for each of this process's layers, "
                 f"{list(self.layers)}"
             )
-        with self._guard.step(), evaluation_mode(used):
-            mini_batch = self._start(inputs, self.num_microbatches, training=False)
-            return self._executor.evaluate(mini_batch.num_microbatches, used)
+        own = {k: {index: used[str(index)] for index in stage.layers} for k, stage in self.stages.items()}
+        outputs: list[Payload] = []
+
+        def evaluate(stage: Stage, task: Task, received: Payload) -> Payload:
+            payload = stage.evaluate(task.micro_batch, received, own[stage.index])
+            if stage.index == self.num_stages - 1:
+                outputs.append(payload)
+            return payload
+
+        with self._step(), _evaluation_mode(used):
+            mini_batch, parts = self._start(inputs, self.num_microbatches, training=False)
+            self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
+            return merge(outputs) if outputs else None
+
+    def first_non_finite(self, batch: tuple[Any, Any]) -> NonFinite | None:
+        """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
+
+        Every process calls it, after a NonFiniteError and with the same mini-batch. Nothing is updated.
+
+        Returns:
+            The first layer of the model with such an output, over all micro-batches and replicas, or the loss of one;
+            None where all are finite.
+        """
+        inputs, targets = _unpack(batch)
+        found: list[NonFinite] = []
+
+        def probe(stage: Stage, task: Task, received: Payload) -> Payload:
+            def look(layer: int, name: str, tensors: list[Tensor]) -> None:
+                if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                    found.append(NonFinite(layer, self.job.replica_index, task.micro_batch, stage.index, name))
+
+            stage.step = self.step
+            outputs = stage.probe(task.micro_batch, received, look)
+            if loss is not None and stage.index == self.num_stages - 1:
+                look(self.num_layers, _LOSS, [loss(outputs.value(), task.micro_batch)])
+            return outputs
+
+        with self._step():
+            mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=False)
+            loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
+            self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, probe)
+            rows = [row for part in self.job.gather_all(sorted(found)[:1]) for row in part]
+        return NonFinite(*min(rows)) if rows else None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield this process's parameters under the names layers.<index in the whole model>.<name>."""
@@ -304,12 +346,11 @@ class Pipeline:
             The norm before, over all parameters of all stages; bitwise the same for every number of stages.
 
         Raises:
-            PipelineError: the norm is not finite; nothing was scaled.
+            NonFiniteError: the norm is not finite; nothing was scaled.
         """
-        parts = self.gather(gradient_norm.gradient_norms(self._tied.once(self.named_parameters())))
-        norms = gradient_norm.in_layer_order(parts)
+        parts = self.job.gather(gradient_norm.compute_norms(self._tied.deduplicate(self.named_parameters())))
         try:
-            norm = gradient_norm.global_norm(norms)
+            norm = gradient_norm.global_norm(gradient_norm.sort_by_layer(parts))
         except ValueError as error:
             raise NonFiniteError(f"step {self.step - 1}: {error}") from None
         gradient_norm.scale_gradients(self.parameters(), max_norm, norm)
@@ -320,141 +361,152 @@ class Pipeline:
 
         Batch norms that are synchronised over replicas run uncompiled between two graphs: no fullgraph=True with them.
         """
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.compile(**options)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values that the processes passed, in the order of their first stages; values are JSON's."""
-        if self._processes is None:
-            return [value]
-        with self._guard.exchange():
-            return self._processes.messenger.gather(value)
-
-    def gather_from_job(self, value: Any) -> list[Any]:
-        """Return the values of all replicas' processes, one replica after the other; values are JSON's."""
-        values = self.gather(value)
-        if self._replicas is None:
-            return values
-        with self._guard.exchange():
-            return [one for part in self._replicas.gather(values) for one in part]
-
-    def broadcast(self, value: Any, from_stage: int) -> Any:
-        """Return the value that the process of one stage passed, to each; the value is JSON's."""
-        if self._processes is None:
-            return value
-        with self._guard.exchange():
-            return self._processes.messenger.broadcast(value, self._processes.process_of(from_stage))
-
-    def abort(self, error: BaseException) -> None:
-        """Tell the other processes of the pipeline that this one stops, and why, so that they stop at once."""
-        self._guard.stop(error)
-
-    @property
-    def place(self) -> str:
-        """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
-        return self._processes.place if self._processes is not None else str(self._activity)
-
-    def doing(self, what: str) -> AbstractContextManager[None]:
-        """Note what this process does in the body, such as "loading data", for messages about its failure."""
-        return self._activity.outside(what)
-
-    def doing_beside(self, what: str) -> AbstractContextManager[None]:
-        """Note what a thread of this process does in the body while the pipeline works, as `doing` does."""
-        return self._activity.beside(what)
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the connections' threads; happens by itself at the end."""
         self._close()
 
-    def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> MiniBatch:
-        size = batch_size_of(inputs, "inputs") if self.is_first else None
-        return self._executor.start(inputs, size, num_microbatches, training=training)
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
+        with self.job.guard(), preserved_generators(self.job.devices.values()), uncached_autocast():
+            yield
+
+    def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> tuple[MiniBatch, list[Any]]:
+        """Cut the mini-batch, or learn from the stage before how it was cut; return it with its parts."""
+        if not self.is_first:
+            return self.job.transfer.start(None, training=training), []
+        sizes = microbatch_sizes(find_batch_size(inputs, "inputs"), num_microbatches)
+        parts = split(inputs, sizes)
+        return self.job.transfer.start(MiniBatch(sum(sizes), len(sizes)), training=training), parts
+
+    def _shape(self, batch: MiniBatch) -> tuple[int, int, Rematerialize, int, tuple[int, ...]]:
+        return self.num_stages, batch.num_microbatches, self.rematerialize, self.stages_per_device, tuple(self.stages)
+
+    def _run(
+        self, tasks: Sequence[Task], parts: list[Any], work: Work, clock: Clock | None = None, doing: str = ""
+    ) -> None:
+        """Run tasks in their order: receive, work, send.
+
+        `parts` are the inputs of each micro-batch, in the first stage. Messages call a task `doing`, else by its kind.
+        """
+        clock = clock or Clock(cuda=False)
+        for task in tasks:
+            self._run_task(task, parts, work, clock, doing or task.kind.value)
+
+    # In a function of its own, so that what was received and sent is let go before the next task.
+    def _run_task(self, task: Task, parts: list[Any], work: Work, clock: Clock, doing: str) -> None:
+        kind, k, micro_batch = task
+        stage, job = self.stages[k], self.job
+        job.check()
+        received: Any = None
+        if kind is Kind.FORWARD:
+            received = job.transfer.receive_forward(k, micro_batch) if k > 0 else _move(parts[micro_batch], stage)
+        elif kind is Kind.BACKWARD and k < self.num_stages - 1:
+            received = job.transfer.receive_backward(k, micro_batch)
+        job.activity.start(stage.describe, micro_batch, doing)
+        mark = clock.start(stage.device)
+        try:
+            result = work(stage, task, received)
+        except (PipelineError, LostPeer):
+            raise
+        except Exception as error:
+            raise stage.locate(error, micro_batch, doing) from error
+        clock.stop(task, stage.device, mark)
+        job.activity.stop()
+        if kind is Kind.FORWARD and k < self.num_stages - 1:
+            job.transfer.send_forward(k, micro_batch, result)
+        elif kind is Kind.BACKWARD and k > 0:
+            job.transfer.send_backward(k, micro_batch, result)
 
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where batch norms are synchronised, what every replica can cut its mini-batch into."""
         if not self._synchronizes or not self.is_first:
             return self.num_microbatches
-        assert self._replicas is not None
-        sizes: list[int] = self._replicas.gather(batch_size_of(inputs, "inputs"))
+        sizes: list[int] = self.job.replicas.gather(find_batch_size(inputs, "inputs"))
         return min(self.num_microbatches, *sizes)
 
-    def _synchronize(self, layers: nn.Sequential) -> bool:
-        """Let batch norms exchange their statistics over the replicas; return whether the model has any to do so."""
-        if self._replicas is None or self._processes is None or not batch_norm.converted_batch_norms(layers):
-            return False
+    def _synchronize_batch_norms(self) -> None:
         from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
 
-        named = self.layers.named_modules(prefix="layers")
-        norms = {name: module for name, module in named if isinstance(module, batch_norm.MicroBatchNorm)}
-        exchange = StatisticsExchange(self._processes.beside(self._replicas), norms)
-        for stage in self._stages.values():
+        exchange = StatisticsExchange(self.job.connect_replicas(), self.layers.named_modules(prefix="layers"))
+        for stage in self.stages.values():
             stage.exchange = exchange
-        return True
 
     def _minibatch_loss(self, targets: Any, mini_batch: MiniBatch) -> MiniBatchLoss:
-        if (found := batch_size_of(targets, "targets")) != mini_batch.num_examples:
+        if (found := find_batch_size(targets, "targets")) != mini_batch.num_examples:
             raise ValueError(
                 f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; every process must be given "
                 "the same mini-batch"
             )
         sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
-        device = self._stages[self.num_stages - 1].device
-        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self._replicas)
+        device = self.stages[self.num_stages - 1].device
+        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas)
 
     def _conclude(
         self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None
     ) -> tuple[dict[str, float], list[Any]]:
         """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes."""
-        norms = gradient_norm.gradient_norms(self._tied.once(self.named_parameters()))
+        norms = gradient_norm.compute_norms(self._tied.deduplicate(self.named_parameters()))
         own = {
             "totals": loss.totals() if loss else None,
             "fault": [named for named in norms if not math.isfinite(named[1])][:1],
             "note": note() if note else None,
         }
-        parts = self.gather(own)
+        parts = self.job.gather(own)
         notes = [part["note"] for part in parts]
-        if note is not None and self._replicas is not None:
-            with self._guard.exchange():
-                notes = [one for part in self._replicas.gather(notes) for one in part]
+        if note is not None:
+            notes = self.job.join_replicas(notes)
         (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
-        faults = gradient_norm.in_layer_order(part["fault"] for part in parts)
-        if not math.isfinite(totals["loss"]) or faults:
-            batch_norm.discard(self._batch_norms)
+        faults = gradient_norm.sort_by_layer(part["fault"] for part in parts)
+        if math.isfinite(totals["loss"]) and not faults:
+            return totals, notes
+        batch_norm.discard(self._batch_norms)
         if not math.isfinite(totals["loss"]):
             last = self.num_stages - 1
             raise NonFiniteError(f"the loss of step {self.step} is {totals['loss']} in stage {last}", stage=last)
-        if faults:
-            ((name, norm), *_) = faults
-            raise NonFiniteError(f"the gradient of {name} in step {self.step} has the norm {norm}")
-        return totals, notes
+        ((name, norm), *_) = faults
+        raise NonFiniteError(f"the gradient of {name} in step {self.step} has the norm {norm}")
 
-    def _commit(self) -> None:
-        """Move the moving averages, and count the step."""
-        if self._replicas is None:
-            batch_norm.commit(self._batch_norms)
-        else:
-            with self._replicas.exchange():
-                batch_norm.commit(self._batch_norms, self._replicas.group)
-        self.step += 1
-
-    def _gathered_timeline(self, clock: Clock) -> Timeline:
-        events = clock.events()
-        rows = [row for part in self.gather(Timeline(tuple(events), self.num_devices).to_json()) for row in part]
+    def _gather_timeline(self, clock: Clock) -> Timeline:
+        own = Timeline(tuple(clock.events()), self.num_devices)
+        rows = [row for part in self.job.gather(own.to_json()) for row in part]
         origin = min(row[3] for row in rows)
         moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
         return Timeline.from_json(moved, self.num_devices)
 
 
-def _deliver(transfer: Transfer, messengers: Sequence[Messenger], watch: Watch | None) -> None:
-    with suppress(LostPeer):
-        for messenger in messengers:
-            messenger.flush()
-    transfer.close()
-    if watch is not None:
-        watch.close()
+def _move(inputs: Any, stage: Stage) -> Payload:
+    payload = Payload.of(inputs)
+    tensors = [tensor.to(stage.device, non_blocking=True) for tensor in payload.tensors]
+    return Payload(tensors, payload.structure, payload.differentiable)
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module and all below it into evaluation mode, without gradients; afterwards each is as it was."""
+    before = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for child, training in before:
+            child.training = training
+
+
+def _peak_memory_bytes(devices: set[torch.device]) -> int:
+    """Return the most memory that this process held so far, in bytes: the sum over CUDA devices, else main memory."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    if cuda:
+        return sum(torch.cuda.max_memory_allocated(device) for device in cuda)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _unpack(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         found = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"the type {type(batch).__name__}"
         raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")
@@ -462,14 +514,8 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def _positive(num_microbatches: int) -> int:
-    if type(num_microbatches) is not int or num_microbatches < 1:
-        raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
-    return num_microbatches
-
-
-def _one_of(value: str, choices: Any, what: str) -> Any:
+def _check_choice(value: str, choices: Any, what: str) -> str:
     names = [str(choice) for choice in choices]
     if value not in names:
         raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(names)}")
-    return choices(value) if isinstance(choices, type) else value
+    return value

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 
-def gradient_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, float]]:
+def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, float]]:
     """Return the name and gradient norm of each parameter that has a gradient; waits for the device once."""
-    named = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, gradient in named:
-        by_device.setdefault(gradient.device, []).append((name, gradient))
+    for name, parameter in named_parameters:
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.grad.device, []).append((name, parameter.grad))
     norms: list[tuple[str, float]] = []
     for pairs in by_device.values():
         found = torch.stack([norm.double() for norm in torch._foreach_norm([gradient for _, gradient in pairs])])
@@ -23,8 +23,8 @@ def gradient_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple
     return norms
 
 
-def in_layer_order(parts: Iterable[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
-    """Put together the norms of all processes, whose layers are not neighbours in an interleaved schedule.
+def sort_by_layer(parts: Iterable[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
+    """Merge the norms of all processes, whose layers are not neighbours in an interleaved schedule.
 
     Names are layers.<index>.<name>; within a layer the order is kept.
     """
@@ -48,9 +48,10 @@ def global_norm(norms: Sequence[tuple[str, float]]) -> float:
 
 def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
     """Multiply the gradients by max_norm / norm where the norm is larger."""
+    if norm <= max_norm:
+        return
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         by_device.setdefault(parameter.device, []).append(parameter)
-    if norm > max_norm:
-        for device, group in by_device.items():
-            clip_grads_with_norm_(group, max_norm, torch.tensor(norm, dtype=torch.float64, device=device))
+    for device, group in by_device.items():
+        clip_grads_with_norm_(group, max_norm, torch.tensor(norm, dtype=torch.float64, device=device))

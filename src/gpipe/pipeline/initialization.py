@@ -1,11 +1,10 @@
-"""Give a layer that was described on the meta device its memory and its initial weights."""
+"""Give a layer that was described on the meta device its memory and its initial weights, seeded by its index."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Container, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from gpipe.pipeline.randomness import derive_seed, preserved_generators, seed_ge
 
 _CPU = torch.device("cpu")
 INITIALIZATION = 0x1A1  # keeps the seeds of initial weights apart from those of the masks
-_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -24,13 +22,12 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def materialize(
-    layer: nn.Module, index: int, seed: int, device: torch.device, given: Mapping[str, Tensor] = _NOTHING
+    layer: nn.Module, index: int, seed: int, device: torch.device, given: Mapping[str, Tensor] | None = None
 ) -> nn.Module:
     """Put a layer on `device`; if it was described on the meta device, draw its initial weights first.
 
-    They are a function of (seed, index): drawn on the CPU, whatever the device, by each submodule's own
-    `reset_parameters`, children before their parent as when they were made. The global generators are left as they
-    were.
+    They are a function of (seed, index). Each submodule's own `reset_parameters` draws them, on the CPU whatever the
+    device, children before their parent as when they were made. The global generators are left as they were.
 
     Args:
         layer: changed in place.
@@ -40,8 +37,8 @@ def materialize(
         given: values of some parameters, by name, which take the place of those that are drawn.
 
     Raises:
-        ValueError: a submodule has parameters or buffers of its own, but no `reset_parameters` to fill them all; or the
-            layer is on the meta device in part.
+        ValueError: a submodule has parameters or buffers of its own, but no `reset_parameters` to fill them all; or
+            only part of the layer is on the meta device.
     """
     if is_meta(layer):
         name = f"layers.{index}"
@@ -50,9 +47,9 @@ def materialize(
         with preserved_generators([_CPU]), torch.no_grad():
             for tensor in itertools.chain(layer.parameters(), layer.buffers()):
                 if tensor.is_floating_point():
-                    tensor.fill_(math.nan)  # so that one that nothing fills can be told
+                    tensor.fill_(math.nan)  # so that a tensor that nothing fills is found
             seed_generators(derive_seed(INITIALIZATION, seed, index), _CPU)
-            values = {layer.get_parameter(key): value for key, value in given.items()}
+            values = {layer.get_parameter(key): value for key, value in (given or {}).items()}
             _reset(layer, name, values)
             for parameter, value in values.items():
                 parameter.copy_(value)
@@ -61,26 +58,26 @@ def materialize(
 
 
 def replace_parameter(layer: nn.Module, old: Parameter, new: Parameter) -> None:
-    """Put another parameter wherever a layer has `old`."""
-    for module, name in _places(layer)[old]:
+    """Put `new` wherever a layer has `old`."""
+    for module, name in _find_uses(layer)[old]:
         setattr(module, name, new)
 
 
-def _places(layer: nn.Module) -> dict[Parameter, list[tuple[nn.Module, str]]]:
-    """Return where each parameter of a layer stands."""
-    places: dict[Parameter, list[tuple[nn.Module, str]]] = {}
+def _find_uses(layer: nn.Module) -> dict[Parameter, list[tuple[nn.Module, str]]]:
+    """Return the modules that use each parameter of a layer, and under which names."""
+    uses: dict[Parameter, list[tuple[nn.Module, str]]] = {}
     for module in layer.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(parameter, []).append((module, name))
-    return places
+                uses.setdefault(parameter, []).append((module, name))
+    return uses
 
 
 def _to_empty(layer: nn.Module) -> None:
-    """Give a layer memory on the CPU; what is one parameter in several places of it stays one, unlike torch has it."""
-    places = _places(layer)
+    """Give a layer memory on the CPU; unlike in torch, one parameter in several of its places stays one."""
+    uses = _find_uses(layer)
     layer.to_empty(device=_CPU)
-    for (module, name), *others in places.values():
+    for (module, name), *others in uses.values():
         for other, other_name in others:
             setattr(other, other_name, module._parameters[name])
 

@@ -27,7 +27,7 @@ class MiniBatchLoss:
         targets: of the mini-batch.
         sizes: examples of each micro-batch.
         device: where the outputs will be.
-        replicas: whose mini-batches make up the whole one; None for one pipeline.
+        replicas: whose mini-batches make up the whole one.
 
     Raises:
         ValueError: the weights are not positive in sum.
@@ -40,20 +40,15 @@ class MiniBatchLoss:
         targets: Any,
         sizes: Sequence[int],
         device: torch.device,
-        replicas: Replicas | None,
+        replicas: Replicas,
     ) -> None:
-        self._function = function
+        self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
-        self._device = device
-        self._replicas = replicas
         weights = [float(n) if weight is None else float(weight(t)) for n, t in zip(sizes, self._targets, strict=True)]
-        totals = [sum(weights)] if replicas is None else replicas.gather(sum(weights))
-        total = sum(totals)
+        total = sum(replicas.gather(sum(weights)))
         if not total > 0:
             raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")
         self._weights = [w / total for w in weights]
-        # The replicas' gradients are averaged, but the losses must add up.
-        self._gradient_scale = len(totals)
         self._values: dict[int, dict[str, Tensor]] = {}
 
     def __call__(self, outputs: Any, micro_batch: int) -> Tensor:
@@ -62,12 +57,12 @@ class MiniBatchLoss:
         A micro-batch of weight 0, such as one of padding only, contributes nothing, even where its mean is 0 / 0.
 
         Raises:
-            TypeError: the loss function returned something else than a scalar, or than one and scalars by name.
+            TypeError: the loss function returned something other than a scalar, or than a scalar and scalars by name.
             ValueError: a metric is called "loss", or another micro-batch had other metrics.
         """
         targets = Payload.of(self._targets[micro_batch])
         targets.tensors = [tensor.to(self._device, non_blocking=True) for tensor in targets.tensors]
-        scalars = _scalars(self._function(outputs, targets.value()))
+        scalars = _check_scalars(self._function(outputs, targets.value()))
         if scalars.keys() != (known := next(iter(self._values.values()), scalars)).keys():
             raise ValueError(
                 f"the loss returned the metrics {[*scalars][1:]}, but {[*known][1:]} for another micro-batch; return "
@@ -76,7 +71,9 @@ class MiniBatchLoss:
         if self._weights[micro_batch] == 0:
             scalars = {name: torch.zeros_like(value) for name, value in scalars.items()}
         self._values[micro_batch] = {name: value.detach() for name, value in scalars.items()}
-        return scalars["loss"] * (self._weights[micro_batch] * self._gradient_scale)
+        # The replicas' gradients are averaged, but their losses must add up.
+        share: Tensor = scalars["loss"] * (self._weights[micro_batch] * self._replicas.count)
+        return share
 
     def totals(self) -> dict[str, float]:
         """Return the mini-batch's loss under the name "loss", and its metrics; waits for the device once."""
@@ -84,24 +81,22 @@ class MiniBatchLoss:
         rows = [torch.stack([scalars[name].double() for name in names]) for _, scalars in sorted(self._values.items())]
         columns = zip(*torch.stack(rows).tolist(), strict=True)
         sums = [sum(w * value for w, value in zip(self._weights, column, strict=True)) for column in columns]
-        if self._replicas is not None:
-            sums = [sum(parts) for parts in zip(*self._replicas.gather(sums), strict=True)]
-        return dict(zip(names, sums, strict=True))
+        return {name: sum(parts) for name, *parts in zip(names, *self._replicas.gather(sums), strict=True)}
 
 
-def _scalars(result: Any) -> dict[str, Tensor]:
+def _check_scalars(result: Any) -> dict[str, Tensor]:
     """Return the loss, under the name "loss", and the metrics that a loss function returned."""
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or loss.ndim > 0:
-        raise TypeError(f"the loss has {_found(loss)}; return one number, the mean over the micro-batch")
+        raise TypeError(f"the loss has {_describe(loss)}; return one number, the mean over the micro-batch")
     if not isinstance(metrics, dict) or "loss" in metrics:
         found = "a metric called 'loss'" if isinstance(metrics, dict) else f"metrics of type {type(metrics).__name__}"
         raise ValueError(f"the loss came with {found}; return (loss, {{name: scalar}}), and no metric under that name")
     for name, value in metrics.items():
         if not isinstance(value, Tensor) or value.ndim > 0:
-            raise TypeError(f"the metric {name!r} has {_found(value)}; return a scalar tensor for each micro-batch")
+            raise TypeError(f"the metric {name!r} has {_describe(value)}; return a scalar tensor for each micro-batch")
     return {"loss": loss, **metrics}
 
 
-def _found(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"

@@ -22,16 +22,16 @@ def partition_layers(
     """Choose how many consecutive layers each partition gets.
 
     `objective="max"` minimises the cost of the most expensive partition, which bounds the throughput of a pipeline,
-    and takes the smallest variance among equals; `objective="variance"` minimises the variance of the K summed costs,
-    the paper's rule (section 2). Both are exact: costs become integers of any size, and nothing is rounded. What is
-    still equal is decided from the back: the last partition gets the most layers it can, then the one before it. If
-    every cost is zero, layers count as equally expensive.
+    and takes the smallest variance among equals. `objective="variance"` minimises the variance of the K summed costs,
+    the paper's rule (section 2). Both are exact: costs become integers of any size, and nothing is rounded. Among cuts
+    that are still equal, the last partition gets the most layers, then the one before it. If every cost is zero, layers
+    count as equally expensive.
 
     Args:
-        costs: L costs >= 0 in any unit (FLOPs, bytes, seconds), one a layer.
+        costs: L costs >= 0 in any unit (FLOPs, bytes, seconds), one per layer.
         num_partitions: K, from 1 to L.
         objective: "max" or "variance".
-        memory_bytes: bytes that each layer needs, one a layer; only with `memory_limit_bytes`.
+        memory_bytes: bytes that each layer needs; only with `memory_limit_bytes`.
         memory_limit_bytes: most bytes that the layers of one partition may need together.
 
     Returns:
@@ -52,7 +52,7 @@ def partition_layers(
         num_needed = len(_greedy_cuts(memory_ends)) - 1
         if num_needed > num_partitions:
             raise ValueError(
-                f"A memory limit of {memory_limit_bytes:,} bytes a partition needs at least {num_needed} partitions, "
+                f"A memory limit of {memory_limit_bytes:,} bytes per partition needs at least {num_needed} partitions, "
                 f"{num_partitions} were asked for; raise the limit or the number of partitions."
             )
     elif memory_bytes is not None or memory_limit_bytes is not None:
@@ -74,7 +74,7 @@ def check_partitions(partitions: Sequence[int], num_layers: int) -> None:
     """Refuse numbers of layers that do not cut `num_layers` layers into non-empty partitions.
 
     Raises:
-        TypeError: no sequence, such as the number of partitions alone.
+        TypeError: `partitions` is no sequence, such as the number of partitions alone.
         ValueError: no partition, one that is not a positive whole number, or a sum other than `num_layers`.
     """
     remedy = f"give positive whole numbers that sum to the {num_layers} layers, as partition_layers returns them"
@@ -88,7 +88,7 @@ def check_partitions(partitions: Sequence[int], num_layers: int) -> None:
 
 
 def _smallest_maximum(prefix: list[int], memory_ends: list[int], num_partitions: int) -> int:
-    """Find the smallest sum that no partition of some legal cut exceeds, by bisection.
+    """Find the smallest sum that no partition of some valid cut exceeds, by bisection.
 
     A cut into fewer than K partitions is as good: splitting one of them raises no sum.
     """
@@ -118,10 +118,9 @@ def _largest_useful_sum(prefix: list[int], ends: list[int], num_partitions: int)
 def _least_squares_cuts(prefix: list[int], ends: list[int], num_partitions: int) -> list[int]:
     """Return the K + 1 positions of the cut with the least sum of squares, no partition reaching beyond its `ends`.
 
-    best_k(j) = min over i of best_{k-1}(i) + (prefix[j] - prefix[i])^2. Of two starts a < b the later one, once better
-    at some j, stays better at every larger j: the cost of a partition is Monge, also where `ends` makes it infinite. So
-    the starts that are best somewhere form a queue ordered by the j from which each is best, and all K rows take about
-    K * L steps.
+    best_k(j) = min over i of best_{k-1}(i) + (prefix[j] - prefix[i])^2. Of two starts, the later one, once better at
+    some j, stays better at every larger j: the cost of a partition is Monge, also where `ends` makes it infinite. So
+    the starts that are best somewhere form a queue, ordered by the j from which each is best: about K * L steps in all.
     """
     best = {0: 0}
     choices = []
@@ -156,7 +155,7 @@ def _takeover(prefix: list[int], ends: list[int], intercepts: dict[int, int], ea
 
 
 def _reachable_ranges(ends: list[int], num_partitions: int) -> list[tuple[int, int]]:
-    """Return, for k = 1..K, the first and last layer boundary at which partition k of a legal cut can end."""
+    """Return, for k = 1..K, the first and last layer boundary at which partition k of a valid cut can end."""
     num_layers = len(ends)
     lasts, firsts = [0], [num_layers]
     for k in range(1, num_partitions + 1):
@@ -175,7 +174,7 @@ def _furthest_ends(prefix: Sequence[int], limit: int) -> list[int]:
 
 
 def _greedy_cuts(ends: list[int]) -> list[int]:
-    """Return the positions of the cut with the fewest partitions: each reaches as far as `ends` lets it."""
+    """Return the positions of the cut with the fewest partitions: each reaches as far as `ends` allows."""
     cuts = [0]
     while cuts[-1] < len(ends):
         cuts.append(ends[cuts[-1]])
@@ -210,13 +209,13 @@ def _check_counts(costs: Sequence[float], num_partitions: int, objective: str) -
 
 def _check_memory(memory_bytes: Sequence[int], limit: int, num_layers: int, num_partitions: int) -> None:
     if len(memory_bytes) != num_layers:
-        raise ValueError(f"memory_bytes has {len(memory_bytes)} entries for {num_layers} layers; give one a layer.")
+        raise ValueError(f"memory_bytes has {len(memory_bytes)} entries for {num_layers} layers; give one per layer.")
     for index, size in enumerate(memory_bytes):
         if size < 0:
             raise ValueError(f"memory_bytes of layer {index} is {size}; give every layer a size of at least 0.")
         if size > limit:
             raise ValueError(
-                f"Layer {index} alone needs {size:,} bytes, above the limit of {limit:,} bytes a partition; "
+                f"Layer {index} alone needs {size:,} bytes, above the limit of {limit:,} bytes per partition; "
                 "raise the limit or split that layer."
             )
     if sum(memory_bytes) > num_partitions * limit:

@@ -1,4 +1,4 @@
-"""Randomness as a function of integers: nothing about a random number is remembered from one layer to the next."""
+"""Compute random numbers as a function of integers, so that no generator state has to be remembered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def derive_seed(*keys: int) -> int:
     """Return a seed of 32 bits that is a pure function of the keys, in their order.
 
     Torch's CPU generator reads no more than 32 bits of a seed. The mixing is the finaliser of SplitMix64 (Steele et
-    al., OOPSLA 2014), once a key.
+    al., OOPSLA 2014), once per key.
     """
     state = 0x9E3779B97F4A7C15
     for key in keys:
@@ -34,7 +34,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def preserved_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Leave torch's global generators (the CPU's and those of `devices`) as they were found."""
+    """Restore the state of torch's global generators (the CPU's and those of `devices`) after the body."""
     generators = [torch.default_generator]
     generators += [torch.cuda.default_generators[_index(d)] for d in set(devices) if d.type == "cuda"]
     states = [generator.get_state() for generator in generators]

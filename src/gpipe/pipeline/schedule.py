@@ -1,14 +1,15 @@
 """The tasks of a step, device by device: the engine executes them, the simulator times them, the plots draw them.
 
-A device is what works on its own: a process, or a GPU. It has one stage; in an interleaved schedule of P devices it has
-several, and stage s is on device s % P. A device's tasks run in the order of its list, each as soon as the tasks that
-it depends on are done. The two ends of a boundary see the micro-batches in the same order.
+A device is what works on its own: a process, or a GPU. It has one stage. In an interleaved schedule of P devices it has
+several: stage s is on device s % P. A device runs its tasks in the order of its list, each as soon as the tasks that it
+depends on are done. Both ends of a boundary see the micro-batches in the same order.
 
-In the drawings of the schedules F is a forward, R a recomputation, B a backward, and a column a moment.
+In the drawings F is a forward, R a recomputation, B a backward. A column is a moment.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from itertools import pairwise
@@ -27,7 +28,7 @@ class Rematerialize(StrEnum):
     """Which micro-batches drop their activations after the forward pass and recompute them for the backward pass."""
 
     ALWAYS = "always"
-    EXCEPT_LAST = "except_last"  # kept is one whose backward is its device's next task: the last one in GPipe
+    EXCEPT_LAST = "except_last"  # keep one whose backward is its device's next task: the last one in GPipe
     NEVER = "never"
 
 
@@ -41,7 +42,7 @@ class Task(NamedTuple):
 
 CANNOT_PROCEED = "the schedule cannot proceed: every device waits for a task that no device will run"
 
-Schedule: TypeAlias = list[list[Task]]
+StepSchedule: TypeAlias = list[list[Task]]
 """The ordered tasks of each device."""
 
 
@@ -50,15 +51,14 @@ def gpipe(
     num_microbatches: int,
     rematerialize: Rematerialize = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
-) -> Schedule:
+) -> StepSchedule:
     """Return GPipe's schedule: all forwards, then all backwards in reverse order (section 2.2).
 
         stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0
         stage 1      F0 F1 F2   R2 B2 R1 . B1 R0 . B0
         stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0
 
-    A recomputation stands before its backward and does not depend on the gradient, so that it runs while the gradient
-    is awaited.
+    A recomputation comes before its backward and needs no gradient: it runs while the gradient is awaited.
     """
     check_stages_per_device("gpipe", num_stages, stages_per_device)
     schedule = inference(num_stages, num_microbatches)
@@ -72,8 +72,8 @@ def one_forward_one_backward(
     num_microbatches: int,
     rematerialize: Rematerialize = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
-) -> Schedule:
-    """Return 1F1B: as soon as a stage can run a backward, it runs forwards and backwards in turns (PipeDream-flush).
+) -> StepSchedule:
+    """Return 1F1B: once a stage can run a backward, it alternates forwards and backwards (PipeDream-flush).
 
         stage 0   F0 F1 F2 R0       B0 F3 R1 B1 R2    B2 R3    B3
         stage 1      F0 F1 R0    B0 F2 R1 B1 F3 R2 B2 R3    B3
@@ -91,27 +91,26 @@ def interleaved_one_forward_one_backward(
     num_microbatches: int,
     rematerialize: Rematerialize = Rematerialize.ALWAYS,
     stages_per_device: int = 2,
-) -> Schedule:
-    """Return interleaved 1F1B: with v stages a device, the bubble is v times smaller (the same paper, section 2.2.2).
+) -> StepSchedule:
+    """Return interleaved 1F1B: with v stages per device, the bubble is v times smaller (the same paper, section 2.2.2).
 
-    K = 4 stages on P = 2 devices, M = 4, nothing recomputed; small letters are the devices' second stages, 2 and 3:
+    K = 4 stages on P = 2 devices, M = 4, no recomputation; small letters are the devices' second stages, 2 and 3:
 
         device 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1    b2    b3 B2 B3
         device 1      F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
 
-    The micro-batches go in rounds of at most P: each device runs a round through its first stage, then through its
-    second one. Where M is not a multiple of P, the last round is smaller, and a device runs fewer forwards ahead: with
-    Megatron's number, which assumes full rounds, devices would wait for each other for ever. With the smaller number,
-    forwards wait for forwards alone until all have run, and backwards of whole rounds.
+    Micro-batches go in rounds of at most P: each device runs a round through its first stage, then through its second.
+    Where M is not a multiple of P, the last round is smaller, and a device runs fewer forwards ahead. With Megatron's
+    number, which assumes full rounds, devices would wait for each other for ever.
     """
     check_stages_per_device("interleaved_1f1b", num_stages, stages_per_device)
     num_devices = num_stages // stages_per_device
-    # What runs ahead hides the time of the transfers, and takes memory.
+    # Running ahead hides the time of the transfers, and takes memory.
     eagerness = 2 if num_microbatches % num_devices == 0 else 1
     return _in_turns(num_stages, num_microbatches, rematerialize, num_devices=num_devices, eagerness=eagerness)
 
 
-def inference(num_stages: int, num_microbatches: int, stages_per_device: int = 1) -> Schedule:
+def inference(num_stages: int, num_microbatches: int, stages_per_device: int = 1) -> StepSchedule:
     """Return the forwards alone, for evaluation."""
     num_devices = num_stages // stages_per_device
     return [
@@ -120,8 +119,8 @@ def inference(num_stages: int, num_microbatches: int, stages_per_device: int = 1
     ]
 
 
-ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialize, int], Schedule]
-"""(K, M, what is recomputed, stages a device) -> the tasks of a training step."""
+ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialize, int], StepSchedule]
+"""(K, M, what is recomputed, stages per device) -> the tasks of a training step."""
 
 SCHEDULES: dict[str, ScheduleFunction] = {
     "gpipe": gpipe,
@@ -131,7 +130,7 @@ SCHEDULES: dict[str, ScheduleFunction] = {
 
 
 def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: int) -> None:
-    """Refuse a number of stages a device that a schedule cannot have.
+    """Refuse a number of stages per device that a schedule cannot have.
 
     Raises:
         ValueError: interleaving needs at least 2, which divide K; the other schedules need 1.
@@ -139,8 +138,8 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
     if schedule != "interleaved_1f1b":
         if stages_per_device != 1:
             raise ValueError(
-                f"stages_per_device is {stages_per_device}, but the schedule {schedule} has one stage a device; make "
-                "it 1, or use the schedule interleaved_1f1b"
+                f"stages_per_device is {stages_per_device}, but the schedule {schedule} has one stage per device; "
+                "make it 1, or use the schedule interleaved_1f1b"
             )
     elif stages_per_device < 2:
         raise ValueError(
@@ -149,15 +148,15 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
         )
     elif num_stages % stages_per_device != 0:
         raise ValueError(
-            f"the partitions are {num_stages}, which devices with {stages_per_device} stages each cannot share evenly; "
-            f"make them a multiple of stages_per_device"
+            f"{num_stages} partitions cannot be shared evenly by devices with stages_per_device={stages_per_device}; "
+            "make them a multiple of stages_per_device"
         )
 
 
 def _in_turns(
     num_stages: int, num_microbatches: int, rematerialize: Rematerialize, *, num_devices: int, eagerness: int
-) -> Schedule:
-    """Return some forwards of each device, then a forward and a backward in turns, then the backwards that are left.
+) -> StepSchedule:
+    """Return some forwards of each device, then forwards and backwards alternately, then the remaining backwards.
 
     The last device runs ahead through all its stages but one; each device before it runs `eagerness` forwards more.
     """
@@ -175,7 +174,7 @@ def _in_turns(
 
 
 def _in_rounds(kind: Kind, stages: Iterable[int], num_microbatches: int, num_devices: int) -> list[Task]:
-    """Return a device's tasks of one kind: rounds of a micro-batch a device, each through all its stages in turn."""
+    """Return a device's tasks of one kind: rounds of one micro-batch per device, each through all stages in turn."""
     return [
         Task(kind, stage, micro_batch)
         for first in range(0, num_microbatches, num_devices)
@@ -185,7 +184,7 @@ def _in_rounds(kind: Kind, stages: Iterable[int], num_microbatches: int, num_dev
 
 
 def _with_recomputations(tasks: list[Task], rematerialize: Rematerialize) -> list[Task]:
-    """Put a recomputation directly before each backward that needs one; a device's first task is no backward."""
+    """Insert a recomputation directly before each backward that needs one; a device's first task is a forward."""
     if rematerialize is Rematerialize.NEVER:
         return tasks
     found = tasks[:1]
@@ -197,7 +196,7 @@ def _with_recomputations(tasks: list[Task], rematerialize: Rematerialize) -> lis
     return found
 
 
-def count_stages(schedule: Schedule) -> int:
+def count_stages(schedule: StepSchedule) -> int:
     """Return K."""
     return 1 + max(task.stage for tasks in schedule for task in tasks)
 
@@ -209,11 +208,7 @@ def name_stages(stages: Iterable[int]) -> str:
 
 
 def dependencies(task: Task, num_stages: int) -> list[Task]:
-    """Return the tasks of other stages that must be done before `task`.
-
-    Within a stage the order of the device's list decides: a forward comes before its recomputation, that before its
-    backward.
-    """
+    """Return the tasks of other stages that must be done before `task`; within a stage the list's order decides."""
     kind, stage, micro_batch = task
     if kind is Kind.FORWARD and stage > 0:
         return [Task(Kind.FORWARD, stage - 1, micro_batch)]
@@ -222,11 +217,11 @@ def dependencies(task: Task, num_stages: int) -> list[Task]:
     return []
 
 
-def sequential(schedule: Schedule) -> list[Task]:
+def sequential(schedule: StepSchedule) -> list[Task]:
     """Return one order of all stages' tasks, for a process that plays all stages.
 
-    The devices take turns, as they would in time. A recomputation waits until its backward can follow at once: one
-    process gains nothing by recomputing early, and so it never holds two recomputed graphs.
+    The devices take turns, as they would in time. A recomputation waits until its backward can follow at once. One
+    process gains nothing by recomputing early, and so never holds two recomputed graphs.
 
     Raises:
         ValueError: a task waits for one that never runs.
@@ -252,7 +247,31 @@ def sequential(schedule: Schedule) -> list[Task]:
 
 
 def _next_tasks(tasks: Sequence[Task], position: int) -> Sequence[Task]:
-    """Return the task at a position, together with its backward where it is a recomputation."""
+    """Return the task at a position; a recomputation comes with its backward."""
     if position == len(tasks):
         return []
     return tasks[position : position + (2 if tasks[position].kind is Kind.RECOMPUTE else 1)]
+
+
+# A step is planned once per size: behind the first stage, nothing else can be done before the first boundary input has
+# arrived, and all stages after it wait for that too.
+@functools.lru_cache(maxsize=64)
+def plan_tasks(
+    schedule: ScheduleFunction | None,
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize,
+    stages_per_device: int,
+    stages: tuple[int, ...],
+) -> tuple[list[Task], set[tuple[int, int]], dict[int, int]]:
+    """Return a process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch.
+
+    `stages` are those of one device, or all. Without a schedule the tasks are the forwards alone.
+    """
+    if schedule is None:
+        found = inference(num_stages, num_microbatches, stages_per_device)
+    else:
+        found = schedule(num_stages, num_microbatches, rematerialize, stages_per_device)
+    tasks = sequential(found) if len(stages) == num_stages else found[min(stages)]  # device s has stage s
+    recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
+    return tasks, recomputed, {task.stage: task.micro_batch for task in tasks if task.kind is Kind.BACKWARD}

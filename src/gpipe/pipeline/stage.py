@@ -1,8 +1,25 @@
-"""One partition at work: forward, recomputation and backward of its micro-batches (re-materialisation)."""
+"""One partition at work: forward, recomputation and backward of its micro-batches (re-materialisation, section 2.3).
+
+    boundary input --> _Entry --> layer i --> layer i+1 --> ... --> boundary output, or the loss
+    its gradients  <-- _Entry <-- backward of the layers <-- ... <-- gradients that the next stage sent
+
+Between a forward and its backward a stage holds of a micro-batch only its boundary input, without a graph. A
+recomputation builds the graph above, from a leaf that is the boundary input; or the forward keeps it at once.
+
+Why not torch.utils.checkpoint:
+
+- It recomputes inside backward, when the gradient is there. Here recomputation is a task of its own, which the schedule
+  puts before its backward: it runs while the gradient is awaited.
+- Its forward keeps the outputs and a graph around them. Here the forward runs without a graph, and outputs are let go
+  when they have been sent.
+- It saves and restores the state of generators. Here masks are a function of (seed, step, micro-batch, layer).
+- A batch norm cannot tell its recomputation from a forward, and moves its averages twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,15 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
-from gpipe.pipeline.job.errors import LostPeer, PipelineError, place
+from gpipe.pipeline.job.errors import PipelineError
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.probe import Probe
 from gpipe.pipeline.randomness import derive_seed, seed_generators
-from gpipe.pipeline.shared.replicas import Averaging
 
 if TYPE_CHECKING:
+    from gpipe.pipeline.shared.replicas import Averaging
     from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch
 
 MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those of initial weights
@@ -26,12 +41,15 @@ MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those
 Loss = Callable[[Any, int], Tensor]
 """(outputs of a micro-batch, its index) -> its weighted share of the mini-batch's loss, a scalar."""
 
+Look = Callable[[int, str, list[Tensor]], None]
+"""(a layer's index, its name, its outputs) -> nothing."""
+
 
 class _Entry(torch.autograd.Function):
-    """Where a stage's graph begins: the identity, which hands the gradients over as they are.
+    """The identity at the beginning of a stage's graph, which hands the gradients over as they are.
 
-    A leaf's `.grad` would do, but for one thing: it copies the gradient into the memory layout of the leaf, and the
-    kernels before the boundary would then add up in another order than in the plain model.
+    A leaf's `.grad` would copy the gradient into the memory layout of the leaf. The kernels before the boundary would
+    then add up in another order than in the plain model.
     """
 
     @staticmethod
@@ -55,29 +73,30 @@ class _Kept:
 
     inputs: Payload
     gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
-    roots: list[GradientEdge | None] | None = None  # one an output; None until a graph exists
+    roots: list[GradientEdge | None] | None = None  # one per output; None until a graph exists
     outputs: list[Tensor] | None = None  # the outputs themselves, where the replicas' averaging must see them
     synchronized: SynchronizedMicroBatch | None = None  # statistics over all replicas, where batch norms have them
 
 
 class Stage:
-    """A partition bound to a device.
+    """A partition bound to a device: some layers, by their index in the model.
 
-    Between a forward and its backward it holds the boundary input of each micro-batch, and the graph only of those
-    that are kept or just recomputed. Outputs are not held: the graph knows what it needs of them.
+    Attributes:
+        averaging: averages the gradients over the replicas; None where there is one.
+        exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
+        loss: set in the last stage for the time of a training step.
+        step: the number of the step, which seeds the masks.
     """
 
     def __init__(self, index: int, layers: Mapping[int, nn.Module], device: torch.device, seed: int) -> None:
-        self.index = index
-        self.layers = dict(layers)
-        self.device = device
-        self.seed = seed
-        self.step = 0
-        self.loss: Loss | None = None  # set in the last stage for the time of a training step
+        self.index, self.layers, self.device = index, dict(layers), device
         self.averaging: Averaging | None = None
-        self.exchange: StatisticsExchange | None = None  # where batch norms are synchronised over replicas
-        self.final_micro_batch = 0  # the one whose backward ends the step
-        self.trainable = False
+        self.exchange: StatisticsExchange | None = None
+        self.loss: Loss | None = None
+        self.step = 0
+        self.seed = seed
+        self._final_micro_batch = 0
+        self._trainable = False
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)
         self._compiled: dict[nn.Module, Callable[[Any], Any]] = {}
@@ -92,21 +111,20 @@ class Stage:
 
     def compile(self, **options: Any) -> None:
         """Run the layers through torch.compile from now on."""
-        self._compiled = {layer: _compiled(layer, index, options) for index, layer in self.layers.items()}
+        self._compiled = {layer: _compile(layer, index, options) for index, layer in self.layers.items()}
 
     def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
-        """Prepare for the training step with number `step`, which seeds the masks."""
-        self.step = step
-        self.loss = loss
-        self.final_micro_batch = final_micro_batch
-        self.trainable = any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
+        """Prepare for training step number `step`, which the backward of `final_micro_batch` ends."""
+        self.step, self.loss, self._final_micro_batch = step, loss, final_micro_batch
+        self._trainable = any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
         if self.averaging is not None:
             self.averaging.start_step()
 
     def reset(self) -> None:
-        """Let go of everything, after a step that failed."""
+        """Drop everything of a step that failed."""
         self._kept.clear()
         self.loss = None
+        discard(self._batch_norms)
 
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         """Run the layers on a micro-batch, with a graph or for a later `recompute`; return the boundary output."""
@@ -114,13 +132,13 @@ class Stage:
         kept.synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
         with microbatch_phase(self._batch_norms, recompute=False, synchronized=kept.synchronized):
             if keep_graph:
-                return self._run_with_graph(micro_batch, kept, "forward")
+                return self._run_with_graph(micro_batch, kept)
             with torch.no_grad():
-                outputs = self._run(micro_batch, inputs, "forward", guard_inputs=True)
+                outputs = self._run(micro_batch, inputs, self.layers, guard_inputs=True)
         # Without a graph nobody knows which outputs depend on a parameter: ask for all gradients that could exist. The
         # backward of the producer ignores those that turn out to be of no use.
         held = {id(tensor): wanted for tensor, wanted in zip(inputs.tensors, inputs.differentiable, strict=True)}
-        possible = self.trainable or any(inputs.differentiable)
+        possible = self._trainable or any(inputs.differentiable)
         outputs.differentiable = [
             held.get(id(tensor), possible and (tensor.is_floating_point() or tensor.is_complex()))
             for tensor in outputs.tensors
@@ -133,7 +151,7 @@ class Stage:
         if kept.synchronized is not None:
             kept.synchronized.recompute()
         with microbatch_phase(self._batch_norms, recompute=True, synchronized=kept.synchronized):
-            self._run_with_graph(micro_batch, kept, "recompute")
+            self._run_with_graph(micro_batch, kept)
 
     def backward(self, micro_batch: int, gradients: list[Tensor | None] | None) -> Payload:
         """Add this micro-batch's gradients to the parameters' `.grad`; return those of the boundary input.
@@ -147,69 +165,46 @@ class Stage:
         """
         kept = self._kept.pop(micro_batch)
         assert kept.roots is not None, "the schedule forgot to recompute"
-        if gradients is None:  # the only root is the loss: a scalar needs no gradient to start from
-            pairs: list[tuple[GradientEdge, Tensor | None]] = [(root, None) for root in kept.roots if root is not None]
-        else:
-            pairs = [(r, g) for r, g in zip(kept.roots, gradients, strict=True) if r is not None and g is not None]
-        anchors = kept.synchronized.anchors if kept.synchronized is not None else []
-        pairs += [(get_gradient_edge(anchor), None) for anchor in anchors]
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
-        try:
-            with without_autocast(self.device):
-                if kept.outputs is not None and self.averaging is not None:
-                    self._backward_averaged(pairs, kept.outputs, gradients, anchors, self.averaging)
-                elif pairs:
-                    torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-        except (PipelineError, LostPeer):
-            raise
-        except Exception as error:
-            raise self._at(error, micro_batch, "backward") from error
+        # The last stage's only root is the loss: a scalar needs no gradient to start from.
+        seeds = [None] * len(kept.roots) if gradients is None else gradients
+        reached = [gradients is None or seed is not None for seed in seeds]
+        started = [(r, s) for r, s, is_reached in zip(kept.roots, seeds, reached, strict=True) if r and is_reached]
+        others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
+        exchange: AbstractContextManager[None] = nullcontext()
+        with without_autocast(self.device):
+            if kept.outputs is not None and self.averaging is not None:
+                outputs = [t for t, is_reached in zip(kept.outputs, reached, strict=True) if is_reached]
+                others += self.averaging.prepare_backward([t for t in outputs if t.requires_grad] + others)
+                exchange = self.averaging.replicas.exchange()
+            started += [(get_gradient_edge(tensor), None) for tensor in others]
+            if started:
+                with exchange:
+                    torch.autograd.backward([root for root, _ in started], [seed for _, seed in started])
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
 
-    def _backward_averaged(
-        self,
-        pairs: list[tuple[GradientEdge, Tensor | None]],
-        outputs: list[Tensor],
-        gradients: list[Tensor | None] | None,
-        anchors: list[Tensor],
-        averaging: Averaging,
-    ) -> None:
-        if gradients is not None:  # one that no gradient comes back for takes no part in this backward
-            outputs = [t for t, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-        extra = averaging.average_in_backward([t for t in outputs if t.requires_grad] + anchors)
-        pairs = pairs + [(get_gradient_edge(tensor), None) for tensor in extra]
-        if pairs:
-            with averaging.replicas.exchange():
-                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-
     def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Payload:
         """Run substitute or own layers without a graph and return the boundary output."""
-        return self._run(micro_batch, inputs, "evaluation", layers=layers)
+        return self._run(micro_batch, inputs, layers)
 
-    def probe(self, micro_batch: int, inputs: Payload, probe: Probe) -> Payload:
-        """Run the forward of a training step again, with the same masks and without a graph, under the eyes of `probe`.
+    def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
+        """Run the forward of a training step again, with the same masks, and call `look` after each layer.
 
-        The layers are not compiled: what one of them does is then seen by itself.
+        There is no graph, and the layers are not compiled: the effect of each is then seen by itself.
         """
-        watched = {index: probe.watch(self, micro_batch, index, layer) for index, layer in self.layers.items()}
         synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
         with torch.no_grad(), microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized):
-            return self._run(micro_batch, inputs, "forward", layers=watched)
+            return self._run(micro_batch, inputs, self.layers, look=look)
 
-    def _run_with_graph(self, micro_batch: int, kept: _Kept, doing: str) -> Payload:
+    def _run_with_graph(self, micro_batch: int, kept: _Kept) -> Payload:
         with torch.enable_grad():
-            outputs = self._run(micro_batch, _entered(kept), doing)
+            outputs = self._run(micro_batch, _enter_graph(kept), self.layers)
             if self.loss is not None:
                 self._enter(micro_batch, self._last + 1, None)
-                try:
-                    outputs = Payload.of(self.loss(outputs.value(), micro_batch))
-                except (PipelineError, LostPeer):
-                    raise
-                except Exception as error:
-                    raise self._at(error, micro_batch, "loss") from error
+                outputs = Payload.of(self.loss(outputs.value(), micro_batch))
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
-        if self.averaging is not None and micro_batch == self.final_micro_batch:
+        if self.averaging is not None and micro_batch == self._final_micro_batch:
             kept.outputs = outputs.tensors
         return outputs
 
@@ -217,28 +212,25 @@ class Stage:
         self,
         micro_batch: int,
         inputs: Payload,
-        doing: str,
+        layers: Mapping[int, nn.Module],
         *,
-        layers: Mapping[int, nn.Module] | None = None,
         guard_inputs: bool = False,
+        look: Look | None = None,
     ) -> Payload:
         payload, value = inputs, inputs.value()
         versions = [tensor._version for tensor in inputs.tensors] if guard_inputs else []
-        try:
-            for index, layer in (self.layers if layers is None else layers).items():
-                self._enter(micro_batch, index, layer)
-                passed_by = [tensor.grad_fn for tensor in payload.tensors]
-                value = self._compiled.get(layer, layer)(value)
-                # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
-                payload = Payload.of(value)
-                if guard_inputs:
-                    self._refuse_changed_inputs(inputs, versions)
-                elif torch.is_grad_enabled() and (index < self._last or self.loss is not None):
-                    self._announce_backward(payload, passed_by, index, layer)
-        except (PipelineError, LostPeer):
-            raise
-        except Exception as error:
-            raise self._at(error, micro_batch, doing) from error
+        for index, layer in layers.items():
+            self._enter(micro_batch, index, layer)
+            passed_by = [tensor.grad_fn for tensor in payload.tensors]
+            value = (self._compiled.get(layer, layer) if look is None else layer)(value)
+            # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
+            payload = Payload.of(value)
+            if guard_inputs:
+                _refuse_changed_inputs(inputs, versions)
+            elif look is not None:
+                look(index, type(layer).__name__, payload.tensors)
+            elif torch.is_grad_enabled() and (index < self._last or self.loss is not None):
+                self._announce_backward(payload, passed_by, index, layer)
         return payload
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
@@ -248,35 +240,28 @@ class Stage:
     def _announce_backward(self, outputs: Payload, passed_by: list[Node | None], index: int, layer: nn.Module) -> None:
         """Note the layer when its backward begins, so that an error in there can name it.
 
-        Args:
-            outputs: of the layer.
-            passed_by: the backwards of layers before it, which its outputs may have as well.
-            index: the layer's.
-            layer: the layer.
+        Its outputs may also have the backwards of layers before it: those of tensors that passed by.
         """
         for tensor in outputs.tensors:
             if tensor.grad_fn is not None and tensor.grad_fn not in passed_by:
                 tensor.register_hook(lambda _: setattr(self, "_position", (index, layer)))
 
-    def _refuse_changed_inputs(self, inputs: Payload, versions: list[int]) -> None:
-        if any(tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)):
-            raise ValueError(
-                "the layer changed the stage's stored input in place, and the recomputation would start from the "
-                "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
-            )
-
     def describe(self, micro_batch: int, doing: str) -> str:
         """Return in words where this stage is: the micro-batch, the layer under way, and what is done with it."""
         layer, module = self._position
-        return place(self.index, micro_batch, layer, module, doing)
+        name = f"layer {layer} ({type(module).__name__})" if module is not None else "the loss"
+        return f"stage {self.index}, micro-batch {micro_batch}, {name}, {doing}"
 
-    def _at(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
+    def locate(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
         """Return an error that says where another one happened: in a layer or the loss."""
         layer, module = self._position
-        return PipelineError.at(error, doing, stage=self.index, micro_batch=micro_batch, layer=layer, module=module)
+        doing = "loss" if module is None and doing != "backward" else doing
+        text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
+        layer_index = None if module is None else layer
+        return PipelineError(text, stage=self.index, micro_batch=micro_batch, layer=layer_index)
 
 
-def _compiled(layer: nn.Module, index: int, options: Mapping[str, Any]) -> Callable[[Any], Any]:
+def _compile(layer: nn.Module, index: int, options: Mapping[str, Any]) -> Callable[[Any], Any]:
     """Return the layer through torch.compile; what the model holds stays as it is.
 
     `nn.Module.compile` silently compiles nothing where the layer's class is one of torch's own. And torch.compile gives
@@ -291,7 +276,7 @@ def _compiled(layer: nn.Module, index: int, options: Mapping[str, Any]) -> Calla
     return cast(Callable[[Any], Any], torch.compile(run, **options))
 
 
-def _entered(kept: _Kept) -> Payload:
+def _enter_graph(kept: _Kept) -> Payload:
     """Return the boundary input as the beginning of a graph."""
     inputs = kept.inputs
     wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
@@ -302,3 +287,37 @@ def _entered(kept: _Kept) -> Payload:
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]
     return Payload(tensors, inputs.structure, inputs.differentiable)
+
+
+def _refuse_changed_inputs(inputs: Payload, versions: list[int]) -> None:
+    if any(tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)):
+        raise ValueError(
+            "the layer changed the stage's stored input in place, and the recomputation would start from the "
+            "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
+        )
+
+
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Make autocast convert a weight anew at each use.
+
+    Its cache would hand a weight that was converted without a graph, in the first forward, to the recomputation, where
+    the weight would then get no gradient.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Run backward outside of autocast, as torch asks for: its operations remember the types of the forward."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield

@@ -1,4 +1,4 @@
-"""When each task of a step ran, and when a simulation says that it should: bubble, picture, Perfetto trace."""
+"""When each task of a step ran, or would run in a simulation: bubble, picture, Perfetto trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpipe.pipeline.schedule import CANNOT_PROCEED, Kind, Schedule, Task, count_stages, dependencies, name_stages
+from gpipe.pipeline.schedule import CANNOT_PROCEED, Kind, StepSchedule, Task, count_stages, dependencies, name_stages
 
 _COLORS = {Kind.FORWARD: "#4878a8", Kind.RECOMPUTE: "#c9a227", Kind.BACKWARD: "#7d9d5b"}
 
@@ -27,11 +27,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step, of all stages, in a row for each device: stage s is in row s % P.
+    """The events of one step, of all stages, one row per device: stage s is in row s % P.
 
     Attributes:
         events: in any order.
-        num_devices: P, also where a device has no event; K where each stage has its own.
+        num_devices: P.
     """
 
     events: tuple[Event, ...]
@@ -107,25 +107,25 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: StepSchedule,
     seconds: Callable[[Task], float],
     transfer_seconds: Callable[[Task], float] = lambda _: 0.0,
     link: Callable[[Task], Hashable] = lambda task: (task.kind, task.stage),
 ) -> Timeline:
-    """Return when each task of a schedule runs if every task and every transfer takes its time and nothing else does.
+    """Return when each task of a schedule runs if only tasks and transfers take time.
 
     Args:
         schedule: the tasks of each device, in order.
         seconds: how long a task takes.
         transfer_seconds: how long its result travels to the device that waits for it, over a free link.
-        link: which link the result travels over. A link carries one result at a time, first come first served. By
-            default each direction of each boundary has its own; `lambda _: "bus"` lets all of them share one.
+        link: which link the result travels over. A link carries one result at a time, first come, first served. By
+            default each direction of each boundary has its own; with `lambda _: "bus"` all of them share one.
 
     Raises:
         ValueError: a task waits for one that never runs.
     """
     num_devices, num_stages = len(schedule), count_stages(schedule)
-    links = _Links(transfer_seconds, link)
+    free: dict[Hashable, float] = {}  # links, and since when
     travelling = {needed for tasks in schedule for task in tasks for needed in dependencies(task, num_stages)}
     arrivals: dict[Task, float] = {}  # of results, where they are waited for
     waiting = dict.fromkeys(range(num_devices), 0.0)  # devices that run nothing, and since when
@@ -146,29 +146,18 @@ def simulate(
         end, device = heapq.heappop(running)
         task = schedule[device][positions[device]]
         if task in travelling:
-            arrivals[task] = links.arrival(task, end) if num_devices > 1 else end
+            arrivals[task] = end
+            if num_devices > 1:
+                key = link(task)
+                arrivals[task] = free[key] = max(free.get(key, 0.0), end) + transfer_seconds(task)
         positions[device] += 1
         if positions[device] < len(schedule[device]):
             waiting[device] = end
     return Timeline(tuple(events), num_devices)
 
 
-class _Links:
-    """Carry results, one at a time over each link; they must be asked for in the order of time."""
-
-    def __init__(self, seconds: Callable[[Task], float], link: Callable[[Task], Hashable]) -> None:
-        self._seconds, self._link = seconds, link
-        self._free: dict[Hashable, float] = {}  # since when
-
-    def arrival(self, task: Task, end: float) -> float:
-        """Return when the result of a task that ends now arrives."""
-        key = self._link(task)
-        self._free[key] = max(self._free.get(key, 0.0), end) + self._seconds(task)
-        return self._free[key]
-
-
 def plot(timelines: dict[str, Timeline], path: Path) -> None:
-    """Draw timelines below each other on one scale of time, a row a device, and write a PNG.
+    """Draw timelines below each other on one scale of time, one row per device, and write a PNG.
 
     Args:
         timelines: by title, such as "measured" and "simulated".

@@ -1,9 +1,9 @@
-"""Boundary activations forward, gradients back, within one process that plays all stages."""
+"""The boundary between two stages: activations forward, gradients back. Here, within one process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,41 +18,14 @@ class MiniBatch(NamedTuple):
     num_microbatches: int
 
 
-class Transfer(Protocol):
-    """Carries payloads across the boundaries of the stages."""
-
-    def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
-        """Begin a step. The first stage's process knows the mini-batch; the others pass None and are told."""
-
-    def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Send a boundary output of `stage` to the next stage, without waiting."""
-
-    def receive_forward(self, stage: int, micro_batch: int) -> Payload:
-        """Return the boundary input of `stage`: tensors without history that share no graph with the sender's."""
-
-    def send_backward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Send the gradients of the boundary input of `stage` to the previous stage, without waiting."""
-
-    def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
-        """Return the gradients of the boundary outputs of `stage`, None where there is none."""
-
-    def fail(self, failure: dict[str, Any]) -> None:
-        """Tell the neighbours why this process sends nothing any more."""
-
-    def reset(self) -> None:
-        """Drop what was under way, after a step that failed."""
-
-    def close(self) -> None:
-        """Release threads and connections."""
-
-
 class LocalTransfer:
     """Hands tensors from stage to stage in one process, copying only where the device changes.
 
     On CUDA a copy runs on streams of its own, so that it overlaps with the computation of both devices.
+    `wire.transfer.ProcessTransfer` has the same methods for stages in several processes.
 
     Args:
-        devices: the device of each stage; the same one may stand there several times.
+        devices: the device of each stage; the same one may appear several times.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -61,45 +34,45 @@ class LocalTransfer:
         self._streams = {device: torch.cuda.Stream(device) for device in set(devices) if device.type == "cuda"}
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
-        """Begin a step; one process always knows the mini-batch."""
+        """Begin a step. The first stage's process knows the mini-batch; the others pass None and are told."""
         assert batch is not None
         return batch
 
     def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Put a boundary output where the next stage will look for it."""
-        self._mail["forward", stage + 1, micro_batch] = self._moved(payload, stage, stage + 1)
+        """Send a boundary output of `stage` to the next stage, without waiting."""
+        self._mail["forward", stage + 1, micro_batch] = self._move(payload, stage, stage + 1)
 
     def receive_forward(self, stage: int, micro_batch: int) -> Payload:
-        """Take the boundary input of a stage."""
-        return self._taken("forward", stage, micro_batch)
+        """Return the boundary input of `stage`: tensors without history that share no graph with the sender's."""
+        return self._take("forward", stage, micro_batch)
 
     def send_backward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Put the gradients of a boundary input where the previous stage will look for them."""
-        self._mail["backward", stage - 1, micro_batch] = self._moved(payload, stage, stage - 1)
+        """Send the gradients of the boundary input of `stage` to the previous stage, without waiting."""
+        self._mail["backward", stage - 1, micro_batch] = self._move(payload, stage, stage - 1)
 
     def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
-        """Take the gradients of the boundary outputs of a stage."""
-        return list(self._taken("backward", stage, micro_batch).value())
-
-    def fail(self, failure: dict[str, Any]) -> None:
-        """Do nothing: there are no other processes."""
+        """Return the gradients of the boundary outputs of `stage`, None where there is none."""
+        return list(self._take("backward", stage, micro_batch).value())
 
     def reset(self) -> None:
-        """Drop what was under way."""
+        """Drop what was under way, after a step that failed."""
         self._mail.clear()
 
-    def close(self) -> None:
-        """Do nothing: there are no threads and no connections."""
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Tell the stages in other processes why nothing will come any more: here, there are none."""
 
-    def _moved(self, payload: Payload, source: int, target: int) -> tuple[Payload, torch.cuda.Event | None]:
+    def close(self) -> None:
+        """Release threads and connections: here, there are none."""
+
+    def _move(self, payload: Payload, source: int, target: int) -> tuple[Payload, torch.cuda.Event | None]:
         here, there = self.devices[source], self.devices[target]
         tensors = [tensor.detach() for tensor in payload.tensors]
         event = None
         if here != there:
-            tensors, event = self._copied(tensors, here, there)
+            tensors, event = self._copy(tensors, here, there)
         return Payload(tensors, payload.structure, payload.differentiable), event
 
-    def _copied(
+    def _copy(
         self, tensors: list[Tensor], here: torch.device, there: torch.device
     ) -> tuple[list[Tensor], torch.cuda.Event | None]:
         if here.type != "cuda" or there.type != "cuda":  # to or from the CPU: rare, and must not race with the host
@@ -114,7 +87,7 @@ class LocalTransfer:
         event.record(target)
         return copies, event
 
-    def _taken(self, direction: str, stage: int, micro_batch: int) -> Payload:
+    def _take(self, direction: str, stage: int, micro_batch: int) -> Payload:
         payload, event = self._mail.pop((direction, stage, micro_batch))
         if event is not None:
             stream = torch.cuda.current_stream(self.devices[stage])

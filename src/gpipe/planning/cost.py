@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
-from gpipe.pipeline.shared.tied_parameters import tied_parameters
+from gpipe.pipeline.shared.tied_parameters import count_tied_parameters
 
 _DESCRIBE_REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
 _TIME_REMEDY = "put the layers and the example on one device"
@@ -73,7 +73,8 @@ def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
             with _blame(index, layer, "cannot be described on the meta device", _DESCRIBE_REMEDY):
                 value, cost = _describe(layer, value, kept)
             costs.append(cost)
-    return [replace(cost, tied_parameters=tied) for cost, tied in zip(costs, tied_parameters(layers), strict=True)]
+    counts = count_tied_parameters(layers)
+    return [replace(cost, tied_parameters=tied) for cost, tied in zip(costs, counts, strict=True)]
 
 
 def measure_layers(

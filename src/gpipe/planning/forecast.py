@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Schedule, Task
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task
 from gpipe.pipeline.timeline import Timeline, simulate
 from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory
 from gpipe.planning.profile import LayerProfile
@@ -53,7 +53,7 @@ class Setting:
         return self.synchronize_batch_norm and self.num_replicas > 1
 
     @cached_property
-    def tasks(self) -> Schedule:
+    def tasks(self) -> StepSchedule:
         """The ordered tasks of each device."""
         make = SCHEDULES[self.schedule]
         return make(self.num_stages, self.num_microbatches, self.rematerialize, self.stages_per_device)

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.partition import Objective, partition_layers
-from gpipe.pipeline.shared.tied_parameters import Ties
+from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.planning.cost import LayerCost, measure_layers
 
 
@@ -156,7 +156,7 @@ def measure_seconds(
     `device`: describe the model anew for other use.
     """
     device = torch.device(device)
-    real = nn.Sequential(*Ties(layers).build(dict.fromkeys(range(len(layers)), device), seed).values())
+    real = nn.Sequential(*TiedParameters(layers).build(dict.fromkeys(range(len(layers)), device), seed).values())
     inputs = Payload.of(example)
     inputs.tensors = [torch.zeros_like(tensor, device=device) for tensor in inputs.tensors]
     costs = measure_layers(real, inputs.value(), on_layer=on_layer)

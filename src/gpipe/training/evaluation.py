@@ -19,14 +19,14 @@ def evaluate(
     """
     metrics = metrics or EvaluationMetrics()
     loader.set_epoch(0)
-    loader.start_batch, loader.stride = min(pipeline.replica_index, len(loader)), pipeline.num_replicas
+    loader.start_batch, loader.stride = min(pipeline.job.replica_index, len(loader)), pipeline.job.num_replicas
     sums: list[Tensor] = []
     for inputs, targets in loaded(loader, pipeline):
         outputs = pipeline.evaluate(inputs, layers=layers)
         if pipeline.is_last:
             sums.append(metrics.measure(outputs, targets))
     own = [one.tolist() for one in sums] if pipeline.is_last else None
-    shares = [share for share in pipeline.gather_from_job(own) if share is not None]
+    shares = [share for share in pipeline.job.gather_all(own) if share is not None]
     rows = [shares[number % len(shares)][number // len(shares)] for number in range(len(loader))]
     if not rows:
         raise ValueError("The evaluation set gave 0 mini-batches: check its split.")

@@ -44,7 +44,7 @@ def loaded(loader: Loader, pipeline: Pipeline) -> Iterator[tuple[Any, Any]]:
     batches = iter(loader)
     number = loader.start_batch
     while True:
-        with pipeline.doing(f"loading mini-batch {number}"):
+        with pipeline.job.doing(f"loading mini-batch {number}"):
             batch = next(batches, None)
         if batch is None:
             return

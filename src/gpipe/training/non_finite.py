@@ -1,7 +1,7 @@
 """The report on a training that a number which is not finite has ended."""
 
+from gpipe.pipeline.engine import NonFinite
 from gpipe.pipeline.job.errors import NonFiniteError
-from gpipe.pipeline.probe import NonFinite
 
 
 def explain(error: NonFiniteError, place: NonFinite | None, *, skipped: int, is_saved: bool) -> NonFiniteError:

@@ -11,9 +11,8 @@ import torch
 
 from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.engine import Pipeline, StepReport
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
-from gpipe.pipeline.report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
 from gpipe.training.ema import Ema
@@ -170,7 +169,7 @@ class Trainer:
         Raises Stopped on all processes, after the state was saved, where one of them was asked to stop.
         """
         try:
-            self._stop_if_asked(self.pipeline.gather_from_job(self.asked_to_stop()))
+            self._stop_if_asked(self.pipeline.job.gather_all(self.asked_to_stop()))
             if not self._is_done:
                 self._checkpoints.rehearse(self._position, self._totals.resumable())
             while not self._is_done:
@@ -181,11 +180,11 @@ class Trainer:
             raise
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one. A CheckpointError is another's perhaps.
-            self.pipeline.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
+            self.pipeline.job.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
             self._checkpoints.abandon()
             raise  # with loaders whose processes may hang: who ends this process ends them too
         self._close_loaders()
-        peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
+        peaks = [peak for peak in self.pipeline.job.gather(self._totals.peak_memory_bytes) if peak is not None]
         return self._totals.summary(
             self.pipeline.step, self._epoch, max(peaks, default=None), self.examples, self.num_untimed_steps
         )
@@ -286,13 +285,13 @@ class Trainer:
         """Add a finished step to the totals, the log and the progress; `seconds` include the wait for data."""
         totals = self._totals
         if report.timeline is not None:
-            if self.pipeline.overlaps:
+            if self.pipeline.job.overlaps:
                 totals.bubble = values["bubble"] = report.timeline.bubble
             if self.on_timeline is not None:
                 self.on_timeline(report.timeline)
         totals.seconds += seconds
         totals.wait_seconds += values["wait_seconds"]
-        replicas = self.pipeline.num_replicas
+        replicas = self.pipeline.job.num_replicas
         speed = StepSpeed(seconds, values["wait_seconds"], report.num_examples * replicas, num_targets * replicas)
         totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
@@ -344,7 +343,7 @@ class Trainer:
         started = time.perf_counter()
         layers = self.ema.module if self.ema is not None else None
         loaders = self.evaluation_loaders.items()
-        with self.evaluation_autocast(), self.pipeline.doing(f"evaluation after step {self.pipeline.step}"):
+        with self.evaluation_autocast(), self.pipeline.job.doing(f"evaluation after step {self.pipeline.step}"):
             evaluation = {name: evaluate(self.pipeline, loader, layers, self.metrics) for name, loader in loaders}
         self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started

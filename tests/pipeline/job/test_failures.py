@@ -149,7 +149,7 @@ def train(
             try:
                 action()
             except Broken as error:
-                pipeline.abort(error)
+                pipeline.job.abort(error)
                 raise
         # Behind the culprit, a stage may have finished the second step when it fails in its backward.
         for _ in range(2):
@@ -369,7 +369,7 @@ def train_synchronized(
         dist.all_gather = counted
     try:
         for step in range(3):
-            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(4 * step + pipeline.replica_index))
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(4 * step + pipeline.job.replica_index))
             pipeline.train_step((inputs, torch.ones(8, 4)))
     except Exception as error:  # noqa: BLE001 - it is what the tests look at
         return _event(pipeline, error)
@@ -418,7 +418,7 @@ def disagree(rank: int) -> str:
     )
     try:
         if rank == 0:
-            pipeline.gather(1)
+            pipeline.job.gather(1)
         else:
             pipeline.train_step((None, torch.ones(8, 4)))
     except gpipe.PipelineError as error:

@@ -147,7 +147,7 @@ def train_case(case: Case, layout: Layout, mesh: Any) -> State:
     pipeline = pipeline_of(case, layout, mesh)
     found: State = {}
     for step in range(2):
-        inputs, targets = (part.split(case.sizes)[pipeline.replica_index] for part in case.batch(step))
+        inputs, targets = (part.split(case.sizes)[pipeline.job.replica_index] for part in case.batch(step))
         pipeline.train_step((inputs, targets))
         for name, parameter in pipeline.named_parameters():
             if step == 0 and parameter.grad is not None:

@@ -165,7 +165,7 @@ def _train(case: Case, mesh: Any, layout: Layout) -> Outcome:
     optimizer = torch.optim.SGD([*pipeline.parameters(), torch.zeros(1, requires_grad=True)], lr=0.1)
     outcome = Outcome([], [], [], {})
     for step in range(case.num_steps):
-        inputs, targets = (part.split(case.sizes)[pipeline.replica_index] for part in whole_batch(case, step))
+        inputs, targets = (part.split(case.sizes)[pipeline.job.replica_index] for part in whole_batch(case, step))
         report = pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
         outcome.losses.append(report.loss)
         outcome.metrics.append(report.metrics)

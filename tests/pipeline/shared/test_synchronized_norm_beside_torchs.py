@@ -16,7 +16,7 @@ from torch import library as operators
 from torch.nn.modules._functions import SyncBatchNorm
 
 import gpipe
-from gpipe.pipeline.batch_norm import microbatch_phase
+from gpipe.pipeline.batch_norm import commit, microbatch_phase
 from tests.pipeline.shared.synchronized_case import (
     Layout,
     mean_loss,
@@ -142,7 +142,7 @@ def _beside_torchs(rank: int, part: Part, mesh: Any) -> dict[str, tuple[np.ndarr
     with microbatch_phase([ours], recompute=False, synchronized=exchange.start(notes=True)):
         ours_y = ours(ours_x)
     ours_y.backward(dy)
-    pipeline._commit()
+    commit([ours], pipeline.job.replicas.group)
     torchs_y = SyncBatchNorm.apply(
         torchs_x, torchs.weight, torchs.bias, torchs.running_mean, torchs.running_var, torchs.eps, part.momentum,
         dist.group.WORLD, len(part.sizes),

@@ -124,8 +124,8 @@ def find_the_infinity(rank: int) -> tuple[str, State]:
     case = Case(layers=lambda: nn.Sequential(build()[0], nn.BatchNorm2d(4).double(), *build()[1:]))
     layout = Layout((3, 6))
     pipeline = pipeline_of(case, layout, mesh_of(layout))
-    inputs, targets = (part.split(case.sizes)[pipeline.replica_index].clone() for part in case.batch())
-    spoiled = inputs * (torch.inf if pipeline.replica_index == 1 else 1)
+    inputs, targets = (part.split(case.sizes)[pipeline.job.replica_index].clone() for part in case.batch())
+    spoiled = inputs * (torch.inf if pipeline.job.replica_index == 1 else 1)
     with pytest.raises(gpipe.NonFiniteError):
         pipeline.train_step((spoiled, targets))
     place = str(pipeline.first_non_finite((spoiled, targets)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from gpipe.pipeline.shared.tied_parameters import Ties
+from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from tests.process_pool import ProcessPool
 from tests.tied_model import MATRIX, TABLE, loss, mini_batch, tied_layers
 
@@ -177,5 +177,8 @@ def test_costs_count_a_copy_in_each_layer_and_the_model_once() -> None:
 
 
 def test_a_tie_is_found_once_for_any_number_of_layers() -> None:
-    assert [[member.full_name for member in tie] for tie in Ties(tied_layers("meta")).all] == [[*TABLE], [*MATRIX]]
-    assert Ties(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).all == ()
+    assert [[member.full_name for member in group] for group in TiedParameters(tied_layers("meta")).groups] == [
+        [*TABLE],
+        [*MATRIX],
+    ]
+    assert TiedParameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).groups == ()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
-
 
 class PipelineError(RuntimeError):
     """A step that could not be finished: no parameter and no moving average was updated.
@@ -18,31 +16,12 @@ class PipelineError(RuntimeError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        stage: int | None = None,
-        micro_batch: int | None = None,
-        layer: int | None = None,
+        self, message: str, *, stage: int | None = None, micro_batch: int | None = None, layer: int | None = None
     ) -> None:
         super().__init__(message)
         self.stage = stage
         self.micro_batch = micro_batch
         self.layer = layer
-
-    @classmethod
-    def at(
-        cls, cause: BaseException, doing: str, *, stage: int, micro_batch: int, layer: int, module: nn.Module | None
-    ) -> PipelineError:
-        """Wrap an error of a layer (`module`) or of the loss (None)."""
-        text = f"{place(stage, micro_batch, layer, module, doing)}: {type(cause).__name__}: {cause}"
-        return cls(text, stage=stage, micro_batch=micro_batch, layer=layer if module is not None else None)
-
-
-def place(stage: int, micro_batch: int, layer: int, module: nn.Module | None, doing: str) -> str:
-    """Return where something happens, in words: in a layer (`module`) or in the loss (None)."""
-    name = f"layer {layer} ({type(module).__name__})" if module is not None else "the loss"
-    return f"stage {stage}, micro-batch {micro_batch}, {name}, {doing}"
 
 
 class NonFiniteError(PipelineError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
-FRAME_BYTES = 512  # of a message's first part, which says how long the rest is
+FRAME_BYTES = 512  # of a message's first part, which holds the length of the rest
 _LENGTH_BYTES = 4
 
 
@@ -35,7 +35,8 @@ class Tag(IntEnum):
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
 
-    Sends do not block; what is sent is kept until it has surely arrived.
+    Sends do not block; what is sent is kept until it has surely arrived. All methods that send, receive or wait raise
+    LostPeer where the connection is gone.
 
     Args:
         group: a process group with the Gloo backend.
@@ -43,19 +44,16 @@ class Messenger:
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
-        self.group = group
-        self._watch = watch
+        self.group, self._watch = group, watch
         self._ranks = dist.get_process_group_ranks(group)  # of the members, in the job
-        self.rank = dist.get_group_rank(group, dist.get_rank())
-        self.size = group.size()
+        self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), group.size()
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def send(self, value: Any, peer: int) -> None:
         """Start sending a value to a rank of the group."""
-        self.send_frame(encode(value), peer)
+        self._send_frame(_encode(value), peer)
 
-    def send_frame(self, frame: Sequence[Tensor], peer: int) -> None:
-        """Start sending what `encode` made."""
+    def _send_frame(self, frame: Sequence[Tensor], peer: int) -> None:
         for part in frame:
             self._sent.append((peer, self.post_send(part, peer, Tag.CONTROL), part))
         # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
@@ -77,7 +75,6 @@ class Messenger:
 
         Raises:
             PeerFailure: the peer sent the cause of its failure instead.
-            LostPeer: the connection is gone.
         """
         data = self._receive_bytes(FRAME_BYTES, peer)
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -96,29 +93,17 @@ class Messenger:
         return part.numpy().tobytes()
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start sending a contiguous CPU tensor.
-
-        Raises:
-            LostPeer: the connection is gone.
-        """
+        """Start sending a contiguous CPU tensor."""
         with LostPeer.named([self._ranks[peer]]):
             return self.group.send([tensor], peer, tag)
 
     def post_receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start receiving into a contiguous CPU tensor.
-
-        Raises:
-            LostPeer: the connection is gone.
-        """
+        """Start receiving into a contiguous CPU tensor."""
         with LostPeer.named([self._ranks[peer]]):
             return self.group.recv([tensor], peer, tag)
 
     def wait(self, work: dist.Work, peer: int) -> None:
-        """Wait for a send or receive.
-
-        Raises:
-            LostPeer: the connection is gone.
-        """
+        """Wait for a send or receive."""
         with LostPeer.named([self._ranks[peer]]):
             work.wait(FOREVER)
 
@@ -144,22 +129,22 @@ class Messenger:
         """Return the value of rank `source` on every rank."""
         if self.rank != source:
             return self.receive(source)
-        frame = encode(value)
-        for peer in range(self.size):
-            if peer != source:
-                self.send_frame(frame, peer)
+        self._send_to_others(value)
         return value
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell every other rank why this one stops."""
-        frame = encode({"failure": failure})
+        self._send_to_others({"failure": failure}, RuntimeError)  # a peer that is gone needs no telling
+
+    def _send_to_others(self, value: Any, *ignored: type[Exception]) -> None:
+        frame = _encode(value)
         for peer in range(self.size):
             if peer != self.rank:
-                with suppress(RuntimeError):  # a peer that is gone needs no telling
-                    self.send_frame(frame, peer)
+                with suppress(*ignored):
+                    self._send_frame(frame, peer)
 
 
-def encode(value: Any) -> list[Tensor]:
+def _encode(value: Any) -> list[Tensor]:
     """Return a value's JSON as a frame of fixed size and, where it is longer, the rest."""
     body = json.dumps(value, separators=(",", ":")).encode()
     data = len(body).to_bytes(_LENGTH_BYTES, "little") + body

@@ -1,192 +1,425 @@
-"""The processes of R replicas x P devices, and the connections of the one that this is."""
+"""The job: which processes train together, which stages and devices each has, and how they agree and fail together.
+
+A job of R replicas x P processes is a mesh. Each row is a pipeline, each column holds copies of the same stages:
+
+    replica 0   process 0   process 1   process 2      <- exchange activations and gradients of boundaries
+    replica 1   process 0   process 1   process 2
+                    ^ average gradients ^
+
+`Job` is a job of one process, which plays all stages: everything that it gathers is one value. `MeshJob` has several
+processes, and the same methods. So the engine never asks how many processes there are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpipe.pipeline.job.errors import LostPeer
+from gpipe.pipeline.job._compat import open_store
+from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError
 from gpipe.pipeline.job.messages import Messenger, Tag
-from gpipe.pipeline.job.watch import Watch
+from gpipe.pipeline.job.watch import Activity, Watch
 from gpipe.pipeline.schedule import name_stages
-from gpipe.pipeline.shared.replicas import Replicas
-from gpipe.pipeline.shared.tied_parameters import Sharers
-from gpipe.pipeline.transfer import LocalTransfer, Transfer
+from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
+from gpipe.pipeline.shared.tied_parameters import TiedProcesses
+from gpipe.pipeline.transfer import LocalTransfer
 from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
+
+Devices: TypeAlias = "Sequence[torch.device | str] | torch.device | str | None"
+"""One per stage, or one for all; None for the default."""
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-class Processes:
-    """Connects this process with the others of its pipeline and with the replicas of its stages.
+def join_job(
+    mesh: DeviceMesh | None,
+    devices: Devices,
+    layers: nn.Module,
+    num_stages: int,
+    stages_per_device: int,
+    timeout_seconds: float,
+) -> Job:
+    """Return the job that this process belongs to; without a mesh, a job of its own.
+
+    Raises:
+        ValueError: the devices or the mesh do not fit the number of stages.
+    """
+    if mesh is not None:
+        return MeshJob(mesh, num_stages, stages_per_device, _choose_device(devices, mesh), timeout_seconds)
+    return Job(_choose_devices(devices, layers, num_stages))
+
+
+class Job:
+    """A job of one process, which plays all stages.
+
+    Attributes:
+        devices: of this process's stages, by index.
+        transfer: carries payloads between this process's stages and their neighbours.
+        replicas: the processes that hold the same stages in other pipelines.
+        activity: what this process is doing.
+        on_failure: called when a step fails, to drop what is left of it.
+        process: the index of this process in its pipeline.
+    """
+
+    process = 0
+
+    def __init__(self, devices: Mapping[int, torch.device]) -> None:
+        self.devices = dict(devices)
+        self.transfer: LocalTransfer | ProcessTransfer = LocalTransfer(list(devices.values()))
+        self.replicas = Replicas()
+        self.activity = Activity()
+        self.on_failure: list[Callable[[], None]] = []
+        self._failure: str | None = None  # why the processes cannot go on together
+
+    @property
+    def num_replicas(self) -> int:
+        """R, the number of pipelines that train the same weights."""
+        return self.replicas.count
+
+    @property
+    def replica_index(self) -> int:
+        """Which of the R pipelines this process belongs to."""
+        return self.replicas.index
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether stages can run at the same time: as processes, or on several devices; otherwise they take turns."""
+        return len(set(self.devices.values())) > 1
+
+    @property
+    def place(self) -> str:
+        """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
+        return str(self.activity)
+
+    def process_of(self, stage: int) -> int:
+        """Return the index of the process that has a stage."""
+        return 0
+
+    def connect(self, settings: Mapping[str, Any], replica_settings: Mapping[str, Any]) -> None:
+        """Compare settings, of JSON's types, with those of the other stages and of the other replicas; then connect.
+
+        Raises:
+            ValueError: on all processes; it names the first difference.
+            PipelineError: another process is gone or does not come.
+        """
+
+    def connect_replicas(self) -> Replicas:
+        """Return the replicas, connected by a group of their own, for exchanges between those of `replicas`."""
+        return self.replicas
+
+    def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
+        """Connect some processes of each pipeline with each other; return the connections that this one is in.
+
+        Args:
+            groups: processes of a pipeline, ascending; the same groups on each process of the job.
+        """
+        return {}
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values that the pipeline's processes passed, in the order of their first stages.
+
+        Every process calls it, with a value of JSON's types.
+        """
+        return [value]
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Return what `gather` returns in each replica, one replica after the other."""
+        return self.join_replicas(self.gather(value))
+
+    def join_replicas(self, values: list[Any]) -> list[Any]:
+        """Return the values that the replicas gathered, one replica after the other."""
+        return values
+
+    def broadcast(self, value: Any, from_stage: int) -> Any:
+        """Return, on each process, the value that the process of one stage passed; it is of JSON's types."""
+        return value
+
+    def check(self) -> None:
+        """Note progress, and raise the cause of failure of another process, if there is one."""
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Note what this process does in the body, such as "loading data", for messages about its failure."""
+        return self.activity.outside(what)
+
+    def doing_beside(self, what: str) -> AbstractContextManager[None]:
+        """Note what a thread of this process does in the body while the pipeline works, as `doing` does."""
+        return self.activity.beside(what)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """On an error in the body, drop the step and tell the other processes; find out why a connection is gone.
+
+        Raises:
+            PipelineError: the processes stopped before.
+        """
+        if self._failure is not None:
+            raise PipelineError(
+                f"this pipeline stopped before and cannot go on, build a new one; it stopped: {self._failure}"
+            )
+        with self._guard_exchange():
+            yield
+
+    @contextmanager
+    def _guard_exchange(self) -> Iterator[None]:
+        try:
+            yield
+        except NonFiniteError:
+            raise  # every process raises it at the same place: they stay in step
+        except BaseException as error:
+            cause = self._explain(error)
+            self.abort(cause)
+            if cause is not error:
+                raise cause from None
+            raise
+
+    def _explain(self, error: BaseException) -> BaseException:
+        return error
+
+    def abort(self, error: BaseException) -> None:
+        """Drop the unfinished step, and tell the other processes that this one stops, and why.
+
+        The error gets a note of the place where it happened.
+        """
+        self.activity.stop()
+        self.transfer.reset()
+        for drop in self.on_failure:
+            drop()
+
+    def close(self) -> None:
+        """Wait until everything sent has arrived, and end the threads."""
+
+
+class MeshJob(Job):
+    """A job of R replicas x P processes, as one of them sees it.
 
     Every process of the job makes one, in the same order; the mesh holds all of them.
 
     Args:
         mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
         num_stages: K.
-        stages_per_device: of which each process has so many; stage s is in process s % P of its pipeline.
+        stages_per_device: the number of stages of each process; stage s is in process s % P of its pipeline.
         device: where this process computes.
         timeout_seconds: how long a process may make no progress before it is named as hanging.
 
     Raises:
         ValueError: the mesh has other dimensions, or another number of processes.
-
-    Attributes:
-        index: of this process in its pipeline.
-        stages: of this process, ascending.
-        replica: which of the R pipelines it belongs to.
-        rank: of this process in the job.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        num_stages: int,
-        stages_per_device: int,
-        device: torch.device,
-        timeout_seconds: float,
-    ) -> None:
-        if mesh.mesh_dim_names not in (("replica", "stage"), ("stage",)):
-            raise ValueError(
-                f"the mesh has the dimensions {mesh.mesh_dim_names}; it needs ('replica', 'stage'): "
-                "init_device_mesh(device_type, (R, K), mesh_dim_names=('replica', 'stage'))"
-            )
-        if mesh.mesh.numel() != dist.get_world_size():
-            raise ValueError(
-                f"the mesh holds {mesh.mesh.numel()} of the job's {dist.get_world_size()} processes; start as many as "
-                "replicas x stages"
-            )
-        num_devices = num_stages // stages_per_device
-        if mesh.mesh.shape[-1] != num_devices:
-            raise ValueError(
-                f"the mesh has {mesh.mesh.shape[-1]} stages, but {num_stages} partitions need {num_devices} with "
-                f"stages_per_device={stages_per_device}; make them equal"
-            )
-        self._device = device
-        self._timeout_seconds = timeout_seconds
-        ranks = mesh.mesh.view(-1, num_devices)  # [R, P]
-        ((self.replica, self.index),) = (ranks == dist.get_rank()).nonzero().tolist()
-        self.stages = tuple(range(self.index, num_stages, num_devices))
-        self._num_stages, self._num_devices = num_stages, num_devices
-        self._ranks: list[list[int]] = ranks.tolist()
-        self._columns = [list(column) for column in zip(*self._ranks, strict=True)]
-        self.rank = dist.get_rank()
-        name = name_stages(self.stages) if stages_per_device == 1 else f"the process of {name_stages(self.stages)}"
-        name += f" of replica {self.replica}" if len(self._ranks) > 1 else ""
-        self.watch = Watch(_board(), self.rank, self.stage, name, timeout_seconds)
-        self.messenger = Messenger(self._my_group(self._ranks, "gloo"), self.watch)
+    overlaps = True
 
-    @property
-    def stage(self) -> int | None:
-        """The stage of this process, for errors; None where it has several."""
-        return self.stages[0] if len(self.stages) == 1 else None
+    def __init__(
+        self, mesh: DeviceMesh, num_stages: int, stages_per_device: int, device: torch.device, timeout_seconds: float
+    ) -> None:
+        num_devices = num_stages // stages_per_device
+        _check_mesh(mesh, num_stages, stages_per_device)
+        ranks = mesh.mesh.view(-1, num_devices)  # [R, P]
+        self._rank = dist.get_rank()
+        ((replica, self.process),) = (ranks == self._rank).nonzero().tolist()
+        self._num_stages, self._num_devices, self._device = num_stages, num_devices, device
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._rows: list[list[int]] = ranks.tolist()
+        self._columns = [list(column) for column in zip(*self._rows, strict=True)]
+        super().__init__(dict.fromkeys(range(self.process, num_stages, num_devices), device))
+        self._name = name_stages(self.devices)
+        self._stage = self.process if stages_per_device == 1 else None  # for errors
+        name = self._name if stages_per_device == 1 else f"the process of {self._name}"
+        name += f" of replica {replica}" if len(self._rows) > 1 else ""
+        self._watch = Watch(open_store(), self._rank, self._stage, name, timeout_seconds)
+        self.activity = self._watch.activity
+        self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
+        self._replica_messenger: Messenger | None = None
 
     @property
     def place(self) -> str:
-        """What of the job this process is, and what it does, for messages."""
-        return f"rank {self.rank}, {name_stages(self.stages)}, {self.watch.activity}"
+        """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
+        return f"rank {self._rank}, {self._name}, {self.activity}"
 
     def process_of(self, stage: int) -> int:
         """Return which process of the pipeline has a stage."""
         return stage % self._num_devices
 
-    def require_agreement(self, settings: dict[str, Any], replicas: Replicas | None = None) -> None:
-        """Compare settings, of JSON's types, with those that the other stages were given, or the other replicas.
+    def connect(self, settings: Mapping[str, Any], replica_settings: Mapping[str, Any]) -> None:
+        """Compare settings with those of the other processes, then connect with them."""
+        self._require_agreement(settings, self._messenger, "stage")
+        if self._num_devices > 1:
+            self.transfer = self._connect_stages()
+        if len(self._rows) > 1:
+            self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
+            self.replicas = self.connect_replicas()
+            self._require_agreement(replica_settings, self._replica_messenger, "replica")
 
-        Raises:
-            ValueError: on all processes; it names the first difference.
-            PipelineError: another process is gone or does not come.
-        """
-        messenger, kind = (self.messenger, "stage") if replicas is None else (replicas.messenger, "replica")
+    def connect_replicas(self) -> Replicas:
+        """Return the replicas, connected by a group of their own."""
+        if self._replica_messenger is None:
+            return self.replicas
+        group = self._make_groups(self._columns, _BACKENDS[self._device.type])
+        return ReplicaGroup(group, self._replica_messenger, self._watch)
+
+    def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
+        """Connect some processes of each pipeline with each other; return the connections that this one is in."""
+        found = {}
+        for processes in groups:
+            members = [[row[process] for process in processes] for row in self._rows]
+            group = self._make_groups(members, _BACKENDS[self._device.type])
+            if group is not None:
+                found[processes] = TiedProcesses(group, processes, self._device, self._watch)
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values that the pipeline's processes passed, in the order of their first stages."""
+        with self._guard_exchange():
+            return self._messenger.gather(value)
+
+    def join_replicas(self, values: list[Any]) -> list[Any]:
+        """Return the values that the replicas gathered, one replica after the other."""
+        with self._guard_exchange():
+            return [value for part in self.replicas.gather(values) for value in part]
+
+    def broadcast(self, value: Any, from_stage: int) -> Any:
+        """Return, on each process, the value that the process of one stage passed."""
+        with self._guard_exchange():
+            return self._messenger.broadcast(value, self.process_of(from_stage))
+
+    def check(self) -> None:
+        """Note progress, and raise the cause of failure of another process, if there is one."""
+        self._watch.check()
+
+    def abort(self, error: BaseException) -> None:
+        """Drop the unfinished step, and tell the other processes that this one stops, and why."""
+        place = self.place
+        super().abort(error)
+        if self._failure is not None:
+            return
+        if not isinstance(error, PipelineError):
+            error.add_note(place)
+            what = f"{type(error).__name__}: {error}"
+            # After many lines, such as the traceback of a process that loads data, nobody looks for the place above.
+            text = f"{what}\n(in {place})" if "\n" in what else f"{place}: {what}"
+            error = PipelineError(text, stage=self._stage)
+        elif not isinstance(error, PeerFailure | NonFiniteError):  # of the latter all processes say the same
+            error.args = (f"rank {self._rank}, {error}",)
+        self._failure = str(error)
+        failure = self._watch.report(error)
+        self.transfer.fail(failure)
+        self._messenger.fail(failure)
+        self._watch.retire()
+
+    def close(self) -> None:
+        """Wait until everything sent has arrived, and end the threads: Gloo drops what it has not delivered yet."""
+        if self._failure is not None:  # what was sent will not be asked for any more
+            return
+        with suppress(LostPeer):
+            for messenger in filter(None, (self._messenger, self._replica_messenger)):
+                messenger.flush()
+        self.transfer.close()
+        self._watch.close()
+
+    def _explain(self, error: BaseException) -> BaseException:
+        return self._watch.explain(error) if isinstance(error, LostPeer) else error
+
+    def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
         try:
             first, *others = messenger.gather(settings)
         except LostPeer as lost:
-            raise self.watch.explain(lost) from None
+            raise self._watch.explain(lost) from None
         for number, other in enumerate(others, 1):
             for name, value in first.items():
                 if other[name] != value:
                     with suppress(LostPeer):
                         messenger.flush()  # or the others never get to see the difference
-                    self.watch.retire()
+                    self._watch.retire()
                     raise ValueError(
                         f"{name} is {value} in {kind} 0 and {other[name]} in {kind} {number}; give every process the "
                         "same"
                     )
 
-    def transfer(self) -> Transfer:
-        """Return the connections of this process's stages to their neighbours."""
-        if self._num_devices == 1:
-            return LocalTransfer([self._device] * self._num_stages)
+    def _connect_stages(self) -> ProcessTransfer:
+        """Return the connections of this process's stages with their neighbours."""
         boundaries = [self._boundary(before) for before in range(self._num_stages - 1)]
-        previous = {after: links for after, links in enumerate(boundaries, 1) if links and after in self.stages}
-        following = {before: links for before, links in enumerate(boundaries) if links and before in self.stages}
+        previous = {after: links for after, links in enumerate(boundaries, 1) if links and after in self.devices}
+        following = {before: links for before, links in enumerate(boundaries) if links and before in self.devices}
         return ProcessTransfer(previous, following)
-
-    def replicas(self) -> Replicas | None:
-        """Return the replicas of this process, None where there is only one."""
-        if len(self._ranks) == 1:
-            return None
-        messenger = Messenger(self._my_group(self._columns, "gloo"), self.watch)
-        return Replicas(self._my_group(self._columns, _BACKENDS[self._device.type]), messenger, self.watch)
-
-    def beside(self, replicas: Replicas) -> Replicas:
-        """Return the same replicas with another group, for exchanges that come between those of the first one."""
-        return Replicas(self._my_group(self._columns, _BACKENDS[self._device.type]), replicas.messenger, self.watch)
-
-    def sharers(self, circles: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Sharers]:
-        """Connect some processes of each pipeline with each other; return the connections that this one is in.
-
-        Args:
-            circles: which processes of a pipeline, ascending; the same for each process of the job.
-        """
-        found = {}
-        for circle in circles:
-            members = [[row[process] for process in circle] for row in self._ranks]
-            group = self._my_group(members, _BACKENDS[self._device.type])
-            if group is not None:
-                found[circle] = Sharers(group, circle, self._device, self.watch)
-        return found
 
     def _boundary(self, before: int) -> tuple[Link, Link] | None:
         """Return this end of the links between stages `before` and `before + 1`: forward, backward."""
         sender, receiver = self.process_of(before), self.process_of(before + 1)
-        pairs = [[row[sender], row[receiver]] for row in self._ranks]
+        pairs = [[row[sender], row[receiver]] for row in self._rows]
         cuda = self._device.type == "cuda"
-        groups = [self._my_group(pairs, "nccl") if cuda else None for _ in ("forward", "backward")]
-        if self.index not in (sender, receiver):
+        groups = [self._make_groups(pairs, "nccl") if cuda else None for _ in ("forward", "backward")]
+        if self.process not in (sender, receiver):
             return None
-        peer = receiver if self.index == sender else sender
+        peer = receiver if self.process == sender else sender
         forward, backward = (
-            Link(self.messenger, peer, tag.of_boundary(before), group, self._device)
+            Link(self._messenger, peer, tag.of_boundary(before), group, self._device)
             for tag, group in zip((Tag.FORWARD, Tag.BACKWARD), groups, strict=True)
         )
         return forward, backward
 
-    def _my_group(self, members: list[list[int]], backend: str) -> Any:
+    def _make_groups(self, members: list[list[int]], backend: str) -> Any:
         """Make a group of each list of ranks and return this process's own.
 
         Every process makes every group, in the same order: torch numbers them as they come.
         """
-        timeout = timedelta(seconds=self._timeout_seconds)
-        groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in members]
+        groups = [dist.new_group(ranks, backend=backend, timeout=self._timeout) for ranks in members]
         for ranks, group in zip(members, groups, strict=True):
-            if dist.get_rank() in ranks:
-                self.watch.guard(group)
+            if self._rank in ranks:
+                self._watch.guard(group)
                 return group
         return None
 
 
-def _board() -> Store:
-    """Return the store of the job, with keys of its own for each pipeline that the job makes."""
-    store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"gpipe/pipelines of {dist.get_rank()}", 1)  # all processes make them in the same order
-    return PrefixStore(f"gpipe/{number}", store)
+def _check_mesh(mesh: DeviceMesh, num_stages: int, stages_per_device: int) -> None:
+    if mesh.mesh_dim_names not in (("replica", "stage"), ("stage",)):
+        raise ValueError(
+            f"the mesh has the dimensions {mesh.mesh_dim_names}; it needs ('replica', 'stage'): "
+            "init_device_mesh(device_type, (R, K), mesh_dim_names=('replica', 'stage'))"
+        )
+    if mesh.mesh.numel() != dist.get_world_size():
+        raise ValueError(
+            f"the mesh holds {mesh.mesh.numel()} of the job's {dist.get_world_size()} processes; start as many as "
+            "replicas x stages"
+        )
+    num_devices = num_stages // stages_per_device
+    if mesh.mesh.shape[-1] != num_devices:
+        raise ValueError(
+            f"the mesh has {mesh.mesh.shape[-1]} stages, but {num_stages} partitions need {num_devices} with "
+            f"stages_per_device={stages_per_device}; make them equal"
+        )
+
+
+def _choose_devices(devices: Devices, layers: nn.Module, num_stages: int) -> dict[int, torch.device]:
+    """Return the device of each stage in a process that plays all of them; by default where the layers are."""
+    if devices is None:
+        first = next(layers.parameters(), torch.empty(0))
+        devices = "cpu" if first.is_meta else first.device
+    if isinstance(devices, str | torch.device):
+        devices = [devices] * num_stages
+    if len(devices) != num_stages:
+        raise ValueError(
+            f"{len(devices)} devices for {num_stages} stages; give one per stage (the same one may appear several "
+            "times), or a single one for all"
+        )
+    return {stage: _with_index(torch.device(device)) for stage, device in enumerate(devices)}
+
+
+def _choose_device(devices: Devices, mesh: DeviceMesh) -> torch.device:
+    """Return the device of one process of a mesh; by default the current one of the mesh's type."""
+    if devices is None:
+        devices = mesh.device_type
+    if isinstance(devices, str | torch.device):
+        return _with_index(torch.device(devices))
+    raise ValueError(f"{len(devices)} devices for one process of a mesh; give the device of this process alone")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

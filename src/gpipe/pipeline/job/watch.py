@@ -1,4 +1,8 @@
-"""Keep an eye on the other processes while this one computes or waits."""
+"""Watch the other processes while this one computes or waits: name who failed, hangs or is gone.
+
+All processes have a notice board (`Board`) in the key-value store that torch.distributed started with. Each notes there
+where it runs, for whom it waits, how far it came, and what it is doing (`Activity`); the first that fails notes why.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from gpipe.pipeline.job._compat import set_timeout
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
@@ -36,15 +41,13 @@ class _Wait(NamedTuple):
 
 
 class Watch:
-    """A notice board of all processes of a job, in the key-value store that torch.distributed started with.
+    """Keeps this process's notes up to date, reads those of the others, and ends waits that are in vain.
 
-    On it stands where each process runs, for whom it waits, how far it came, what it is doing, and the first cause of
-    failure. A thread keeps this process's notes up to date and looks for that cause: so it reaches a process that
-    computes for long, one whose neighbours are busy, and the other replicas. A process that goes on waiting then has
-    its connections cut.
+    A thread looks for the first cause of failure. So the cause reaches a process that computes for long, one whose
+    neighbours are busy, and the other replicas. A process that goes on waiting then has its connections cut.
 
-    The thread also decides that somebody hangs: who waits for nobody, made no progress in the time that this process
-    has been waiting for it, and that is longer than allowed. A stage that is only slow makes progress, task by task.
+    The thread also decides that a process hangs: it waits for nobody, and has made no progress for longer than allowed
+    while this process waited for it. A stage that is only slow makes progress, task by task.
 
     Args:
         store: reachable by all processes.
@@ -72,16 +75,15 @@ class Watch:
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
         self._retired: float | None = None
         self._closed = threading.Event()
-        self._board.write(
-            f"process/{rank}", (stage, f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})")
-        )
-        for regularly in (Watch.look, Watch.look_after_board):
-            arguments = weakref.ref(self), regularly, self._closed
+        name = f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})"
+        self._board.write(f"process/{rank}", (stage, name))
+        for look in (Watch.look, Watch.look_after_board):
+            arguments = weakref.ref(self), look, self._closed
             threading.Thread(target=_look_regularly, args=arguments, daemon=True).start()
 
     def guard(self, group: dist.ProcessGroup) -> None:
         """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain."""
-        dist.distributed_c10d._set_pg_timeout(FOREVER, group)
+        set_timeout(group, FOREVER)
         self._groups.append((group, dist.get_backend(group)))
 
     @contextmanager
@@ -105,7 +107,7 @@ class Watch:
             raise self._failure
 
     def report(self, error: PipelineError) -> dict[str, Any]:
-        """Write down why this process stops, unless another cause stands there; return what to send to the others."""
+        """Note why this process stops, unless another cause is noted; return what to send to the others."""
         failure = {"message": str(error), "stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
         self._board.write_first(_FAILURE, failure)
         return failure
@@ -119,17 +121,17 @@ class Watch:
             if (failure := self._board.read(_FAILURE)) is not None:
                 return PeerFailure(**failure)
             time.sleep(0.05)
-        stage, name = self._described(lost.ranks[0])
+        stage, name = self._describe(lost.ranks[0])
         seen = self._last_seen(lost.ranks[0])
         text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
         return PeerFailure(text, stage=stage)
 
     def retire(self) -> None:
-        """Cut this process's connections soon, after the others have heard why it stops, and end the thread."""
+        """Cut this process's connections soon, after the others have heard why it stops, and end the threads."""
         self._retired = time.monotonic()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._closed.set()
         self._groups.clear()
 
@@ -143,12 +145,12 @@ class Watch:
             self.close()
             return False
         self._looks += 1
-        if now - self._looked > max(self._timeout_seconds / 2, _STOPPED_SECONDS):
+        if now - self._looked > self._stopped_seconds:
             # This process was paused, and perhaps all were: what it saw before says nothing about the others.
             self._seen.clear()
             self._alive.clear()
         self._looked = now
-        if self._num_known < self._num_processes:  # one name a look, for the day when the board is gone
+        if self._num_known < self._num_processes:  # one name per look, for the day when the board is gone
             self._num_known += self._board.read(f"process/{self._num_known}") is not None
         others = list(wait.ranks) if wait is not None else []
         self._board.write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity)])
@@ -156,7 +158,7 @@ class Watch:
             self._failure, self._failure_seen = PeerFailure(**failure), now
         if self._failure is None and wait is not None and now >= self._next_search:
             self._next_search = now + self._timeout_seconds / _LOOKS_PER_TIMEOUT
-            if (error := self._hanging(wait, now)) is not None:
+            if (error := self._find_hanging(wait, now)) is not None:
                 self.report(error)
                 self._failure, self._failure_seen = error, now
         return self._end_wait(wait, now)
@@ -169,10 +171,15 @@ class Watch:
         until_search = self._next_search - time.monotonic()
         return min(until_search, _LOOK_SECONDS) if until_search > 0 else _LOOK_SECONDS
 
+    @property
+    def _stopped_seconds(self) -> float:
+        """After which a process that does not look counts as stopped."""
+        return max(self._timeout_seconds / 2, _STOPPED_SECONDS)
+
     def look_after_board(self) -> bool:
         """See whether the board, in a process of one host, still answers; return whether to look again.
 
-        Its own thread does it: the other one may be waiting for the board.
+        It has a thread of its own: the other one may be waiting for the board.
         """
         if self._failure is None and self._board.silent_seconds > self._timeout_seconds:
             self._board.give_up()
@@ -190,7 +197,7 @@ class Watch:
             self._cut()
         return wait is not self._wait
 
-    def _hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
+    def _find_hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
         """Follow the notes of who waits for whom to those who wait for nobody, and name them if they hang."""
         reached: dict[int, list[int]] = {self._rank: []}
         pending = list(wait.ranks)
@@ -199,8 +206,8 @@ class Watch:
                 looks, progress, others, _ = self._board.read(f"state/{rank}") or [-1, -1, [], ""]
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
-                # A process that does not even look any more was stopped: whom it waited for then says nothing.
-                is_stopped = now - self._alive[rank][1] > max(self._timeout_seconds / 2, _STOPPED_SECONDS)
+                # Whom a stopped process waited for says nothing.
+                is_stopped = now - self._alive[rank][1] > self._stopped_seconds
                 reached[rank] = [] if is_stopped else others
                 pending += reached[rank]
         del reached[self._rank]
@@ -212,18 +219,18 @@ class Watch:
         if now - since < self._timeout_seconds:
             self._next_search = since + self._timeout_seconds
             return None
-        return self._silent(suspects, deadlock=not culprits)
+        return self._blame(suspects, deadlock=not culprits)
 
-    def _silent(self, ranks: Sequence[int], *, deadlock: bool) -> PeerFailure:
-        described = [self._described(rank) for rank in ranks]
-        stage, own_name = self._described(self._rank)
-        waited = f"{own_name} waited {self._timeout_seconds:g} s"
+    def _blame(self, ranks: Sequence[int], *, deadlock: bool) -> PeerFailure:
+        described = [self._describe(rank) for rank in ranks]
+        stage, own_name = self._describe(self._rank)
         if deadlock:
             names = " and ".join(name for _, name in described if name != own_name)
             text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"
             return PeerFailure(text, stage=stage)
         names = " and ".join(f"{name}{self._last_seen(rank)}" for rank, (_, name) in zip(ranks, described, strict=True))
         verb = "does" if len(ranks) == 1 else "do"
+        waited = f"{own_name} waited {self._timeout_seconds:g} s"
         text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
         return PeerFailure(text, stage=described[0][0])
 
@@ -242,7 +249,7 @@ class Watch:
                         part = torch.empty(1, dtype=torch.uint8)
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
-    def _described(self, rank: int) -> tuple[int | None, str]:
+    def _describe(self, rank: int) -> tuple[int | None, str]:
         stage, name = self._board.read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
         return stage, name
 
@@ -267,9 +274,9 @@ def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool]
 
 
 class Board:
-    """Notes in the store; where it cannot be reached any more, what it last said.
+    """Notes in the job's key-value store; where it cannot be reached any more, what it last said.
 
-    The store is in the process of one host. When that host ends, a call fails at once; when the network to it does, a
+    The store is in a process of one host. When that host ends, a call fails at once. When the network to it does, a
     call may take a quarter of an hour: others can see that it is under way, and give the store up.
     """
 
@@ -294,7 +301,7 @@ class Board:
         self._ask(lambda: self._store.set(key, json.dumps(value)))
 
     def write_first(self, key: str, value: Any) -> None:
-        """Write a note, unless one of this key stands there."""
+        """Write a note, unless there is one with this key."""
         self._ask(lambda: self._store.compare_set(key, "", json.dumps(value)))
 
     def read(self, key: str) -> Any:
@@ -318,13 +325,6 @@ class Board:
             del self._under_way[thread]
 
 
-class Described(Protocol):
-    """A stage, which knows which of its layers is under way."""
-
-    def describe(self, micro_batch: int, doing: str) -> str:
-        """Return the place of an error that would happen now."""
-
-
 class Activity:
     """What one process is doing: a task of a stage, or what lies between two steps.
 
@@ -332,16 +332,16 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self._task: tuple[Described, int, str] | None = None
+        self._task: tuple[Callable[[int, str], str], int, str] | None = None
         self._outside = "between two steps"
         self._beside: str | None = None
 
-    def start(self, stage: Described, micro_batch: int, doing: str) -> None:
-        """Note that a stage works on a micro-batch; what it does is forward, recompute, backward or evaluation."""
-        self._task = stage, micro_batch, doing
+    def start(self, describe: Callable[[int, str], str], micro_batch: int, doing: str) -> None:
+        """Note a task; `describe`, called with micro-batch and doing, returns the place of an error that is now."""
+        self._task = describe, micro_batch, doing
 
     def stop(self) -> None:
-        """Note that it has finished."""
+        """Note that the task has finished."""
         self._task = None
 
     @contextmanager
@@ -353,7 +353,7 @@ class Activity:
 
     @contextmanager
     def beside(self, doing: str) -> Iterator[None]:
-        """Note what another thread does in the body, apart from all that is noted else."""
+        """Note what another thread does in the body."""
         self._beside = doing
         try:
             yield
@@ -363,9 +363,5 @@ class Activity:
     def __str__(self) -> str:
         """Return it in the words of an error's place."""
         task, beside = self._task, self._beside
-        if task is None:
-            words = self._outside
-        else:
-            stage, micro_batch, doing = task
-            words = stage.describe(micro_batch, doing)
+        words = task[0](*task[1:]) if task is not None else self._outside
         return words if beside in (None, words) else f"{words}, while {beside}"

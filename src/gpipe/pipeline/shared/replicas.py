@@ -1,4 +1,4 @@
-"""Data parallelism: the processes that hold the same stages in R pipelines."""
+"""Data parallelism: the processes that hold the same stages in R pipelines, and the averaging of their gradients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,32 @@ from gpipe.pipeline.job.watch import PROBE_TAG, Watch
 
 
 class Replicas:
+    """The only replica of a pipeline: whatever it gathers is one value.
+
+    Attributes:
+        index: of this replica.
+        count: R.
+        group: connects the replicas, on the backend that carries tensors; None where there is one replica.
+    """
+
+    index, count = 0, 1
+    group: dist.ProcessGroup | None = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the replicas' values, in their order, on each; values are of JSON's types."""
+        return [value]
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Let the other replicas be waited for while the body runs.
+
+        Raises:
+            LostPeer: in place of an error of the connections; any other error is left as it is.
+        """
+        yield
+
+
+class ReplicaGroup(Replicas):
     """This process and those that hold the same stages in the other pipelines.
 
     Args:
@@ -27,20 +53,18 @@ class Replicas:
     """
 
     def __init__(self, group: dist.ProcessGroup, messenger: Messenger, watch: Watch) -> None:
-        self.group = group
-        self.index = messenger.rank
-        self.count = messenger.size
-        self.messenger = messenger
-        self._watch = watch
+        self.group: dist.ProcessGroup = group
+        self.index, self.count = messenger.rank, messenger.size
+        self._messenger, self._watch = messenger, watch
         self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the replicas' values, in their order, on each; values are of JSON's types."""
+        return self._messenger.gather(value)
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Let the other replicas be waited for while the body runs.
-
-        Raises:
-            LostPeer: in place of an error of the connections; any other error is left as it is.
-        """
+        """Let the other replicas be waited for while the body runs."""
         try:
             with self._watch.waiting_for(self._others):
                 yield
@@ -61,17 +85,14 @@ class Replicas:
             return True
         return False
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the replicas' values, in their order, on each; values are what JSON can carry."""
-        return self.messenger.gather(value)
-
 
 class _Reduced(nn.Module):
     """The layers, and two numbers for the sake of the reduction.
 
     Attributes:
-        trigger: is in every last backward, which may reach no parameter of the layers: some gradient must set it going.
-        idle: is in none; where nothing is idle, torch prints a warning that nobody can filter.
+        trigger: takes part in every last backward. That may reach no parameter of the layers, and some gradient must
+            start the reduction.
+        idle: takes part in none. Where no parameter is idle, torch prints a warning that nobody can filter.
     """
 
     def __init__(self, layers: nn.ModuleDict) -> None:
@@ -83,7 +104,7 @@ class _Reduced(nn.Module):
 
 
 class Averaging:
-    """Averages the gradients of one stage in the last backward of its step.
+    """Averages the gradients of one stage over its replicas, in the last backward of a step, with torch's DDP.
 
     Every replica averages its stages in the same order, for their last backwards follow each other down the stages.
 
@@ -106,8 +127,8 @@ class Averaging:
         self._trainable = trainable
         self._parallel = None  # lets go of the hooks of the one before
         if any(trainable):
-            # The engine runs the layers itself; this brings the machinery that reduces gradients, bucket by bucket,
-            # while backward goes on. A parameter unused in one replica may be used in another.
+            # The engine runs the layers itself; DDP only reduces gradients, bucket by bucket, while backward goes on.
+            # A parameter that is unused in one replica may be used in another.
             with self.replicas.exchange(), warnings.catch_warnings():
                 # torch 2.13 has a new name for it, which torch 2.11 does not know.
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -118,14 +139,14 @@ class Averaging:
                     find_unused_parameters=True,
                 )
 
-    def average_in_backward(self, outputs: list[Tensor]) -> list[Tensor]:
+    def prepare_backward(self, outputs: list[Tensor]) -> list[Tensor]:
         """Make the next backward, the last of the step, average all gradients over the replicas.
 
         Args:
             outputs: the tensors from which that backward starts.
 
         Returns:
-            Tensors from which it must start besides.
+            Further tensors from which it must start.
         """
         if self._parallel is None:
             return []

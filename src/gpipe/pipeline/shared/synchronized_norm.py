@@ -16,12 +16,12 @@ Imported when a pipeline synchronises, for it loads torch.compile's machinery.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -55,10 +55,11 @@ class StatisticsExchange:
 
     Args:
         replicas: in a group of their own: the averaging of gradients runs at the same time.
-        norms: of this process, by name; the same ones, in the same order, in each replica.
+        modules: of this process, by name; the same ones, in the same order, in each replica.
     """
 
-    def __init__(self, replicas: Replicas, norms: Mapping[str, MicroBatchNorm]) -> None:
+    def __init__(self, replicas: Replicas, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        norms = {name: module for name, module in modules if isinstance(module, MicroBatchNorm)}
         self._replicas = replicas
         self._names = list(norms)
         self._numbers = {norm: number for number, norm in enumerate(norms.values())}

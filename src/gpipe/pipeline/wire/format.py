@@ -1,4 +1,4 @@
-"""How a payload lies in a message: which types, shapes and strides, and where."""
+"""Lay out a payload in a message: which types, shapes and strides, and where."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from gpipe.pipeline.microbatch import Payload, Structure, structure_from_json
+from gpipe.pipeline.microbatch import Payload, Structure
 from gpipe.pipeline.transfer import MiniBatch
 
 _ALIGNMENT = 64  # bytes, that of torch's own allocations, so that received tensors are computed on alike
@@ -20,7 +20,7 @@ PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 
 
 class Layout(NamedTuple):
-    """One tensor's place in memory; `strides` is None for a contiguous one."""
+    """The spec of one tensor; `strides` is None for a contiguous one."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,9 +30,12 @@ class Layout(NamedTuple):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The type that torch knows under this name."""
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return cast(torch.dtype, getattr(torch, self.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes travel."""
+        return self.num_elements * self.torch_dtype.itemsize
 
     @property
     def distinct(self) -> tuple[int, ...]:
@@ -56,17 +59,11 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """What two neighbours must agree on to exchange a payload's bytes alone.
+    """What two neighbours must agree on to exchange a payload's bytes alone."""
 
-    Attributes:
-        structure: how the tensors are nested.
-        layouts: one a tensor.
-        batch: the mini-batch that the payload belongs to.
-    """
-
-    structure: Structure
-    layouts: tuple[Layout, ...]
-    batch: MiniBatch
+    structure: Structure  # how the tensors are nested
+    layouts: tuple[Layout, ...]  # one per tensor
+    batch: MiniBatch  # that the payload belongs to
 
     @classmethod
     def of(cls, payload: Payload, batch: MiniBatch) -> MessageFormat:
@@ -82,31 +79,27 @@ class MessageFormat:
         """Where each tensor's bytes begin in a message, and where the message ends."""
         offsets = [PREFIX_BYTES]
         for layout in self.layouts:
-            length = layout.num_elements * layout.torch_dtype.itemsize
-            offsets.append(offsets[-1] + math.ceil(length / _ALIGNMENT) * _ALIGNMENT)
+            offsets.append(offsets[-1] + math.ceil(layout.num_bytes / _ALIGNMENT) * _ALIGNMENT)
         return tuple(offsets)
 
     def pack(self, payload: Payload, message: Tensor) -> None:
         """Copy the tensors' bytes behind the prefix of a message, uint8 [offsets[-1]]."""
         for tensor, layout, offset in zip(payload.tensors, self.layouts, self.offsets[:-1], strict=True):
-            part = flat(tensor, layout)
+            part = flatten(tensor, layout)
             message[offset : offset + part.numel()].copy_(part)
 
     def unpack(self, message: Tensor) -> Payload:
         """Return the payload whose tensors are views into a message."""
-        parts = []
-        for layout, offset in zip(self.layouts, self.offsets[:-1], strict=True):
-            length = layout.num_elements * layout.torch_dtype.itemsize
-            parts.append(message[offset : offset + length].view(layout.torch_dtype))
-        return self.payload(parts)
+        placed = zip(self.layouts, self.offsets[:-1], strict=True)
+        return self.payload([message[at : at + layout.num_bytes].view(layout.torch_dtype) for layout, at in placed])
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Return memory to receive each tensor's elements into, for `payload`."""
         return [torch.empty(layout.num_elements, dtype=layout.torch_dtype, device=device) for layout in self.layouts]
 
     def payload(self, parts: Sequence[Tensor]) -> Payload:
-        """Make tensors of the elements that travelled, and nest them, as this format says."""
-        tensors = [shaped(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
+        """Make tensors of the elements that travelled, and nest them."""
+        tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
         return Payload(tensors, self.structure, [layout.differentiable for layout in self.layouts])
 
     def to_json(self) -> bytes:
@@ -118,14 +111,14 @@ class MessageFormat:
         """Read what `to_json` wrote."""
         structure, layouts, batch = json.loads(text)
         return cls(
-            structure_from_json(structure),
+            read_structure(structure),
             tuple(Layout(d, tuple(shape), strides and tuple(strides), w) for d, shape, strides, w in layouts),
             MiniBatch(*batch),
         )
 
 
-def flat(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return a tensor's memory as bytes, in the order in which it lies there; a view where that is possible."""
+def flatten(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return a tensor's memory as bytes, in the order of its addresses; a view where that is possible."""
     tensor = tensor.detach()
     if layout.strides is None:
         elements = tensor.contiguous().view(-1)
@@ -136,7 +129,7 @@ def flat(tensor: Tensor, layout: Layout) -> Tensor:
     return elements.resolve_conj().resolve_neg().view(torch.uint8)  # not what lies there, but what it stands for
 
 
-def shaped(elements: Tensor, layout: Layout) -> Tensor:
+def reshape(elements: Tensor, layout: Layout) -> Tensor:
     """Return a run of elements under the shape and strides of a layout; a view where there are no holes."""
     if layout.strides is None:
         return elements.view(layout.shape)
@@ -147,7 +140,7 @@ def shaped(elements: Tensor, layout: Layout) -> Tensor:
     return elements.as_strided(layout.shape, layout.strides)
 
 
-# A payload that is being packed may hold up all stages after this one: known formats are not made anew.
+# Packing a payload may hold up all stages after this one: known formats are not made anew.
 @functools.lru_cache(maxsize=1024)
 def _format(structure: Structure, layouts: tuple[Layout, ...], batch: MiniBatch) -> MessageFormat:
     return MessageFormat(structure, layouts, batch)
@@ -162,7 +155,7 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     """Return the strides to rebuild a tensor with, None for those of a contiguous one.
 
     The next layer's kernels, and so the last bits of its result, can depend on them: a channels-last tensor must arrive
-    as one, an expanded one and a slice with holes too.
+    as one, and so must an expanded one and a slice with holes.
     """
     contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     if strides == contiguous or math.prod(shape) == 0:
@@ -176,5 +169,15 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     return strides
 
 
-NOTHING = MessageFormat(None, (), MiniBatch(0, 0))
+def read_structure(value: Any) -> Structure:
+    """Rebuild a structure from what JSON made of it (lists instead of tuples)."""
+    if value is None or isinstance(value, int):
+        return value
+    kind, children = value
+    if kind == "dict":
+        return kind, tuple((key, read_structure(child)) for key, child in children)
+    return kind, tuple(read_structure(child) for child in children)
+
+
+EMPTY = MessageFormat(None, (), MiniBatch(0, 0))
 """The format of a stream before its first message."""

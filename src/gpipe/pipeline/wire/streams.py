@@ -1,4 +1,4 @@
-"""A connection between two stages' processes: one direction of one boundary, and how its messages are told apart."""
+"""Streams of payloads between two stages' processes: one direction of one boundary, with a thread at each end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.job.messages import Messenger
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
-from gpipe.pipeline.wire.format import NOTHING, PREFIX_BYTES, MessageFormat, flat
+from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
 
-SMALLEST_BYTES = 512  # of a message, so that a notice usually fits into one
+SMALLEST_BYTES = 512  # of a message, so that a format usually fits into one
+_AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
 
 
-class Says(IntEnum):
+class Mark(IntEnum):
     """The first byte of a message."""
 
     DATA = 0  # the payload follows, in the predicted format
-    NOTICE = 1  # the payload's format follows, and then the payload in a message of its own
+    FORMAT = 1  # the payload's format follows, and then the payload in a message of its own
     FAILURE = 2  # the cause follows; there will be no further message
 
 
@@ -67,9 +68,9 @@ class Formats:
         """Begin a step."""
         self._training, self.position = training, 0
 
-    def predicted(self) -> MessageFormat:
+    def predict(self) -> MessageFormat:
         """Return the format that the next message should have."""
-        before = self._known.get((self._training, self.position - 1), NOTHING)
+        before = self._known.get((self._training, self.position - 1), EMPTY)
         return self._known.get((self._training, self.position), before)
 
     def advance(self, found: MessageFormat) -> None:
@@ -109,7 +110,7 @@ class Sender:
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell the receiver why no payload will come, and end the thread."""
-        self._work.put(lambda: self._send_text(Says.FAILURE, json.dumps(failure).encode()))
+        self._work.put(lambda: self._send_text(Mark.FAILURE, json.dumps(failure).encode()))
         self._work.put(None)
 
     def close(self) -> None:
@@ -134,10 +135,10 @@ class Sender:
 
     def _send(self, payload: Payload, batch: MiniBatch, ready: torch.cuda.Event | None) -> None:
         found = MessageFormat.of(payload, batch)
-        if found != self._formats.predicted():
-            self._send_text(Says.NOTICE, found.to_json())
+        if found != self._formats.predict():
+            self._send_text(Mark.FORMAT, found.to_json())
         message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
-        message[0] = Says.DATA
+        message[0] = Mark.DATA
         if ready is None:
             found.pack(payload, message)
         self._deliver(message)
@@ -149,8 +150,8 @@ class Sender:
         messenger, peer = self.link.messenger, self.link.peer
         messenger.wait(messenger.post_send(message, peer, self.link.tag), peer)
 
-    def _send_text(self, says: Says, text: bytes) -> None:
-        data = bytes([says]) + len(text).to_bytes(8, "little") + text
+    def _send_text(self, mark: Mark, text: bytes) -> None:
+        data = bytes([mark]) + len(text).to_bytes(8, "little") + text
         # Gloo receives a message that is shorter than expected, so this size fits whatever was predicted.
         for part in (data[:SMALLEST_BYTES].ljust(SMALLEST_BYTES, b"\0"), data[SMALLEST_BYTES:]):
             if part:
@@ -161,13 +162,10 @@ class Sender:
         self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
             for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
-                part = flat(tensor, layout)
+                part = flatten(tensor, layout)
                 if part.numel():
                     part.record_stream(self._stream)
                     self.link.nccl.send([part], 1 - self.link.nccl.rank(), 0).wait()  # the stream waits, not the host
-
-
-_AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
 
 
 class _Received(NamedTuple):
@@ -197,7 +195,7 @@ class Receiver:
         self._steps.put((training, num_payloads))
 
     def first(self) -> MiniBatch:
-        """Wait for the first payload of a step, and return the mini-batch that it tells of."""
+        """Wait for the first payload of a step, and return the mini-batch that it belongs to."""
         self._first = self._next()
         return self._first.batch
 
@@ -251,32 +249,32 @@ class Receiver:
             self._received.put(error)
 
     def _receive(self) -> _Received:
-        found = self._formats.predicted()
-        message = self._message(self.link.message_bytes(found))
-        says = int(message[0])
-        if says != Says.DATA:
-            text = self._text(message)
-            if says == Says.FAILURE:
+        found = self._formats.predict()
+        message = self._receive_message(self.link.message_bytes(found))
+        mark = int(message[0])
+        if mark != Mark.DATA:
+            text = self._receive_text(message)
+            if mark == Mark.FAILURE:
                 raise PeerFailure(**json.loads(text))
             found = MessageFormat.from_json(text)
-            message = self._message(self.link.message_bytes(found))
+            message = self._receive_message(self.link.message_bytes(found))
         self._formats.advance(found)
         if self._stream is None:
             return _Received(found.unpack(message), found.batch, None)
         return _Received(self._receive_on_device(found), found.batch, self._stream.record_event())
 
-    def _message(self, size: int) -> Tensor:
+    def _receive_message(self, size: int) -> Tensor:
         messenger, peer = self.link.messenger, self.link.peer
         message = torch.empty(size, dtype=torch.uint8)
         messenger.wait(messenger.post_receive(message, peer, self.link.tag), peer)
         return message
 
-    def _text(self, message: Tensor) -> bytes:
+    def _receive_text(self, message: Tensor) -> bytes:
         data = message[:SMALLEST_BYTES].numpy().tobytes()
         length = int.from_bytes(data[1:9], "little")
         text = data[9 : 9 + length]
         if len(text) < length:
-            text += self._message(length - len(text)).numpy().tobytes()
+            text += self._receive_message(length - len(text)).numpy().tobytes()
         return text
 
     def _receive_on_device(self, format_: MessageFormat) -> Payload:

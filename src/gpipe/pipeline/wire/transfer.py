@@ -1,11 +1,11 @@
-"""Boundary activations forward, gradients back, between processes of one stage, or of several that are no neighbours.
+"""The boundary between two stages in two processes: activations forward, gradients back.
 
 Both ends of a stream predict the format of its next message: that of the same micro-batch in the step before. While the
-prediction holds, a payload is one message of known size, whose receive is posted ahead and arrives while the stage
-computes. A sender whose payload has another format says so in a short message, which fits any receive, and sends the
-payload in the next. So shapes may change at any time, and nobody declares them.
+prediction holds, a payload is one message of known size, whose receive is posted ahead: it arrives while the stage
+computes. A sender whose payload has another format announces it in a short format message, which fits any receive, and
+sends the payload in the next message. So shapes may change at any time, and nobody declares them.
 
-    sender     F0 [notice][data]  F1 [data]  F2 [data] ...     the first step: formats are new
+    sender     F0 [format][data]  F1 [data]  F2 [data] ...     the first step: formats are new
     sender     F0 [data]          F1 [data]  F2 [data] ...     every step after it
 
 Each end of a stream has a thread, which packs, sends, asks for and unpacks messages while the stage computes.
@@ -43,7 +43,7 @@ class ProcessTransfer:
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
-        """Begin a step; behind the first stage, wait for the first boundary input, which tells the mini-batch."""
+        """Begin a step; without the first stage, wait for the first boundary input, which carries the mini-batch."""
         for sender in self._senders:
             sender.start(training=training)
         expecting = [self._inputs[stage] for stage in sorted(self._inputs)]

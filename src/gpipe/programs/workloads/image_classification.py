@@ -108,8 +108,8 @@ class ImageClassification:
             run.trainer.batch_size // run.launch.num_replicas,
             training,
             shuffle=True,
-            replica_index=pipeline.replica_index,
-            num_replicas=pipeline.num_replicas,
+            replica_index=pipeline.job.replica_index,
+            num_replicas=pipeline.job.num_replicas,
             drop_last=True,
         )
         test_loader = loader(self._sets["test"], run.trainer.evaluation.batch_size, evaluation, shuffle=False)

@@ -72,8 +72,8 @@ class LanguageModelling:
             run.trainer.batch_size // run.launch.num_replicas,
             run.seed,
             shuffle=True,
-            replica_index=pipeline.replica_index,
-            num_replicas=pipeline.num_replicas,
+            replica_index=pipeline.job.replica_index,
+            num_replicas=pipeline.job.num_replicas,
             drop_last=True,  # all steps have the same number of tokens
         )
         test_set = self._open("test", data.num_test)

@@ -101,8 +101,8 @@ class Translation:
             run.seed,
             shuffle=True,
             temperature=self.data.temperature,
-            replica_index=pipeline.replica_index,
-            num_replicas=pipeline.num_replicas,
+            replica_index=pipeline.job.replica_index,
+            num_replicas=pipeline.job.num_replicas,
             load_inputs=load_inputs,
             load_targets=load_targets,
         )

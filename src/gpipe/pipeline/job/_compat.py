@@ -1,0 +1,26 @@
+"""The private interfaces of torch that the engine uses; checked with torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout
+
+
+def open_store() -> Store:
+    """Return the job's key-value store, with keys of its own for each pipeline that the job makes.
+
+    Torch offers the store that a job was started with under a private name only; a second one would need a port.
+    """
+    store = _get_default_store()
+    number = store.add(f"gpipe/pipelines of {dist.get_rank()}", 1)  # all processes make them in the same order
+    return PrefixStore(f"gpipe/{number}", store)
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change the time-out of a group; torch has no public function for it after the group is made.
+
+    A group must be made with a short time-out, so that a process that never comes is noticed, and used with a long one.
+    """
+    _set_pg_timeout(timeout, group)
