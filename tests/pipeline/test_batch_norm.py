@@ -1,4 +1,4 @@
-"""A converted batch norm ends each step where one update of the plain layer on all that it saw would have ended."""
+"""A converted batch norm ends each step as one update of the plain layer on all that it saw would."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         )
 
 
-def updated(norm: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
-    """Return what one update a batch makes of the plain layer's moving averages: the oracle."""
+def update_plain(norm: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
+    """Return the plain layer's moving averages after one update per batch: the oracle."""
     plain = copy.deepcopy(norm).train()
     for batch in batches:
         plain(batch)
@@ -143,7 +143,7 @@ def test_each_kind_of_batch_norm_and_the_cumulative_average(kind: str, momentum:
     batches = [images(n, shape, seed=n) for n in (9, 7, 8)]
     for batch in batches:
         pipeline.train_step((batch, torch.zeros(len(batch))))
-    assert_close(statistics(norm), updated(plain, *batches))
+    assert_close(statistics(norm), update_plain(plain, *batches))
 
 
 def test_a_layer_used_twice_in_a_forward_counts_all_its_inputs_once() -> None:
@@ -151,7 +151,7 @@ def test_a_layer_used_twice_in_a_forward_counts_all_its_inputs_once() -> None:
     plain = copy.deepcopy(layer.norm)
     x = images(7)
     pipeline_of([layer], num_microbatches=3).train_step((x, torch.zeros(7)))
-    assert_close(statistics(layer.norm), updated(plain, torch.cat([x, x * 3 + 1])))
+    assert_close(statistics(layer.norm), update_plain(plain, torch.cat([x, x * 3 + 1])))
 
 
 def test_small_deviations_from_a_large_mean_do_not_cancel() -> None:
@@ -205,7 +205,7 @@ def test_a_failed_step_leaves_nothing_behind(mode: str) -> None:
     assert_close(statistics(norm), statistics(plain), rtol=0)
     fragile.fails = False
     pipeline.train_step((images(5, seed=1), torch.zeros(5)))
-    assert_close(statistics(norm), updated(plain, images(5, seed=1)))
+    assert_close(statistics(norm), update_plain(plain, images(5, seed=1)))
 
 
 def test_a_step_whose_loss_is_not_finite_leaves_nothing_behind() -> None:
@@ -217,7 +217,7 @@ def test_a_step_whose_loss_is_not_finite_leaves_nothing_behind() -> None:
     assert_close(statistics(norm), statistics(plain), rtol=0)
     norm.zero_grad()
     pipeline.train_step((images(4, seed=1), torch.zeros(4)))
-    assert_close(statistics(norm), updated(plain, images(4, seed=1)))
+    assert_close(statistics(norm), update_plain(plain, images(4, seed=1)))
 
 
 def test_a_layer_kept_in_evaluation_mode_stays_as_it_is() -> None:
@@ -244,7 +244,7 @@ def test_a_layer_without_statistics_or_without_weights_trains(options: dict[str,
     x = images(7)
     pipeline_of([norm], num_microbatches=3).train_step((x, torch.zeros(7)))
     if norm.track_running_stats:
-        assert_close(statistics(norm), updated(plain, x))
+        assert_close(statistics(norm), update_plain(plain, x))
     else:
         assert norm.running_mean is None
 
@@ -294,7 +294,7 @@ def test_copies_train_on_their_own() -> None:
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm)), torch.load(stream, weights_only=False)):
         assert type(other) is type(norm)
         pipeline_of([other], num_microbatches=3).train_step((images(7), torch.zeros(7)))
-        assert_close(statistics(other), updated(nn.BatchNorm2d(3).double(), images(7)))
+        assert_close(statistics(other), update_plain(nn.BatchNorm2d(3).double(), images(7)))
     assert_close(statistics(norm), before, rtol=0)
 
 

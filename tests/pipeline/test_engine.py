@@ -176,7 +176,7 @@ def test_a_layer_that_stops_the_gradient_stops_it() -> None:
 
 
 @pytest.mark.parametrize("partitions", [[5], [1, 3, 1], [2, 2, 1]])
-def test_a_layer_may_stand_in_two_places(partitions: list[int]) -> None:
+def test_a_layer_may_be_used_in_two_places(partitions: list[int]) -> None:
     def model() -> nn.Sequential:
         first, *_, last = build()
         shared = nn.Linear(6, 6).double()
@@ -436,7 +436,7 @@ def test_other_layers_can_stand_in_for_evaluation() -> None:
     assert [module.training for module in average.modules()] == modes
 
 
-def test_nested_outputs_are_put_together() -> None:
+def test_nested_outputs_are_concatenated() -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:
             return {"x": x, "more": [x * 2, None]}

@@ -19,7 +19,7 @@ M = 3
 
 
 class Trap(nn.Module):
-    """Fails where it is told to: forward or backward, for the micro-batch whose first number is told."""
+    """Fails in forward or backward, as told, for the micro-batch whose first number is 1."""
 
     def __init__(self, where: str | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class FailsBackward(torch.autograd.Function):
 
 
 class Keep(nn.Module):
-    """Keeps the first number of each example, which says its micro-batch."""
+    """Keeps the first number of each example, which is that of its micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Add(nn.Module):
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return two examples a micro-batch, which hold its number."""
+    """Return two examples per micro-batch, which hold its number."""
     numbers = torch.arange(M).repeat_interleave(2)
     return numbers.float()[:, None].expand(-1, 3).clone(), numbers
 
@@ -272,7 +272,7 @@ def test_layers_to_evaluate_must_be_all_of_them() -> None:
         pipeline.evaluate(batch()[0], layers=nn.ModuleDict({"0": Keep()}))
 
 
-def test_the_same_device_may_stand_there_for_every_stage() -> None:
+def test_one_device_may_serve_every_stage() -> None:
     pipeline = build(devices=["cpu", torch.device("cpu")])
     assert pipeline.train_step(batch()).num_microbatches == 2
     assert build(devices="cpu").train_step(batch()).num_microbatches == 2

@@ -1,4 +1,4 @@
-"""The norm of all gradients is exact enough not to know where the stages begin."""
+"""The norm of all gradients is so exact that the stages' boundaries leave no trace in it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Table(nn.Module):
 
 
 class ZeroGamma(nn.Module):
-    """Starts its batch norm at zero, whatever that does to itself."""
+    """Starts its batch norm at zero, after the batch norm has reset itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_a_materialised_model_is_taken_as_it_is() -> None:
     assert torch.equal(weight, value)
 
 
-def test_layers_with_and_without_memory_may_stand_side_by_side() -> None:
+def test_layers_with_and_without_memory_may_be_mixed() -> None:
     layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, device="meta"))
     value = layers[0].weight.clone()
     pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [2])

@@ -1,4 +1,4 @@
-"""A mini-batch is cut as evenly as it can be, without copies, and put together again."""
+"""A mini-batch is cut as evenly as possible, without copies, and rebuilt; so are nests of tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_parts_are_views_in_order() -> None:
     assert {part.untyped_storage().data_ptr() for part in parts} == {whole.untyped_storage().data_ptr()}
 
 
-def test_every_tensor_of_a_nest_is_cut_and_one_that_stands_there_twice_stays_one() -> None:
+def test_every_tensor_of_a_nest_is_cut_and_one_that_appears_twice_stays_one() -> None:
     x, y = torch.arange(3), torch.zeros(3, 2)
     first, second = split({"x": x, "rest": (y, x, None)}, [2, 1])
     assert first["x"] is first["rest"][1]
@@ -136,7 +136,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 @given(NESTS)
-def test_a_nest_is_put_together_as_it_was(nest: Any) -> None:
+def test_a_nest_is_rebuilt_as_it_was(nest: Any) -> None:
     assert same(Payload.of(nest).value(), nest)
 
 
@@ -155,7 +155,7 @@ def test_each_tensor_is_one_entry(nest: Any) -> None:
     assert len({id(tensor) for tensor in tensors}) == len(tensors)
 
 
-def test_entries_stand_in_the_order_of_their_first_appearance() -> None:
+def test_entries_are_in_the_order_of_their_first_appearance() -> None:
     a, b = torch.zeros(1), torch.ones(1)
     payload = Payload.of({"x": [b, a], "y": (b, None)})
     assert [id(tensor) for tensor in payload.tensors] == [id(b), id(a)]

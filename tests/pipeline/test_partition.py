@@ -95,7 +95,7 @@ def test_the_smallest_maximum_and_the_smallest_variance_can_differ() -> None:
 
 
 def plain_dynamic_programme(costs: Sequence[int], num_partitions: int, objective: Objective) -> float:
-    """Minimise the largest sum, or the sum of squares, in K * L^2 steps that compare every start of every partition."""
+    """Minimise the largest sum, or the sum of squares, by comparing every start of every partition: K * L^2 steps."""
     prefix = list(itertools.accumulate(costs, initial=0))
     best: list[float] = [0] + [math.inf] * len(costs)
     for _ in range(num_partitions):

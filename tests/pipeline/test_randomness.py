@@ -32,7 +32,7 @@ def test_the_order_of_the_keys_counts() -> None:
     assert len(seeds) == math.factorial(5)
 
 
-def test_another_zero_is_another_seed() -> None:
+def test_one_more_zero_gives_another_seed() -> None:
     assert len({derive_seed(*[0] * length) for length in range(10)}) == 10
 
 

@@ -1,4 +1,4 @@
-"""The tasks are those of the papers, no device waits for ever, and one process can run them in an order that works."""
+"""The tasks are those of the papers, no device waits for ever, and one process can run them all in order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 def tasks(text: str, stage: int, num_devices: int = 0) -> list[Task]:
-    """Read tasks as the drawings have them: F0 R0 B0; small letters are the device's second stage."""
+    """Read tasks as they are drawn: F0 R0 B0; small letters are the device's second stage."""
     return [
         Task(LETTERS[word[0].upper()], stage + num_devices * word[0].islower(), int(word[1:])) for word in text.split()
     ]
@@ -102,9 +102,7 @@ def test_every_stage_has_the_tasks_written_down_by_hand(num_microbatches: int, m
         (1, EXCEPT_LAST, ["F0 B0", "F0 B0", "F0 B0"]),
     ],
 )
-def test_1f1b_runs_forwards_and_backwards_in_turns(
-    num_microbatches: int, mode: Rematerialize, texts: list[str]
-) -> None:
+def test_1f1b_alternates_forwards_and_backwards(num_microbatches: int, mode: Rematerialize, texts: list[str]) -> None:
     expected = [tasks(text, stage) for stage, text in enumerate(texts)]
     assert one_forward_one_backward(3, num_microbatches, mode) == expected
 

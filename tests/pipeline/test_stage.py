@@ -89,13 +89,13 @@ def dot(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch(num_microbatches: int = NUM_MICROBATCHES) -> tuple[Tensor, Tensor]:
-    """Return two examples a micro-batch, which hold its number."""
+    """Return two examples per micro-batch, which hold its number."""
     numbers = torch.arange(num_microbatches).repeat_interleave(2).float()[:, None].expand(-1, 3)
     return numbers.clone(), numbers.clone()
 
 
 @functools.cache  # several tests look at the same step
-def recorded(partitions: tuple[int, ...], mode: str) -> Record:
+def record_step(partitions: tuple[int, ...], mode: str) -> Record:
     """Run one training step under observation, without the garbage collector's help."""
     layers = nn.Sequential(*(Scale() for _ in range(sum(partitions))))
     record = Record()
@@ -136,7 +136,7 @@ def test_layers_run_in_the_order_of_the_schedule(partitions: tuple[int, ...], mo
         else:
             without_graph = kind is Kind.FORWARD and (stage, micro_batch) in recomputed
             expected += [Event("run" if without_graph else "graph", layer, micro_batch) for layer in layers]
-    assert recorded(partitions, mode).events == expected
+    assert record_step(partitions, mode).events == expected
 
 
 @pytest.mark.parametrize(("mode", "count"), [("never", 4), ("except_last", 7), ("always", 8)])  # M, 2M - 1, 2M
@@ -144,21 +144,21 @@ def test_layers_run_in_the_order_of_the_schedule(partitions: tuple[int, ...], mo
 def test_every_layer_of_every_stage_runs_as_often_as_the_mode_asks(
     partitions: tuple[int, ...], mode: str, count: int
 ) -> None:
-    events = recorded(partitions, mode).events
+    events = record_step(partitions, mode).events
     for layer in range(6):
         assert sum(event.layer == layer and event.what != "backward" for event in events) == count
 
 
 @every_cut_and_mode
 def test_after_a_step_nothing_of_it_is_alive(partitions: tuple[int, ...], mode: str) -> None:
-    assert recorded(partitions, mode).afterwards == set()
+    assert record_step(partitions, mode).afterwards == set()
 
 
 @every_cut_and_mode
 def test_a_run_without_a_graph_holds_one_layers_input_and_output_beside_the_boundaries(
     partitions: list[int], mode: str
 ) -> None:
-    record = recorded(partitions, mode)
+    record = record_step(partitions, mode)
     boundaries = {stage[-1] for stage in ranges(partitions)}
     for event, alive in zip(record.events, record.alive, strict=True):
         inner = {other for other in alive if other.what == "run" and other.layer not in boundaries}
@@ -168,7 +168,7 @@ def test_a_run_without_a_graph_holds_one_layers_input_and_output_beside_the_boun
 
 @every_cut_and_mode
 def test_a_boundary_input_is_let_go_when_its_backward_has_run(partitions: tuple[int, ...], mode: str) -> None:
-    record = recorded(partitions, mode)
+    record = record_step(partitions, mode)
     for boundary in [stage[-1] for stage in ranges(partitions)][:-1]:
         for event, alive in zip(record.events, record.alive, strict=True):
             held = {other.micro_batch for other in alive if other.layer == boundary and other.what != "backward"}
@@ -181,7 +181,7 @@ def test_a_boundary_input_is_let_go_when_its_backward_has_run(partitions: tuple[
 def test_with_recomputation_one_process_holds_the_graph_of_one_micro_batch_in_one_stage(
     partitions: tuple[int, ...],
 ) -> None:
-    record = recorded(partitions, "always")
+    record = record_step(partitions, "always")
     stage_of = {layer: k for k, stage in enumerate(ranges(partitions)) for layer in stage}
     for event, alive in zip(record.events, record.alive, strict=True):
         graphs = {(stage_of[other.layer], other.micro_batch) for other in alive if other.what == "graph"}
@@ -190,7 +190,7 @@ def test_with_recomputation_one_process_holds_the_graph_of_one_micro_batch_in_on
 
 @every_cut_and_mode
 def test_a_graph_is_let_go_when_its_backward_has_run(partitions: tuple[int, ...], mode: str) -> None:
-    record = recorded(partitions, mode)
+    record = record_step(partitions, mode)
     for event, alive in zip(record.events, record.alive, strict=True):
         if event.what == "backward":
             same_layer = {other.micro_batch for other in alive if other.layer == event.layer and other.what == "graph"}
@@ -199,7 +199,7 @@ def test_a_graph_is_let_go_when_its_backward_has_run(partitions: tuple[int, ...]
 
 @every_cut_and_mode
 def test_gradients_are_let_go_when_they_have_been_used(partitions: tuple[int, ...], mode: str) -> None:
-    record = recorded(partitions, mode)
+    record = record_step(partitions, mode)
     for event, alive in zip(record.events, record.alive, strict=True):
         gradients = {other for other in alive if other.what == "backward" and other.layer == event.layer}
         assert gradients <= {event}, event

@@ -1,4 +1,4 @@
-"""Layers that went through torch.compile train as the others do, and are compiled as seldom as can be."""
+"""Compiled layers train as the others do, and are compiled as seldom as possible."""
 
 from __future__ import annotations
 

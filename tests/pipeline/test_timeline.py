@@ -169,7 +169,7 @@ def test_a_timeline_survives_json() -> None:
     assert read.bubble == pytest.approx(timeline.bubble, abs=1e-15)
 
 
-def test_the_trace_has_one_complete_event_a_task(tmp_path: Path) -> None:
+def test_the_trace_has_one_complete_event_per_task(tmp_path: Path) -> None:
     timeline = simulate(gpipe_schedule(2, 3), lambda task: SECONDS[task.kind])
     timeline.write_trace(tmp_path / "trace.json")
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

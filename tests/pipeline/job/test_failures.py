@@ -262,7 +262,7 @@ def test_an_error_reaches_a_stage_that_waits_for_nobody(pool: ProcessPool) -> No
 
 
 def raise_in_one(rank: int) -> tuple[list[str], float]:
-    """Let the last stage's loss be infinite in the second of three steps; return the errors and the last loss."""
+    """Make the last stage's loss infinite in the second of three steps; return the errors and the number of steps."""
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -343,9 +343,9 @@ EXCHANGES = {"forward": 12, "backward": 15}
 def train_synchronized(
     rank: int, culprit: int, where: str, action: Callable[[], None], timeout_seconds: float, file: Path
 ) -> Event | None:
-    """Train 2 replicas of 2 stages, of which one process meets its fate in place of an exchange of batch norm.
+    """Train 2 replicas of 2 stages; one process meets its fate in place of a batch norm's exchange.
 
-    It writes down when, in a file.
+    It writes the time to a file.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
     layers = gpipe.convert_batch_norm(

@@ -1,4 +1,4 @@
-"""The notice board remembers, and those who wait for it can be seen to."""
+"""The notice board remembers, and shows how long a process has been waiting for it."""
 
 import multiprocessing
 import os

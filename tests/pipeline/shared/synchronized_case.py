@@ -57,7 +57,7 @@ def build() -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Layout:
-    """Replicas of a pipeline of so many processes."""
+    """Replicas of a pipeline, and its number of processes."""
 
     partitions: tuple[int, ...]
     schedule: str = "gpipe"
@@ -182,7 +182,7 @@ def plain(case: Case) -> State:
     return found
 
 
-def joined(answers: Sequence[Sequence[State]], number: int, layout: Layout) -> list[State]:
+def join_answers(answers: Sequence[Sequence[State]], number: int, layout: Layout) -> list[State]:
     """Return what each replica's processes have together of one case."""
     states = [answer[number] for answer in answers]
     size = layout.num_devices

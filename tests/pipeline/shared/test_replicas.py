@@ -21,7 +21,7 @@ MODES = ("always", "except_last", "never")
 
 @dataclass(frozen=True)
 class Layout:
-    """Two replicas of a pipeline of so many processes."""
+    """Two replicas of a pipeline, and its number of processes."""
 
     num_devices: int
     partitions: tuple[int, ...]
@@ -39,7 +39,7 @@ LAYOUTS = (Layout(1, (5,)), Layout(2, (2, 3)), Layout(2, (1, 1, 1, 2), "interlea
 
 
 class Gate(nn.Module):
-    """Adds its weight to the examples whose first feature exceeds 10, and does without it where there is none."""
+    """Adds its weight to the examples whose first feature exceeds 10; without such examples, does not use it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def plain_layers(seed: int = 0) -> nn.Sequential:
 
 
 def normalized_layers() -> nn.Sequential:
-    """Return layers of which each batch norm is preceded by none, so that it sees what it sees in the plain model."""
+    """Return layers whose batch norms each come first, so that they see what they see in the plain model."""
     _, *rest = plain_layers()
     return nn.Sequential(nn.BatchNorm1d(6, momentum=None).double(), *rest)
 
@@ -242,7 +242,7 @@ def test_gradients_are_those_of_all_mini_batches_together(layout: Layout, proces
     assert_equal_to_plain(processes, layout, cases)
 
 
-def test_gradients_are_so_under_1f1b(processes: ProcessPool) -> None:
+def test_gradients_are_those_of_all_mini_batches_under_1f1b(processes: ProcessPool) -> None:
     cases = [Case(sizes, mode) for sizes in ((7, 2), (1, 4)) for mode in MODES]
     assert_equal_to_plain(processes, Layout(2, (2, 3), "1f1b"), cases)
 

@@ -1,4 +1,4 @@
-"""Batch norms of replicas normalise as one process that has the micro-batches of all of them."""
+"""Batch norms of replicas normalise as those of one process with the micro-batches of all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pipeline.shared.synchronized_case import (
     assert_close,
     assert_equal,
     build,
-    joined,
+    join_answers,
     mesh_of,
     plain,
     train,
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_one_process_and_the_same_bits_for_every_cut(
     for layout in layouts:
         answers = six.run(NUM_REPLICAS * layout.num_devices, train, layout, cases)
         for number, case in enumerate(cases):
-            for replica, found in enumerate(joined(answers, number, layout)):
+            for replica, found in enumerate(join_answers(answers, number, layout)):
                 what = f"{case}, {layout}, replica {replica}"
                 if (first := expected.setdefault(replace(case, mode=""), found)) is found:
                     assert_close(found, plain(case), what)
@@ -76,7 +76,7 @@ def test_layers_of_all_kinds_have_the_same_bits_for_every_cut(processes: Process
         layout = Layout(partitions)
         answers = processes.run(NUM_REPLICAS * layout.num_devices, train, layout, cases)
         for number in range(len(cases)):
-            for found in joined(answers, number, layout):
+            for found in join_answers(answers, number, layout):
                 expected = expected or found
                 assert_equal(found, expected, f"{cases[number]}, {layout}")
 
@@ -106,7 +106,7 @@ def test_a_micro_batch_without_targets_takes_part_in_the_gradients_of_the_others
     layout = Layout((2, 6))
     answers = processes.run(4, train, layout, cases)
     for number, case in enumerate(cases):
-        for found in joined(answers, number, layout):
+        for found in join_answers(answers, number, layout):
             assert_close(found, plain(case), str(case))
 
 
@@ -116,7 +116,7 @@ def test_frozen_layers_take_part_in_the_gradients_of_the_others(processes: Proce
     cases = [Case((5, 4), 2, mode, frozen=layers) for layers in frozen for mode in ("except_last", "never")]
     answers = processes.run(4, train, layout, cases)
     for number, case in enumerate(cases):
-        for found in joined(answers, number, layout):
+        for found in join_answers(answers, number, layout):
             assert_close(found, plain(case), str(case))
 
 

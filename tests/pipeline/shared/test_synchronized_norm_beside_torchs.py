@@ -1,4 +1,4 @@
-"""A synchronised batch norm does what torch's own does, whose kernels are for GPUs and stand here in Python."""
+"""A synchronised batch norm does what torch's own does; the kernels of that one are for GPUs, and here in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronised batch norms with autocast, compiled, in an evaluation, with empty parts, and where replicas disagree."""
+"""Synchronised batch norms under autocast, compiled, in evaluation, with empty parts, and where replicas disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a parameter get the gradient that the one parameter would have, in whatever processes they are."""
+"""Copies of a tied parameter get the gradient that a single parameter would have, whatever processes they are in."""
 
 from __future__ import annotations
 
@@ -257,8 +257,8 @@ def count_groups(rank: int) -> list[int]:
     return counts
 
 
-def test_a_model_without_ties_makes_no_connections_for_them(processes: ProcessPool) -> None:
-    assert processes.run(2, count_groups) == [[1, 2]] * 2  # both ties are between the same two processes
+def test_a_model_without_tied_parameters_makes_no_connections_for_them(processes: ProcessPool) -> None:
+    assert processes.run(2, count_groups) == [[1, 2]] * 2  # both tied groups are in the same two processes
 
 
 # Failures.
@@ -313,7 +313,7 @@ def disagree(rank: int, what: str) -> str:
     return str(error.value)
 
 
-def test_processes_that_disagree_about_ties_are_refused(processes: ProcessPool) -> None:
+def test_processes_that_disagree_about_tied_parameters_are_refused(processes: ProcessPool) -> None:
     for message in processes.run(2, disagree, "values"):
         assert message.startswith("the checksum of layers.0.weight, a tied parameter, is ")
     for message in processes.run(2, disagree, "ties"):

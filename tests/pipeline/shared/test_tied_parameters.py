@@ -1,4 +1,4 @@
-"""Each layer gets a copy of its own of what several layers share, and all copies begin with the values of the first."""
+"""Each layer gets its own copy of a tied parameter, and all copies begin with the values of the first."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_costs_count_a_copy_in_each_layer_and_the_model_once() -> None:
         assert total == sum(parameter.numel() for parameter in tied_layers().parameters())
 
 
-def test_a_tie_is_found_once_for_any_number_of_layers() -> None:
+def test_a_tied_group_is_found_once_for_any_number_of_layers() -> None:
     assert [[member.full_name for member in group] for group in TiedParameters(tied_layers("meta")).groups] == [
         [*TABLE],
         [*MATRIX],

@@ -1,4 +1,4 @@
-"""What crosses the boundary between two processes arrives as it was sent, whatever it is, and is let go of."""
+"""Whatever crosses the boundary between two processes arrives as it was sent, and is released."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Look(nn.Module):
         self.seen: list[Any] = []
 
     def forward(self, payload: dict[str, Any]) -> Tensor:
-        self.seen.append(described(payload))
+        self.seen.append(describe(payload))
         floating = {key: value for key, value in payload.items() if isinstance(value, Tensor) and value.dtype.is_signed}
         total = torch.zeros(len(payload["boolean"]))
         for position, (key, value) in enumerate(floating.items()):
@@ -95,16 +95,16 @@ class Look(nn.Module):
         return total + (first * second).mean((1, 2, 3))
 
 
-def described(value: Any) -> Any:
+def describe(value: Any) -> Any:
     """Return type, layout and values of all tensors of a nest."""
     if isinstance(value, Tensor):
         whole = value.detach().resolve_conj().resolve_neg()
         exact = whole.to(torch.complex128) if whole.is_complex() else whole.double()
         return str(value.dtype), tuple(value.shape), exact.numpy().tolist()
     if isinstance(value, dict):
-        return {key: described(item) for key, item in value.items()}
+        return {key: describe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value).__name__, [described(item) for item in value]
+        return type(value).__name__, [describe(item) for item in value]
     return value
 
 
@@ -129,7 +129,7 @@ def test_a_tensor_of_any_kind_arrives_as_it_was_made(mode: str, processes: Proce
     (_, losses, gradient, nothing), (seen, *_, outputs) = processes.run(2, exchange_every_kind, mode)
     make, look = Make(), Look()
     parts = images(5).split([3, 2])
-    sent = [described(make(part)) for part in parts]
+    sent = [describe(make(part)) for part in parts]
     recomputed = {"always": [sent[1], sent[0]], "except_last": [sent[0]], "never": []}[mode]
     assert seen == 2 * [*sent, *recomputed] + sent
     values = [look(make(part)) for part in parts]
