@@ -74,7 +74,7 @@ class MicroBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
         """Normalise; the shapes are those of the layer that was converted."""
-        # The dictionaries are used directly: nn.Module's ways to them would cost as much as a small layer.
+        # Direct access to the dictionaries: nn.Module's attribute access would cost as much as a small layer.
         buffers, parameters, attributes = self._buffers, self._parameters, self.__dict__
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
         if _synchronized is not None and self.training:
@@ -93,7 +93,7 @@ class MicroBatchNorm(_BatchNorm):
             self._check_input_dim(input)  # type: ignore[no-untyped-call]
             weight, bias = parameters["weight"], parameters["bias"]
             output = functional.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
-        else:  # any subclass's forward will do
+        else:  # the forward of any subclass
             output = self.forward_with(mean, variance, input, *args)
         if _phase is _FORWARD:
             attributes["fresh"] = (*self.fresh, statistics, input.numel() // input.shape[1])
@@ -172,7 +172,7 @@ def converted_batch_norms(modules: Iterable[nn.Module]) -> list[MicroBatchNorm]:
 def discard(norms: Iterable[MicroBatchNorm]) -> None:
     """Forget the statistics of an unfinished step."""
     for norm in norms:
-        attributes = norm.__dict__  # nn.Module's own way to set an attribute is slow
+        attributes = norm.__dict__  # nn.Module sets attributes slowly
         attributes["seen"] = attributes["fresh"] = ()
 
 
@@ -190,7 +190,7 @@ def commit(norms: Sequence[MicroBatchNorm], replicas: dist.ProcessGroup | None =
     """
     by_device: dict[torch.device, list[MicroBatchNorm]] = {}
     for norm in norms:
-        # A batch norm that saw nothing in one replica may have seen something in another.
+        # A batch norm that was unused in one replica may have been used in another.
         if norm.running_mean is not None and (norm.seen or replicas is not None):
             by_device.setdefault(norm.running_mean.device, []).append(norm)
     for group in by_device.values():
@@ -245,7 +245,7 @@ def combine(counts: Tensor, means: Tensor, within: Tensor) -> Tensor:
 def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
     sizes = [norm.num_features for norm in norms]
     count, mean, deviations = moments
-    if not all(norm.seen for norm in norms):  # only with replicas can a layer be here that nobody used
+    if not all(norm.seen for norm in norms):  # only with replicas: drop layers that no replica used
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         used = (count[starts] > 0).tolist()
         kept = _spread(torch.tensor([used]), sizes, count.device)[0].bool()

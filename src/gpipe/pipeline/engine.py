@@ -63,22 +63,18 @@ class StepReport:
     peak_memory_bytes: int
 
 
-class NonFinite(NamedTuple):
+class FirstNonFinite(NamedTuple):
     """An output that is not finite; the least of several is the one that came first in the model."""
 
     layer: int  # its index in the model; the number of layers where it is the loss
     replica: int
     micro_batch: int
     stage: int
-    name: str  # of the layer's class, or "the loss"
+    name: str  # "layer 3 (Linear)", or "the loss"
 
     def __str__(self) -> str:
         """Say where it is."""
-        what = self.name if self.name == _LOSS else f"layer {self.layer} ({self.name})"
-        return f"{what} in stage {self.stage}, micro-batch {self.micro_batch} of replica {self.replica}"
-
-
-_LOSS = "the loss"
+        return f"{self.name} in stage {self.stage}, micro-batch {self.micro_batch} of replica {self.replica}"
 
 
 class Pipeline:
@@ -218,10 +214,10 @@ class Pipeline:
 
         Args:
             batch: (inputs, targets), each a tensor or a nest whose tensors have the examples as first dimension.
-                Inputs are looked at in the first stage's process only, targets in the last one's.
+                Only the first stage's process looks at the inputs, and only the last stage's at the targets.
             record_timeline: whether to collect when each task ran, on all stages.
-            note: called at the end of the step; what it returns, of JSON's types, is in the report of every process of
-                the job, so that all of them learn of something at the same step without an exchange of its own.
+            note: called at the end of the step. What it returns, of JSON's types, is in the report of every process of
+                the job: all learn of it at the same step, without an exchange of its own.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, on every process. The gradients are unusable, no
@@ -301,7 +297,7 @@ class Pipeline:
             self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
             return merge(outputs) if outputs else None
 
-    def first_non_finite(self, batch: tuple[Any, Any]) -> NonFinite | None:
+    def first_non_finite(self, batch: tuple[Any, Any]) -> FirstNonFinite | None:
         """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
 
         Every process calls it, after a NonFiniteError and with the same mini-batch. Nothing is updated.
@@ -311,17 +307,17 @@ class Pipeline:
             None where all are finite.
         """
         inputs, targets = _unpack(batch)
-        found: list[NonFinite] = []
+        found: list[FirstNonFinite] = []
 
         def probe(stage: Stage, task: Task, received: Payload) -> Payload:
             def look(layer: int, name: str, tensors: list[Tensor]) -> None:
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-                    found.append(NonFinite(layer, self.job.replica_index, task.micro_batch, stage.index, name))
+                    found.append(FirstNonFinite(layer, self.job.replica_index, task.micro_batch, stage.index, name))
 
             stage.step = self.step
             outputs = stage.probe(task.micro_batch, received, look)
             if loss is not None and stage.index == self.num_stages - 1:
-                look(self.num_layers, _LOSS, [loss(outputs.value(), task.micro_batch)])
+                look(self.num_layers, "the loss", [loss(outputs.value(), task.micro_batch)])
             return outputs
 
         with self._step():
@@ -329,7 +325,7 @@ class Pipeline:
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, probe)
             rows = [row for part in self.job.gather_all(sorted(found)[:1]) for row in part]
-        return NonFinite(*min(rows)) if rows else None
+        return FirstNonFinite(*min(rows)) if rows else None
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield this process's parameters under the names layers.<index in the whole model>.<name>."""
@@ -365,7 +361,7 @@ class Pipeline:
             stage.compile(**options)
 
     def close(self) -> None:
-        """Wait until everything sent has arrived, and end the connections' threads; happens by itself at the end."""
+        """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
         self._close()
 
     @contextmanager
@@ -394,9 +390,9 @@ class Pipeline:
         """
         clock = clock or Clock(cuda=False)
         for task in tasks:
-            self._run_task(task, parts, work, clock, doing or task.kind.value)
+            self._run_task(task, parts, work, clock, doing or task.kind)
 
-    # In a function of its own, so that what was received and sent is let go before the next task.
+    # A function of its own, so that what was received and sent is released before the next task.
     def _run_task(self, task: Task, parts: list[Any], work: Work, clock: Clock, doing: str) -> None:
         kind, k, micro_batch = task
         stage, job = self.stages[k], self.job

@@ -1,10 +1,10 @@
-"""One partition at work: forward, recomputation and backward of its micro-batches (re-materialisation, section 2.3).
+"""One partition at work: forward, recomputation and backward of its micro-batches (re-materialisation).
 
     boundary input --> _Entry --> layer i --> layer i+1 --> ... --> boundary output, or the loss
     its gradients  <-- _Entry <-- backward of the layers <-- ... <-- gradients that the next stage sent
 
-Between a forward and its backward a stage holds of a micro-batch only its boundary input, without a graph. A
-recomputation builds the graph above, from a leaf that is the boundary input; or the forward keeps it at once.
+Between a forward and its backward a stage holds only the boundary input of a micro-batch, without a graph. The
+recomputation builds the graph above; or the forward keeps it at once.
 
 Why not torch.utils.checkpoint:
 
@@ -42,7 +42,7 @@ Loss = Callable[[Any, int], Tensor]
 """(outputs of a micro-batch, its index) -> its weighted share of the mini-batch's loss, a scalar."""
 
 Look = Callable[[int, str, list[Tensor]], None]
-"""(a layer's index, its name, its outputs) -> nothing."""
+"""(a layer's index, its description, its outputs) -> nothing."""
 
 
 class _Entry(torch.autograd.Function):
@@ -167,20 +167,20 @@ class Stage:
         assert kept.roots is not None, "the schedule forgot to recompute"
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         # The last stage's only root is the loss: a scalar needs no gradient to start from.
+        is_last = gradients is None
         seeds = [None] * len(kept.roots) if gradients is None else gradients
-        reached = [gradients is None or seed is not None for seed in seeds]
-        started = [(r, s) for r, s, is_reached in zip(kept.roots, seeds, reached, strict=True) if r and is_reached]
+        pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and (is_last or s is not None)]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
         exchange: AbstractContextManager[None] = nullcontext()
         with without_autocast(self.device):
             if kept.outputs is not None and self.averaging is not None:
-                outputs = [t for t, is_reached in zip(kept.outputs, reached, strict=True) if is_reached]
-                others += self.averaging.prepare_backward([t for t in outputs if t.requires_grad] + others)
+                reached = [t for t, s in zip(kept.outputs, seeds, strict=True) if is_last or s is not None]
+                others += self.averaging.prepare_backward([t for t in reached if t.requires_grad] + others)
                 exchange = self.averaging.replicas.exchange()
-            started += [(get_gradient_edge(tensor), None) for tensor in others]
-            if started:
+            pairs += [(get_gradient_edge(tensor), None) for tensor in others]
+            if pairs:
                 with exchange:
-                    torch.autograd.backward([root for root, _ in started], [seed for _, seed in started])
+                    torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
 
@@ -228,7 +228,7 @@ class Stage:
             if guard_inputs:
                 _refuse_changed_inputs(inputs, versions)
             elif look is not None:
-                look(index, type(layer).__name__, payload.tensors)
+                look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
             elif torch.is_grad_enabled() and (index < self._last or self.loss is not None):
                 self._announce_backward(payload, passed_by, index, layer)
         return payload

@@ -1,10 +1,10 @@
 """The report on a training that a number which is not finite has ended."""
 
-from gpipe.pipeline.engine import NonFinite
+from gpipe.pipeline.engine import FirstNonFinite
 from gpipe.pipeline.job.errors import NonFiniteError
 
 
-def explain(error: NonFiniteError, place: NonFinite | None, *, skipped: int, is_saved: bool) -> NonFiniteError:
+def explain(error: NonFiniteError, place: FirstNonFinite | None, *, skipped: int, is_saved: bool) -> NonFiniteError:
     """Return an error that says what is not finite, where that begins, and what is saved.
 
     place: where the forward of the same mini-batch, run again, first had such a number; None: nowhere. skipped: how

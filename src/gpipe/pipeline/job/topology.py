@@ -77,6 +77,7 @@ class Job:
         self.replicas = Replicas()
         self.activity = Activity()
         self.on_failure: list[Callable[[], None]] = []
+        self._num_processes, self._name = 1, ""  # P, and what messages call this process
         self._failure: str | None = None  # why the processes cannot go on together
 
     @property
@@ -97,11 +98,11 @@ class Job:
     @property
     def place(self) -> str:
         """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
-        return str(self.activity)
+        return f"{self._name}{self.activity}"
 
     def process_of(self, stage: int) -> int:
-        """Return the index of the process that has a stage."""
-        return 0
+        """Return the index of the process of the pipeline that has a stage."""
+        return stage % self._num_processes
 
     def connect(self, settings: Mapping[str, Any], replica_settings: Mapping[str, Any]) -> None:
         """Compare settings, of JSON's types, with those of the other stages and of the other replicas; then connect.
@@ -112,7 +113,7 @@ class Job:
         """
 
     def connect_replicas(self) -> Replicas:
-        """Return the replicas, connected by a group of their own, for exchanges between those of `replicas`."""
+        """Return the replicas, connected by a group of their own, for exchanges amid those of `replicas`."""
         return self.replicas
 
     def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
@@ -136,7 +137,8 @@ class Job:
 
     def join_replicas(self, values: list[Any]) -> list[Any]:
         """Return the values that the replicas gathered, one replica after the other."""
-        return values
+        with self._guard_exchange():
+            return [value for part in self.replicas.gather(values) for value in part]
 
     def broadcast(self, value: Any, from_stage: int) -> Any:
         """Return, on each process, the value that the process of one stage passed; it is of JSON's types."""
@@ -223,33 +225,25 @@ class MeshJob(Job):
         ranks = mesh.mesh.view(-1, num_devices)  # [R, P]
         self._rank = dist.get_rank()
         ((replica, self.process),) = (ranks == self._rank).nonzero().tolist()
-        self._num_stages, self._num_devices, self._device = num_stages, num_devices, device
+        self._num_stages, self._device = num_stages, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._rows: list[list[int]] = ranks.tolist()
         self._columns = [list(column) for column in zip(*self._rows, strict=True)]
         super().__init__(dict.fromkeys(range(self.process, num_stages, num_devices), device))
-        self._name = name_stages(self.devices)
+        stages = name_stages(self.devices)
+        self._num_processes, self._name = num_devices, f"rank {self._rank}, {stages}, "
         self._stage = self.process if stages_per_device == 1 else None  # for errors
-        name = self._name if stages_per_device == 1 else f"the process of {self._name}"
+        name = stages if stages_per_device == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
         self._watch = Watch(open_store(), self._rank, self._stage, name, timeout_seconds)
         self.activity = self._watch.activity
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
 
-    @property
-    def place(self) -> str:
-        """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
-        return f"rank {self._rank}, {self._name}, {self.activity}"
-
-    def process_of(self, stage: int) -> int:
-        """Return which process of the pipeline has a stage."""
-        return stage % self._num_devices
-
     def connect(self, settings: Mapping[str, Any], replica_settings: Mapping[str, Any]) -> None:
         """Compare settings with those of the other processes, then connect with them."""
         self._require_agreement(settings, self._messenger, "stage")
-        if self._num_devices > 1:
+        if self._num_processes > 1:
             self.transfer = self._connect_stages()
         if len(self._rows) > 1:
             self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
@@ -277,11 +271,6 @@ class MeshJob(Job):
         """Return the values that the pipeline's processes passed, in the order of their first stages."""
         with self._guard_exchange():
             return self._messenger.gather(value)
-
-    def join_replicas(self, values: list[Any]) -> list[Any]:
-        """Return the values that the replicas gathered, one replica after the other."""
-        with self._guard_exchange():
-            return [value for part in self.replicas.gather(values) for value in part]
 
     def broadcast(self, value: Any, from_stage: int) -> Any:
         """Return, on each process, the value that the process of one stage passed."""

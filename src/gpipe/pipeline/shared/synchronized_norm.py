@@ -6,12 +6,12 @@
                 replica 1   sums of dy and dy * y ----+--> added up in rank order --> the gradient of the input
 
 A recomputation exchanges nothing: it normalises by what its forward combined. So its output has the same bits, and the
-exchanges follow the schedule's forwards and backwards, which come in the same order in all replicas.
+exchanges follow the schedule's forwards and backwards, whose order is the same in all replicas.
 
 Deviation: the paper normalises over replicas "if necessary" and leaves open when that is; here the setting
 pipeline.synchronize_batch_norm decides, and it is off by default.
 
-Imported when a pipeline synchronises, for it loads torch.compile's machinery.
+Import it only in a pipeline that synchronises: it loads torch.compile's machinery.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Normalize's
 
 
 class _Part(NamedTuple):
-    """What a batch norm saw of a micro-batch: [2, channels], mean and unbiased variance; and the values per channel."""
+    """What one replica saw of a micro-batch: [2, channels], mean and unbiased variance; and the values per channel."""
 
     statistics: Tensor
     num_values: int
@@ -50,8 +50,8 @@ class _Whole(NamedTuple):
 class StatisticsExchange:
     """Exchanges sums of this process's batch norms with the replicas of the same batch norms.
 
-    All messages have one length. Gloo would kill a process that gets a message of another length than it expects, and
-    nobody could say which replica ran another batch norm.
+    All messages have one length. Gloo would kill a process that gets a longer message than it expects, and nobody could
+    say which replica ran another batch norm.
 
     Args:
         replicas: in a group of their own: the averaging of gradients runs at the same time.
@@ -66,7 +66,7 @@ class StatisticsExchange:
         self._width = max((norm.num_features for norm in norms.values()), default=0)
 
     def start(self, *, notes: bool) -> SynchronizedMicroBatch:
-        """Return what normalises the next micro-batch of a stage; with `notes`, for the moving averages too."""
+        """Return what normalises the next micro-batch of a stage; with `notes`, it keeps statistics for `commit`."""
         return SynchronizedMicroBatch(self, notes=notes)
 
     def gather(self, norm: MicroBatchNorm, count: int, rows: Tensor, *, backward: bool) -> tuple[list[float], Tensor]:
@@ -109,7 +109,7 @@ class SynchronizedMicroBatch:
 
     Attributes:
         anchors: further roots of the micro-batch's backward, one per normalisation. An exchange needs all replicas.
-            Where no gradient comes back, as from a micro-batch of padding, the replica takes part all the same: the
+            Where no gradient comes back, as from a micro-batch of padding, the replica must still take part: the
             outputs of the others depend on its input.
     """
 
@@ -199,7 +199,7 @@ def _measured(input: Tensor, num_features: int) -> _Part:  # noqa: A002
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalises by given statistics, and differentiates through these: through the inputs of all replicas.
+    """Normalises by given statistics, and differentiates through them: through the inputs of all replicas.
 
     Autograd runs the nodes of a graph in the reverse order of their creation, also those of parallel branches. So the
     replicas exchange in the same order in backward, as they did in forward. Where a stage computes on two devices,
