@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import initialize_config_dir
+from hypothesis import settings
 
 from gpipe.config import register_schemas
 from tests.process_pool import ProcessPool
@@ -15,6 +16,8 @@ CONF = Path(__file__).parents[1] / "conf"
 PROGRAMS = Path(__file__).parent / "programs"
 # For the programs that tests start, beside other tests: threads that share a core wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("any machine", deadline=None)  # a loaded machine is slow, which is no defect
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
