@@ -163,8 +163,8 @@ class Pipeline:
             "seed": seed,
         }
         # Exchanges in the middle of a step need the same step in all replicas.
-        of_replicas = settings | tied.settings() if synchronize_batch_norm else {"synchronize_batch_norm": False}
-        self.job.connect(settings | tied.settings(), of_replicas)
+        among_replicas = None if synchronize_batch_norm else ["synchronize_batch_norm"]
+        self.job.connect(lambda: settings | tied.settings(), among_replicas)
 
         ranges = partition_ranges(partitions)
         own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)

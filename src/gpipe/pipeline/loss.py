@@ -27,7 +27,7 @@ class MiniBatchLoss:
         targets: of the mini-batch.
         sizes: examples of each micro-batch.
         device: where the outputs will be.
-        replicas: whose mini-batches make up the whole one.
+        replicas: their mini-batches make up the whole one.
 
     Raises:
         ValueError: the weights are not positive in sum.

@@ -37,10 +37,6 @@ class Messenger:
 
     Sends do not block; what is sent is kept until it has surely arrived. All methods that send, receive or wait raise
     LostPeer where the connection is gone.
-
-    Args:
-        group: a process group with the Gloo backend.
-        watch: ends a wait that is in vain.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe.pipeline.job._compat import open_store
+from gpipe.pipeline._compat import open_store
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError
 from gpipe.pipeline.job.messages import Messenger, Tag
 from gpipe.pipeline.job.watch import Activity, Watch
@@ -104,8 +104,12 @@ class Job:
         """Return the index of the process of the pipeline that has a stage."""
         return stage % self._num_processes
 
-    def connect(self, settings: Mapping[str, Any], replica_settings: Mapping[str, Any]) -> None:
-        """Compare settings, of JSON's types, with those of the other stages and of the other replicas; then connect.
+    def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
+        """Compare settings with those of the other stages and of the other replicas; then connect.
+
+        Args:
+            settings: returns them by name, of JSON's types.
+            among_replicas: the names of those that the replicas must agree on; None: all.
 
         Raises:
             ValueError: on all processes; it names the first difference.
@@ -240,15 +244,17 @@ class MeshJob(Job):
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
 
-    def connect(self, settings: Mapping[str, Any], replica_settings: Mapping[str, Any]) -> None:
+    def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
         """Compare settings with those of the other processes, then connect with them."""
-        self._require_agreement(settings, self._messenger, "stage")
+        own = settings()
+        self._require_agreement(own, self._messenger, "stage")
         if self._num_processes > 1:
             self.transfer = self._connect_stages()
         if len(self._rows) > 1:
             self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
             self.replicas = self.connect_replicas()
-            self._require_agreement(replica_settings, self._replica_messenger, "replica")
+            compared = own if among_replicas is None else {name: own[name] for name in among_replicas}
+            self._require_agreement(compared, self._replica_messenger, "replica")
 
     def connect_replicas(self) -> Replicas:
         """Return the replicas, connected by a group of their own."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpipe.pipeline.job._compat import set_timeout
+from gpipe.pipeline._compat import set_timeout
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gpipe.pipeline._compat import reduce_in_backward
 from gpipe.pipeline.job.errors import LostPeer, PipelineError
 from gpipe.pipeline.job.messages import Messenger
 from gpipe.pipeline.job.watch import PROBE_TAG, Watch
@@ -44,13 +45,7 @@ class Replicas:
 
 
 class ReplicaGroup(Replicas):
-    """This process and those that hold the same stages in the other pipelines.
-
-    Args:
-        group: these processes, on the backend that carries tensors.
-        messenger: the same processes, for small messages.
-        watch: ends a wait that is in vain.
-    """
+    """This process and those that hold the same stages in the other pipelines; `messenger` connects the same ones."""
 
     def __init__(self, group: dist.ProcessGroup, messenger: Messenger, watch: Watch) -> None:
         self.group: dist.ProcessGroup = group
@@ -106,11 +101,8 @@ class _Reduced(nn.Module):
 class Averaging:
     """Averages the gradients of one stage over its replicas, in the last backward of a step, with torch's DDP.
 
-    Every replica averages its stages in the same order, for their last backwards follow each other down the stages.
-
-    Args:
-        layers: of the stage, by index; their weights and buffers become those of replica 0.
-        replicas: the processes that hold the same stage.
+    Every replica averages its stages in the same order, for their last backwards follow each other down the stages. The
+    layers' weights and buffers become those of replica 0.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas) -> None:
@@ -151,5 +143,5 @@ class Averaging:
         if self._parallel is None:
             return []
         extra = [self._parallel.module.trigger * 0.0]
-        self._parallel.reducer.prepare_for_backward(outputs + extra)
+        reduce_in_backward(self._parallel, outputs + extra)
         return extra

@@ -101,11 +101,7 @@ class StatisticsExchange:
 
 
 class SynchronizedMicroBatch:
-    """One micro-batch in the batch norms of one stage.
-
-    Args:
-        exchange: with the other replicas.
-        notes: whether the batch norms keep what this replica saw, for the moving averages.
+    """One micro-batch in the batch norms of one stage; with `notes`, they keep what this replica saw for `commit`.
 
     Attributes:
         anchors: further roots of the micro-batch's backward, one per normalisation. An exchange needs all replicas.
@@ -255,10 +251,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _InPlaceOfBatchNorm(TorchFunctionMode):
-    """Runs another function wherever the body calls F.batch_norm to normalise by the statistics of its input.
-
-    Args:
-        normalize: (input, weight, bias, eps) -> output.
+    """Calls `normalize` in place of F.batch_norm where the body normalises by the statistics of the input.
 
     Attributes:
         num_calls: how often it ran.

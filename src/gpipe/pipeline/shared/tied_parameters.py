@@ -195,11 +195,13 @@ def _refuse_shared_batch_norms(layers: nn.Sequential) -> None:
 class TiedGradients:
     """Leaves in each copy's `.grad` what a single parameter in all those layers would have there.
 
+    Every process of the job makes one.
+
     Args:
         groups: of the whole model.
         layers: of this process, by index.
         owners: of each layer of the model, the process of the pipeline that has it.
-        job: every process of it makes one of these.
+        job: connects the processes.
 
     Attributes:
         names: of the copies of each tied parameter of the whole model.
@@ -317,12 +319,7 @@ class TiedProcesses:
     """The processes of one pipeline that hold copies of the same parameters, and how a tensor travels between them.
 
     A transfer has ended when its call returns, on CUDA too: a process that waits in vain is then known to wait.
-
-    Args:
-        group: these processes, on the backend that carries tensors.
-        members: which processes of the pipeline they are, ascending.
-        device: where this process computes.
-        watch: ends a wait that is in vain.
+    `members` are their indices in the pipeline, ascending.
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], device: torch.device, watch: Watch) -> None:

@@ -26,7 +26,7 @@ from gpipe.pipeline.wire.streams import Link, Receiver, Sender
 
 
 class ProcessTransfer:
-    """The transfer of a process whose stages' neighbours are all in other processes.
+    """Carries payloads between this process's stages and their neighbours, which are all in other processes.
 
     Args:
         previous: of each stage but the first of all, links to the one before: receiving forward, sending backward.

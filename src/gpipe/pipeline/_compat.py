@@ -1,11 +1,13 @@
-"""The private interfaces of torch that the engine uses; checked with torch 2.11 to 2.13."""
+"""The private interfaces of torch that the engine calls; they are the same in torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 
 
 def open_store() -> Store:
@@ -19,8 +21,13 @@ def open_store() -> Store:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change the time-out of a group; torch has no public function for it after the group is made.
+    """Change the time-out of a group that exists, for which torch has no public function.
 
-    A group must be made with a short time-out, so that a process that never comes is noticed, and used with a long one.
+    A group is made with a short time-out, so that a process that never comes is noticed, and used with a long one.
     """
     _set_pg_timeout(timeout, group)
+
+
+def reduce_in_backward(parallel: DistributedDataParallel, outputs: list[Tensor]) -> None:
+    """Make the next backward, from `outputs`, average gradients; publicly, DDP does so only in a forward of its own."""
+    parallel.reducer.prepare_for_backward(outputs)
