@@ -28,15 +28,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe import Pipeline
-from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.content import Content
+from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
-from gpipe.records import make_record
+from gpipe.results.checkpoint_cost import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
+from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
-from gpipe.training.saved_state import model_tensors, saved_optimizer
-from reproductions import ROOT
-from reproductions.additions import add_record
-from reproductions.bubble.tables import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
 
 NUM_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
 
@@ -70,14 +70,14 @@ class Training:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that is saved, under one name each."""
-        kinds = {**model_tensors(self.pipeline, self.ema), "optimizer": saved_optimizer(self.optimizer).read()}
+        kinds = {**get_tensors(self.pipeline, self.ema), "optimizer": wrap_optimizer(self.optimizer).read()}
         return {f"{kind}: {name}": tensor for kind, part in kinds.items() for name, tensor in part.items()}
 
     def ours(self) -> tuple[float, float]:
         """Save while training goes on; return the seconds of standing still, and until all is on the disk."""
         start, self.still = time.perf_counter(), 0.0
         position = Position(self.pipeline.step, 0, self.pipeline.step, 0)
-        self.saver.save(position, model_tensors(self.pipeline, self.ema), optimizer=saved_optimizer(self.optimizer))
+        self.saver.save(Content(position, get_tensors(self.pipeline, self.ema), wrap_optimizer(self.optimizer)))
         saving = time.perf_counter() - start
         while self.saver.is_busy:
             self.saver.check(self.step())

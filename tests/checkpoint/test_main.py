@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import SmallRun, small_run
 from torch import nn
 
 import gpipe.models  # before timm, which imports torchvision
+from tests.training.small_run import SmallRun, small_run
 
 # isort: split
 import timm
 
 from gpipe.checkpoint.__main__ import main
-from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.content import Content
+from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
+from gpipe.training.checkpoints import get_tensors
 from gpipe.training.ema import Ema
-from gpipe.training.saved_state import model_tensors
 from tests.tied_model import TABLE, loss, mini_batch, tied_layers
 
 POSITION = Position(step=3, epoch=1, batch=2, seed=4)
@@ -74,7 +75,7 @@ def test_timm_loads_it_by_its_own_means(tmp_path: Path) -> None:
     pipeline = Pipeline(layers, nn.functional.cross_entropy, [4, len(layers) - 4], 2)
     pipeline.train_step((torch.randn(4, 3, 32, 32), torch.randint(10, (4,))))
     saver = Saver(tmp_path, pipeline)
-    saver.save(POSITION, model_tensors(pipeline, Ema(pipeline.layers)))
+    saver.save(Content(POSITION, get_tensors(pipeline, Ema(pipeline.layers))))
     saver.wait()
     output = tmp_path / "amoebanet.safetensors"
     assert main(["export", str(tmp_path), "--output", str(output)]) == 0
@@ -88,7 +89,7 @@ def test_a_tied_parameter_has_every_name_that_the_plain_model_gives_it(tmp_path:
     pipeline = Pipeline(tied_layers("meta"), loss, (2, 2, 2), 3, seed=3)
     pipeline.train_step(mini_batch(0))
     saver = Saver(tmp_path, pipeline)
-    saver.save(POSITION, model_tensors(pipeline))
+    saver.save(Content(POSITION, get_tensors(pipeline)))
     saver.wait()
     output = tmp_path / "tied.safetensors"
     assert main(["export", str(tmp_path), "--output", str(output)]) == 0

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import SmallRun, small_layers, small_run
 
-from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.plain_layers import load_layers
+from gpipe.checkpoint.manifest import Position
+from gpipe.checkpoint.read import load_layers
+from tests.training.small_run import SmallRun, small_layers, small_run
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import SmallRun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.manifest import Position
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
 from tests.process_pool import ProcessPool
 from tests.tied_model import TABLE, loss, mini_batch, tied_layers
+from tests.training.small_run import SmallRun
 
 POSITION = Position(step=2, epoch=0, batch=2, seed=3)
 

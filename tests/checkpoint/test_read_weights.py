@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import SmallRun, small_run
 
-from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.manifest import Position
+from tests.training.small_run import SmallRun, small_run
 
 HEAD = {"layers.5.weight", "layers.5.bias"}
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import SmallRun, small_run
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.file_image import FileImage
-from gpipe.checkpoint.folder import best_checkpoint, latest_checkpoint
+from gpipe.checkpoint.folder import find_best, find_latest
+from gpipe.checkpoint.format import FileImage
+from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
-from gpipe.checkpoint.snapshot import Snapshot
-from gpipe.training.saved_state import saved_optimizer
+from gpipe.checkpoint.writer import Snapshot
 from tests.process_pool import ProcessPool
+from tests.training.small_run import SmallRun, small_run
 
 POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 
@@ -28,7 +28,7 @@ POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 def begin(saver: Saver, run: SmallRun, step: int = 3, **settings: Any) -> Path:
     """Begin to save everything that a run has."""
     position = replace(POSITION, step=step)
-    return saver.save(position, run.model(), optimizer=saved_optimizer(run.optimizer), **settings)
+    return saver.save(run.content(position), **settings)
 
 
 def assert_equal(run: SmallRun, expected: dict[str, torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ def test_what_is_written_is_what_was_when_training_went_on(tmp_path: Path, gate:
     run.train(3, saver.wait_until_copied)
     assert gate.reached.wait(10)
     saver.check([saver.status()])
-    assert saver.is_busy and not path.exists() and latest_checkpoint(tmp_path) is None
+    assert saver.is_busy and not path.exists() and find_latest(tmp_path) is None
     gate.open.set()
     saver.wait()
     reader = small_run((2, 4), seed=1, optimizer=optimizer)
@@ -142,7 +142,7 @@ def test_the_best_is_never_deleted(tmp_path: Path) -> None:
     for step in range(1, 7):
         begin(saver, run, step, is_best=step in (1, 2))
     saver.wait()
-    assert best_checkpoint(tmp_path) == tmp_path / "step-00000002"
+    assert find_best(tmp_path) == tmp_path / "step-00000002"
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"latest", "best", "step-00000002", "step-00000005", "step-00000006"}
     begin(saver, run, 7, is_best=True)
@@ -155,7 +155,7 @@ def test_checkpoints_of_steps_to_which_the_run_has_not_come_again_go_first(tmp_p
     for step in (10, 20, 30, 5, 6):
         run.save(tmp_path, replace(POSITION, step=step), keep=3)
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000005", "step-00000006", "step-00000030"}
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000006"
+    assert find_latest(tmp_path) == tmp_path / "step-00000006"
 
 
 def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
@@ -177,7 +177,7 @@ def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
     monkeypatch.undo()
     begin(saver, run, 4)
     saver.wait()
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000004"
+    assert find_latest(tmp_path) == tmp_path / "step-00000004"
 
 
 def test_a_save_that_is_given_up_leaves_what_was(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_save_that_is_given_up_leaves_what_was(tmp_path: Path, gate: Gate, mon
     saver = Saver(tmp_path, run.pipeline)
     path = begin(saver, run)
     saver.abandon()
-    assert not path.exists() and latest_checkpoint(tmp_path) is None
+    assert not path.exists() and find_latest(tmp_path) is None
     gate.open.set()
     Saver(tmp_path, run.pipeline)
     assert list(tmp_path.iterdir()) == []
@@ -206,7 +206,7 @@ def test_a_disk_that_does_not_answer_is_an_error_and_what_hangs_is_known(
     with pytest.raises(CheckpointError, match=r"the disk does not answer for \d+ s\): check the disk"):
         saver.wait()
     gate.open.set()
-    assert latest_checkpoint(tmp_path) is None
+    assert find_latest(tmp_path) is None
 
 
 def test_rests_of_a_killed_process_are_removed_and_a_replaced_checkpoint_comes_back(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_an_error_of_one_process_is_raised_on_all(tmp_path: Path, processes: Pro
 
 def rehearse(run: SmallRun, folder: Path, **settings: Any) -> None:
     """Rehearse a save of everything that a run has."""
-    Saver(folder, run.pipeline).rehearse(POSITION, run.model(), optimizer=saved_optimizer(run.optimizer), **settings)
+    Saver(folder, run.pipeline).rehearse(run.content(POSITION, **settings))
 
 
 def test_a_rehearsal_leaves_what_was(tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ def test_settings_that_cannot_be_saved_fail_in_the_rehearsal(tmp_path: Path, con
 
 def test_a_manifest_that_could_not_be_read_again_fails_in_the_rehearsal(tmp_path: Path) -> None:
     saver = Saver(tmp_path, small_run().pipeline)
-    with pytest.raises(CheckpointError, match="none could be read again: seed is 9223372036854775808"):
-        saver.rehearse(replace(POSITION, seed=2**63), {"weights": {}})
+    with pytest.raises(CheckpointError, match=r"read again: position\.seed is 9223372036854775808"):
+        saver.rehearse(Content(replace(POSITION, seed=2**63), {"weights": {}}))
 
 
 @pytest.mark.parametrize(
@@ -304,13 +304,13 @@ def test_a_manifest_that_could_not_be_read_again_fails_in_the_rehearsal(tmp_path
             torch.empty(2**60, device="meta"),
             r"has room for [\d,]+ bytes, but a checkpoint has more than 4,611,686,018,42",
         ),
-        (torch.empty(3, dtype=torch.complex64), "layers.0.weight has the type complex64, expected one of float64"),
+        (torch.empty(3, dtype=torch.complex64), "layers.0.weight has the dtype complex64, expected one of float64"),
     ],
 )
 def test_tensors_that_cannot_be_saved_fail_in_the_rehearsal(tmp_path: Path, tensor: torch.Tensor, said: str) -> None:
     saver = Saver(tmp_path, small_run().pipeline)
     with pytest.raises(CheckpointError, match=said):
-        saver.rehearse(POSITION, {"weights": {"layers.0.weight": tensor}})
+        saver.rehearse(Content(POSITION, {"weights": {"layers.0.weight": tensor}}))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -319,7 +319,7 @@ def test_a_disk_that_takes_no_bytes_fails_in_the_rehearsal(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(CheckpointError, match="File too large"):
-            saver.rehearse(POSITION, {"weights": {}})
+            saver.rehearse(Content(POSITION, {"weights": {}}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose
 
-from gpipe.checkpoint.entries import Position
-from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from gpipe.checkpoint.manifest import MANIFEST, Manifest, Position
 from gpipe.config import RunConfig, newest_run, to_plain, to_run, to_yaml
 from gpipe.programs.train import start
 from tests.train_program import TINY

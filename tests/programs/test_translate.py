@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpipe.checkpoint.layer_files import read_layers
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from gpipe.checkpoint.layer_files import read_layers
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Device, register_schemas, to_run
 from gpipe.config.translate import register_schema, take_literally, to_settings

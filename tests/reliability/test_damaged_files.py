@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_run import small_run
 
-from gpipe.checkpoint.description import damages
-from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from gpipe.checkpoint.manifest import MANIFEST, Manifest, Position
+from gpipe.checkpoint.read import find_damage
 
 FILES = [MANIFEST, *(f"{kind}-{stage}.safetensors" for kind in ("weights", "ema", "optimizer") for stage in (0, 2))]
 
@@ -49,7 +48,7 @@ def assert_noticed(checkpoint: Path, file: str) -> None:
     assert "\n" not in message and str(checkpoint) in message and file in message
     for name, tensor in run.tensors().items():
         assert torch.equal(tensor, before[name]), name
-    (damage,) = damages(checkpoint)
+    (damage,) = find_damage(checkpoint)
     assert file in damage
 
 
@@ -109,7 +108,7 @@ def test_a_bit_flipped_anywhere_in_the_manifest_is_noticed(good: Path, tmp_path:
     checkpoint = copied(good, tmp_path / "step-00000002")
     flip(checkpoint / MANIFEST, place, bit)
     # A space that became another blank says nothing else.
-    assert damages(checkpoint) != [] or Manifest.read(checkpoint) == Manifest.read(good)
+    assert find_damage(checkpoint) != [] or Manifest.read(checkpoint) == Manifest.read(good)
 
 
 def test_every_digit_of_the_manifest_counts(good: Path, tmp_path: Path) -> None:

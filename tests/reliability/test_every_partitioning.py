@@ -10,7 +10,7 @@ from small_run import SmallRun, small_run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.manifest import Position
 from tests.process_pool import ProcessPool
 
 pytestmark = pytest.mark.reliability

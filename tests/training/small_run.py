@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.checkpoint.entries import Position
-from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.restore import load_checkpoint, load_weights
+from gpipe.checkpoint.content import Content, Kinds
+from gpipe.checkpoint.manifest import Manifest, Position
+from gpipe.checkpoint.read import load_checkpoint, load_weights
 from gpipe.checkpoint.saver import Saver
-from gpipe.checkpoint.state import Kinds
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
+from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import exponential
 from gpipe.training.losses import ClassificationLoss
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
-from gpipe.training.saved_state import model_tensors, saved_optimizer
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 
@@ -99,19 +98,31 @@ class SmallRun:
 
     def model(self, *, with_ema: bool = True) -> Kinds:
         """What checkpoints have of the layers."""
-        return model_tensors(self.pipeline, self.ema if with_ema else None)
+        return get_tensors(self.pipeline, self.ema if with_ema else None)
 
-    def save(self, folder: Path, position: Position, *, with_ema: bool = True, keep: int = 3, **settings: Any) -> Path:
+    def save(
+        self,
+        folder: Path,
+        position: Position,
+        *,
+        with_ema: bool = True,
+        keep: int = 3,
+        is_best: bool = False,
+        **settings: Any,
+    ) -> Path:
         """Save everything, and wait until it is there."""
-        model, optimizer = self.model(with_ema=with_ema), saved_optimizer(self.optimizer)
         saver = Saver(folder, self.pipeline, keep=keep)
-        path = saver.save(position, model, optimizer=optimizer, **settings)
+        path = saver.save(self.content(position, with_ema=with_ema, **settings), is_best=is_best)
         saver.wait()
         return path
 
+    def content(self, position: Position, *, with_ema: bool = True, **settings: Any) -> Content:
+        """What goes into a checkpoint."""
+        return Content(position, self.model(with_ema=with_ema), wrap_optimizer(self.optimizer), **settings)
+
     def load(self, path: Path) -> Manifest:
         """Load everything."""
-        return load_checkpoint(path, self.pipeline, self.model(), saved_optimizer(self.optimizer))
+        return load_checkpoint(path, self.pipeline, self.model(), wrap_optimizer(self.optimizer))
 
     def load_weights_alone(self, path: Path) -> Manifest:
         """Load neither averages nor the optimiser's state."""

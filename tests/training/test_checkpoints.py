@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import small_run, small_trainer
 
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from gpipe.checkpoint.folder import latest_checkpoint, newest_first
+from gpipe.checkpoint.folder import find_latest, list_newest_first
 from gpipe.training.trainer import Trainer
+from tests.training.small_run import small_run, small_trainer
 
 
 def flip_a_bit(checkpoint: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_one_before_is_taken_and_training_ends_as_if_nothing_had_been(
     whole = small_trainer(tmp_path / "whole", (6,), evaluate_every_epochs=None)
     whole.train()
     interrupted(tmp_path / "run")
-    newest = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    newest = find_latest(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.name == "step-00000006"
     damage(newest)
     again = small_trainer(tmp_path / "run", (1, 5), evaluate_every_epochs=None, save_every_steps=2)
@@ -75,7 +75,7 @@ def test_the_one_before_is_taken_and_training_ends_as_if_nothing_had_been(
     again.train()
     for name, tensor in again.pipeline.layers.state_dict().items():
         assert torch.equal(tensor, whole.pipeline.layers.state_dict()[name]), name
-    assert [path.name for path in newest_first(tmp_path / "run" / "checkpoints")] == [
+    assert [path.name for path in list_newest_first(tmp_path / "run" / "checkpoints")] == [
         f"step-{step:08d}" for step in (12, 10, 8)
     ]
 
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
 
 def test_where_all_are_damaged_nothing_starts_anew_without_a_word(tmp_path: Path, messages: list[str]) -> None:
     trainer = interrupted(tmp_path)
-    for path in newest_first(tmp_path / "checkpoints"):
+    for path in list_newest_first(tmp_path / "checkpoints"):
         flip_a_bit(path)
     with pytest.raises(CheckpointError, match="has 3 checkpoints, all of them damaged: remove it to start anew"):
         trainer.resume()

@@ -11,7 +11,7 @@ from test_trainer import assert_same_state, poison, state_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.folder import latest_checkpoint
+from gpipe.checkpoint.folder import find_latest
 from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
 from gpipe.pipeline.stage import MASKS
@@ -98,7 +98,7 @@ def test_a_stop_saves_the_state_before_and_goes_there_again(tmp_path: Path) -> N
     ):
         trainer.train()
     trainer.tracker.close()
-    path = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    path = find_latest(tmp_path / "run" / "checkpoints")
     assert path is not None and path.name == "step-00000006"
     resumed = small_trainer(tmp_path / "run")
     resumed.resume()

@@ -12,7 +12,7 @@ from small_run import SmallRun, small_run, small_trainer
 from torch.distributed.device_mesh import init_device_mesh
 from train_and_save import train
 
-from gpipe.checkpoint.folder import latest_checkpoint
+from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.training.tracking import Tracker
 from tests.process_pool import ProcessPool
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("train_and_save.py")
 
 def latest(folder: Path) -> Path:
     """The newest checkpoint of a run."""
-    path = latest_checkpoint(folder / "checkpoints")
+    path = find_latest(folder / "checkpoints")
     assert path is not None
     return path
 

@@ -9,7 +9,7 @@ from small_run import NUM_LAYERS, small_trainer
 from test_trainer import assert_same_state, read_log
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.folder import latest_checkpoint
+from gpipe.checkpoint.folder import find_latest
 from gpipe.training.stop import Stopped
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
@@ -35,7 +35,7 @@ def test_it_is_saved_at_the_boundary_and_goes_on_with_other_stages(tmp_path: Pat
     run = small_trainer(tmp_path / "run", (1, 5))
     ask_at(run, step - 1)
     assert str(stopped(run)) == f"stopped by SIGTERM after step {step}: the same command again goes on."
-    path = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    path = find_latest(tmp_path / "run" / "checkpoints")
     assert path is not None and path.name == f"step-{step:08d}"
     resumed = small_trainer(tmp_path / "run", (2, 2, 2))
     assert resumed.resume()

@@ -12,7 +12,7 @@ import torch
 from small_run import RandomImages, SmallRun, small_run, small_trainer
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.folder import best_checkpoint, find_checkpoint, latest_checkpoint
+from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.training.evaluation import evaluate
 from gpipe.training.learning_rate import constant
@@ -210,7 +210,7 @@ def test_it_saves_every_so_many_steps_and_keeps_the_newest(tmp_path: Path) -> No
     small_trainer(tmp_path, save_every_steps=5, keep_checkpoints=2, evaluation_loaders={}).train()
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000010", "step-00000012"]
-    assert latest_checkpoint(folder) == folder / "step-00000012"
+    assert find_latest(folder) == folder / "step-00000012"
 
 
 def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     small_trainer(tmp_path, metrics=Losses(), keep_checkpoints=1, **settings).train()
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000006", "step-00000012"]
-    assert best_checkpoint(folder) == folder / "step-00000006" == find_checkpoint(folder / "best")
+    assert find_best(folder) == folder / "step-00000006" == find_checkpoint(folder / "best")
     assert find_checkpoint(tmp_path) == find_checkpoint(folder) == folder / "step-00000012"
 
 

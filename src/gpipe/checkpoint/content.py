@@ -1,23 +1,63 @@
-"""What is saved and brought back: tensors by kind, and an optimiser as a checkpoint sees it."""
+"""What is saved and brought back."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from gpipe.checkpoint.manifest import Position
+
 Kinds = Mapping[str, Mapping[str, Tensor]]
-"""This process's tensors by kind ("weights", and "ema" where there are averages) and by name, `layers.<i>.<name>`."""
+"""This process's tensors by kind ("weights", and "ema" if there are averages) and by name, `layers.<i>.<name>`."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """An optimiser that knows its parameters by name; only its owner knows how it keeps its state.
+    """An optimiser whose parameters have names; only its owner knows how it keeps its state.
 
-    name: of its class. parameters: those that it trains, by name. read: returns the state as tensors called
-    `<parameter name>/<slot>`. load: replaces the whole state by such tensors.
+    Attributes:
+        name: of its class.
+        parameters: those that it trains, by name.
+        read: returns the state as tensors called `<parameter name>/<slot>`.
+        load: replaces the whole state by such tensors.
     """
 
     name: str
     parameters: Mapping[str, Tensor]
     read: Callable[[], Mapping[str, Tensor]]
     load: Callable[[Mapping[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything that goes into one checkpoint.
+
+    Attributes:
+        position: where the run stands.
+        model: this process's tensors.
+        optimizer: None saves no state of it.
+        config: the run's settings, as JSON.
+        results: what the run needs again when it resumes, as JSON.
+    """
+
+    position: Position
+    model: Kinds
+    optimizer: OptimizerState | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Kinds:
+        """The tensors of the model and of the optimiser's state."""
+        return self.model if self.optimizer is None else {**self.model, "optimizer": self.optimizer.read()}
+
+    def describe(self, num_layers: int) -> dict[str, Any]:
+        """Return the fields of the manifest that all processes know, as JSON."""
+        return {
+            "position": asdict(self.position),
+            "num_layers": num_layers,
+            "optimizer": self.optimizer.name if self.optimizer is not None else None,
+            "config": dict(self.config),
+            "results": dict(self.results),
+        }

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the latest and the best, and which are given up."""
+"""The folder of a run's checkpoints: which there are, which is the latest and the best, and which are deleted."""
 
 import re
 import shutil
@@ -10,55 +10,56 @@ from gpipe.durable_files import flush, write_flushed
 
 LATEST = "latest"
 BEST = "best"
-# A checkpoint that another takes the place of, until that one is there.
+# A checkpoint that is being replaced, until its replacement is complete.
 _OLD = re.compile(r"\.(step-\d{8,18})\.old")
 # What a process that was killed may have left behind.
 _REST = re.compile(r"\.step-\d{8,18}\.(partial-[0-9a-f]+-\d+|deleted)")
 
 
-def name_of(step: int) -> str:
+def name_step(step: int) -> str:
     """Return the name of the checkpoint after so many steps."""
     return f"step-{step:08d}"
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that `latest` in `folder` names, or where that file is lost, the last complete one.
+def find_latest(folder: Path) -> Path | None:
+    """Return the checkpoint that `latest` in `folder` names or, if that file is lost, the last complete one.
 
-    None where nothing was saved yet.
+    None if nothing was saved yet.
     """
-    complete = [path for path in _steps(folder) if (path / MANIFEST).exists()]
-    return _pointed(folder / LATEST) or max(complete, key=_step, default=None)
+    complete = [path for path in _list_steps(folder) if (path / MANIFEST).exists()]
+    return _follow(folder / LATEST) or max(complete, key=_parse_step, default=None)
 
 
-def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint whose main evaluation had the least loss, or None where none was saved after one."""
-    return _pointed(folder / BEST)
+def find_best(folder: Path) -> Path | None:
+    """Return the checkpoint whose main evaluation had the least loss; None if none was saved after an evaluation."""
+    return _follow(folder / BEST)
 
 
 def find_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint that is meant: by its folder, by a pointer (`best`), or the latest of a run's folder."""
     if path.name in (LATEST, BEST) and path.is_file():
-        return _pointed(path)
+        return _follow(path)
     for folder in (path / "checkpoints", path):
-        if (newest := latest_checkpoint(folder)) is not None:
-            return newest
+        if (latest := find_latest(folder)) is not None:
+            return latest
     return path if (path / MANIFEST).exists() else None
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """Return the latest checkpoint and those of earlier steps, whether they are good or not.
+def list_newest_first(folder: Path) -> list[Path]:
+    """Return the latest checkpoint and those of earlier steps, damaged ones too.
 
-    Those of later steps are not among them: the run went back and came another way.
+    Those of later steps are left out: the run went back and took another course.
     """
-    latest = _pointed(folder / LATEST)
-    steps = _steps(folder)
+    latest = _follow(folder / LATEST)
+    steps = _list_steps(folder)
     if latest is not None:
-        steps = {path: step for path, step in steps.items() if step < _step(latest)} | {latest: _step(latest)}
+        steps = {path: step for path, step in steps.items() if step < _parse_step(latest)}
+        steps[latest] = _parse_step(latest)
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
 def clean(folder: Path) -> None:
-    """Make the folder, and remove what saves that were cut off have left in it; no other process may write there."""
+    """Make the folder, and remove what interrupted saves have left in it; no other process may write there."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
         if match := _OLD.fullmatch(path.name):
@@ -71,9 +72,9 @@ def clean(folder: Path) -> None:
 
 
 def publish(partial: Path, path: Path, *, keep: int, is_best: bool) -> None:
-    """Give a written checkpoint its name, make it the latest, and the best if it is, and delete the oldest.
+    """Give a written checkpoint its name, point `latest` to it, and `best` if it is, and delete the oldest.
 
-    Each step leaves the folder whole: the new checkpoint is there before anything points to it or is deleted.
+    Each step leaves the folder whole: the new checkpoint is complete before anything points to it or is deleted.
     """
     folder = path.parent
     flush(partial)
@@ -87,31 +88,31 @@ def publish(partial: Path, path: Path, *, keep: int, is_best: bool) -> None:
         write_flushed(folder / BEST, path.name + "\n")
     shutil.rmtree(old, ignore_errors=True)
     # Those of later steps are the oldest: they were saved before the run went back.
-    steps = sorted((step <= _step(path), step, other) for other, step in _steps(folder).items())
-    best = best_checkpoint(folder)
+    steps = sorted((step <= _parse_step(path), step, other) for other, step in _list_steps(folder).items())
+    best = find_best(folder)
     for _, _, other in steps[:-keep]:
         if other != best:
             _delete(other)
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint: a half of it must not keep its name."""
+    """Delete a checkpoint; it loses its name first, which half a checkpoint must not keep."""
     deleted = path.with_name(f".{path.name}.deleted")
     shutil.rmtree(deleted, ignore_errors=True)
     path.rename(deleted)
     shutil.rmtree(deleted, ignore_errors=True)
 
 
-def _steps(folder: Path) -> dict[Path, int]:
+def _list_steps(folder: Path) -> dict[Path, int]:
     paths = folder.iterdir() if folder.is_dir() else ()
-    return {path: _step(path) for path in paths if STEP_FOLDER.fullmatch(path.name)}
+    return {path: _parse_step(path) for path in paths if STEP_FOLDER.fullmatch(path.name)}
 
 
-def _step(path: Path) -> int:
+def _parse_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _pointed(pointer: Path) -> Path | None:
+def _follow(pointer: Path) -> Path | None:
     if not pointer.exists():
         return None
     with pointer.open("rb") as file:

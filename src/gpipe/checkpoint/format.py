@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensor lies where in it.
+"""A checkpoint's files: names of tensors, the safetensors format, and opening nothing but files.
 
     8 bytes     the length of the JSON, a little-endian number
     JSON        {"layers.0.weight": {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, ...}, padded with spaces
@@ -7,45 +7,69 @@
 Source: the format's description in the safetensors repository.
 """
 
+import errno
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from gpipe.checkpoint.errors import DamagedCheckpoint
-from gpipe.checkpoint.files import open_regular
+from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
 
-MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads at most
 _ALIGNMENT = 8
-_METADATA = "__metadata__"
-
+_CHUNK_BYTES = 2**24  # after each chunk, a writer whose checkpoint is not needed any more stops
+_FLUSH_CHUNKS = 64  # after so many, a flush shows that the disk keeps up
+_LAYER_NAME = re.compile(r"layers\.(0|[1-9]\d{0,8})\..+")
 _NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
-"""The types of numbers that a checkpoint may have, by their names in torch."""
+"""The dtypes that a checkpoint may have, by their names in torch."""
+
+
+def parse_layer(name: str) -> int:
+    """Return the index of the layer that a tensor called `layers.<i>.<name>` belongs to."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        raise CheckpointError(f"The tensor name {name!r} is not of the form layers.<i>.<name>: rename it.")
+    return int(match[1])
+
+
+def parse_parameter(key: str) -> str:
+    """Return the parameter's name in the optimiser's `<parameter name>/<slot>`; a parameter's own name stays."""
+    return key.rsplit("/", 1)[0]
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a tensor is apart from its numbers: its dtype as in torch ("float32") and its shape."""
+class TensorSpec:
+    """A tensor without its numbers: its dtype as in torch ("float32") and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "TensorSpec":
+        """Return a tensor's spec.
+
+        Raises:
+            CheckpointError: checkpoints do not have the dtype.
+        """
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name} has the dtype {dtype}, expected one of {', '.join(DTYPES)}: convert it.")
+        return cls(dtype, tuple(tensor.shape))
 
     @property
     def num_bytes(self) -> int:
@@ -56,78 +80,146 @@ class Form:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-def form_of(name: str, tensor: torch.Tensor) -> Form:
-    """Return a tensor's form; raises ValueError for a type of numbers that checkpoints do not have."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} has the type {dtype}, expected one of {', '.join(DTYPES)}: convert it.")
-    return Form(dtype, tuple(tensor.shape))
+class FileImage:
+    """The bytes of a file in memory: its header, and its data in one buffer that the next checkpoint uses again.
+
+    Tensors are copied in quickly and written while training goes on. safetensors' own writer is not used: it would hold
+    Python's lock while it writes, and training would stand still.
+
+    Args:
+        specs: of the file's tensors, by name.
+        pinned: keep the buffer where a GPU can write to it directly.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], *, pinned: bool = False) -> None:
+        self.specs = dict(specs)
+        self._header, starts = _make_header(self.specs)
+        num_bytes = sum(spec.num_bytes for spec in self.specs.values())
+        # Filled, so that the operating system allocates its memory here and not during the first copy.
+        self._data = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._views = {
+            name: self._data[start : start + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
+            for name, start in starts.items()
+            for spec in (self.specs[name],)
+        }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "FileImage":
+        """Return an image for such tensors; nothing is copied yet."""
+        specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+        return cls(specs, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Say whether tensors have the names and the specs that this image was made for."""
+        return self.specs == {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors' values; from a GPU without waiting until they have arrived."""
+        for name, tensor in tensors.items():
+            self._views[name].copy_(tensor, non_blocking=True)
+
+    def write(self, path: Path, go_on: Callable[[], bool] = lambda: True) -> dict[str, Any]:
+        """Write the file and flush it to the disk.
+
+        Args:
+            path: the file, which must not exist.
+            go_on: called before each chunk; False stops the writing.
+
+        Returns:
+            The manifest's entry as JSON: the size, and the SHA-256 of what was meant to be written.
+
+        Raises:
+            InterruptedError: `go_on` returned False.
+        """
+        digest = hashlib.sha256()
+        data: Any = self._data.numpy().data
+        chunks = (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
+        try:
+            with path.open("xb") as file:
+                for number, part in enumerate(chain((self._header,), chunks), 1):
+                    if not go_on():
+                        raise InterruptedError(f"{path} is not needed any more")
+                    file.write(part)
+                    digest.update(part)
+                    if number % _FLUSH_CHUNKS == 0:
+                        _flush(file)
+                _flush(file)
+        except OSError as error:
+            if error.filename is not None or error.errno is None:
+                raise
+            # For a full disk, for example, the operating system does not name the file.
+            raise type(error)(error.errno, error.strerror, str(path)) from None
+        return {"size": len(self._header) + len(data), "sha256": digest.hexdigest()}
 
 
-def make_header(forms: Mapping[str, Form], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def _make_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
     """Return the first bytes of a file of such tensors, and where the data of each begins after them."""
-    # Wide types first: every tensor then begins at a multiple of its own width.
-    order = sorted(forms, key=lambda name: (-DTYPES[forms[name].dtype].itemsize, name))
+    # Wide dtypes first: every tensor then begins at a multiple of its own width.
+    order = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
     starts: dict[str, int] = {}
-    content: dict[str, Any] = {_METADATA: dict(metadata)}
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
-        starts[name], end = end, end + forms[name].num_bytes
-        content[name] = {
-            "dtype": _NAMES[forms[name].dtype],
-            "shape": list(forms[name].shape),
-            "data_offsets": [starts[name], end],
-        }
+        spec = specs[name]
+        starts[name], end = end, end + spec.num_bytes
+        content[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [starts[name], end]}
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, starts
 
 
-def check_header(path: Path, expected: Mapping[str, Form]) -> None:
-    """Compare a file's header with the tensors that it should have, and its offsets with its size.
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
-    Raises DamagedCheckpoint with the first thing that differs; nothing is allocated but the header.
+
+def check_header(path: Path, expected: Mapping[str, TensorSpec]) -> None:
+    """Compare a file's header with the tensors that it should have; safetensors compares it with the file's size.
+
+    Raises:
+        DamagedCheckpoint: it names the first difference.
     """
     try:
-        found, num_bytes = _read(path)
-        names = set(found) - {_METADATA}
-        if names != set(expected):
-            name = min(names ^ set(expected))
-            raise ValueError(f"{name} is {'not there' if name in expected else 'not listed'}")
-        spans = sorted(_span(name, found[name], form) for name, form in expected.items())
-        _refuse_gaps(spans, num_bytes)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path} disagrees with its manifest, {error}: choose another.") from None
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = set(file.keys())
+            for name in sorted(names ^ expected.keys()):
+                raise ValueError(f"{name} is {'missing' if name in expected else 'not listed'}")
+            for name, spec in expected.items():
+                found = file.get_slice(name)
+                if found.get_dtype() != _NAMES[spec.dtype] or tuple(found.get_shape()) != spec.shape:
+                    raise ValueError(f"{name} is not {spec}")
+    except (ValueError, SafetensorError) as error:
+        fault = shorten(str(error), 300)
+        raise DamagedCheckpoint(f"{path} disagrees with its manifest ({fault}): choose another.") from None
 
 
-def _read(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header's JSON and the number of bytes of data behind it."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"its header claims {length} of {size} bytes")
-        content = json.loads(file.read(length))
-    if not isinstance(content, dict):
-        raise ValueError("its header is no JSON object")
-    return content, size - 8 - length
+def shorten(text: str, length: int) -> str:
+    """Return the beginning of a text that may be hostile: one line, which every terminal can print."""
+    return "".join(char if char.isprintable() else "?" for char in text[:length])
 
 
-def _span(name: str, entry: object, form: Form) -> tuple[int, int]:
-    expected = {"dtype": _NAMES[form.dtype], "shape": list(form.shape)}
-    if not isinstance(entry, dict) or {key: entry.get(key) for key in expected} != expected:
-        raise ValueError(f"{name} is not {form}")
-    match entry.get("data_offsets"):
-        case [int(start), int(stop)] if stop - start == form.num_bytes:
-            return start, stop
-    raise ValueError(f"the data of {name} do not have {form.num_bytes} bytes")
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read it, but no link, pipe or device.
+
+    A link could lead out of the checkpoint's folder, and a pipe could keep the program waiting for ever.
+
+    Raises:
+        DamagedCheckpoint: the file is missing, or is not a regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} is missing: the checkpoint is incomplete, choose another.") from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+            raise
+        raise _not_a_file(path) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_a_file(path)
+    return open(descriptor, "rb")  # noqa: PTH123 - of a descriptor, not of a path
 
 
-def _refuse_gaps(spans: Sequence[tuple[int, int]] | Iterable[tuple[int, int]], num_bytes: int) -> None:
-    end = 0
-    for start, stop in spans:
-        if start != end:
-            raise ValueError(f"its data have a gap or overlap at {start}")
-        end = stop
-    if end != num_bytes:
-        raise ValueError(f"its data end at {end} of {num_bytes} bytes")
+def _not_a_file(path: Path) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path} is not a regular file, such as a link that may lead elsewhere: choose another.")

@@ -4,117 +4,323 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from gpipe.checkpoint.entries import Position, TensorEntry
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator
+
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from gpipe.checkpoint.files import FileEntry, open_regular
-from gpipe.checkpoint.header import Form, check_header
-from gpipe.checkpoint.parsing import parse_fields, parse_files, parse_tensors, read_json
+from gpipe.checkpoint.format import DTYPES, TensorSpec, check_header, open_regular, parse_layer, shorten
+from gpipe.durable_files import write_flushed
 
-FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 MAX_MANIFEST_BYTES = 2**26  # about 400,000 tensors
+_FORMAT_VERSION = 2
+_KINDS = ("weights", "ema", "optimizer")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\.safetensors")
+_MAX_NATURAL = 2**63 - 1
+_MAX_DIMENSIONS = 64  # as in torch
+_MAX_FAULTS = 100
+# Where pydantic's own words name a type of Python.
+_EXPECTED = {
+    "dataclass_type": "an object", "dict_type": "an object", "tuple_type": "a list", "string_type": "text",
+}  # fmt: skip
+
+
+def _expect(expected: str, is_valid: Callable[[Any], object]) -> AfterValidator:
+    """Return a check of a value; the message of its failure says what is expected."""
+
+    def check(value: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError(expected)
+        return value
+
+    return AfterValidator(check)
+
+
+def _parse_one_by_one(value: Any, parse: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Parse an object's entries up to the first fault: pydantic's list of a million faults would fill the memory."""
+    if not isinstance(value, dict):
+        return parse(value)
+    return {name: entry for item in value.items() for name, entry in parse(dict([item])).items()}
+
+
+_Natural = Annotated[int, Field(strict=True, ge=0, le=_MAX_NATURAL)]
+_Name = Annotated[
+    str, _expect("1 to 1000 printable characters", lambda text: 0 < len(text) <= 1000 and text.isprintable())
+]
+_FileName = Annotated[str, _expect("a file name of the form <letters>.safetensors", _FILE_NAME.fullmatch)]
+_Sha256 = Annotated[str, _expect("64 hexadecimal digits", re.compile(r"[0-9a-f]{64}").fullmatch)]
+_Kind = Annotated[str, _expect(", ".join(_KINDS), _KINDS.__contains__)]
+_Dtype = Annotated[str, _expect(f"one of {', '.join(DTYPES)}", DTYPES.__contains__)]
+_Shape = Annotated[
+    tuple[_Natural, ...],
+    _expect(f"at most {_MAX_DIMENSIONS} sizes", lambda shape: len(shape) <= _MAX_DIMENSIONS),
+    _expect("fewer numbers than any file has", lambda shape: prod(max(size, 1) for size in shape) <= _MAX_NATURAL),
+]
+
+
+class _Closed:
+    """A record that may have no other fields; its types are checked when it is read, not when it is made."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Position(_Closed):
+    """Where a run stands: `step` finished steps, `batch` of which lie in the unfinished `epoch` (both from 0)."""
+
+    step: _Natural
+    epoch: _Natural
+    batch: _Natural
+    seed: _Natural
+
+
+@dataclass(frozen=True)
+class FileEntry(_Closed):
+    """A file: its size in bytes and the SHA-256 of its content in hexadecimal."""
+
+    size: _Natural
+    sha256: _Sha256
+
+
+@dataclass(frozen=True)
+class TensorEntry(_Closed, TensorSpec):
+    """A tensor: its dtype and shape, and the file that has it."""
+
+    dtype: _Dtype
+    shape: _Shape
+    file: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The dtype and the shape alone."""
+        return TensorSpec(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest(_Closed):
     """Everything about a checkpoint but the numbers themselves.
 
-    `tensors` maps "weights", "ema" and "optimizer" to {name: entry}: `layers.<i>.<name>` in the first two,
-    `layers.<i>.<name>/<slot>` in the last. `results` is what the run wants back when it resumes (JSON).
+    Attributes:
+        position: where the run stood.
+        num_layers: of the whole model.
+        optimizer: the name of its class; None where its state was not saved.
+        config: the run's settings, as JSON.
+        results: what the run needs again when it resumes, as JSON.
+        files: entries by name.
+        tensors: "weights", "ema" and "optimizer", each with entries by name: `layers.<i>.<name>` in the first two,
+            `layers.<i>.<name>/<slot>` in the last.
     """
 
     position: Position
-    num_layers: int
-    optimizer: str | None
+    num_layers: _Natural
+    optimizer: _Name | None
     config: dict[str, Any]
     results: dict[str, Any]
-    files: dict[str, FileEntry] = field(default_factory=dict)
-    tensors: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Write as JSON text, sorted, so that equal checkpoints have equal manifests."""
-        try:
-            content = sealed({"format_version": FORMAT_VERSION, **asdict(self)})
-            return json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"The settings or results of step {self.position.step} cannot be saved ({error}), expected finite "
-                "numbers and text: correct the setting, or go back to an earlier checkpoint with a lower learning rate."
-            ) from None
-
-    def add(self, part: Mapping[str, Any]) -> None:
-        """Add the files and tensors of one process, in the form that they have in the JSON text."""
-        files = parse_files(part["files"])
-        self.files.update(files)
-        for kind, entries in parse_tensors(part["tensors"], files, self.num_layers).items():
-            self.tensors.setdefault(kind, {}).update(entries)
+    files: Annotated[dict[_FileName, FileEntry], WrapValidator(_parse_one_by_one)]
+    tensors: dict[_Kind, Annotated[dict[_Name, TensorEntry], WrapValidator(_parse_one_by_one)]]
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read and check the manifest of the checkpoint in `folder`; raises CheckpointError with the reason."""
+        """Parse and validate the untrusted manifest of the checkpoint in `folder`.
+
+        Raises:
+            DamagedCheckpoint: it is missing, or is not what was saved.
+            CheckpointError: another version of this program wrote it.
+        """
         path = folder / MANIFEST
-        try:
-            file = open_regular(path)
-        except DamagedCheckpoint:
-            if os.path.lexists(path):
-                raise
-            raise DamagedCheckpoint(
-                f"{folder} has no {MANIFEST}, so it is no complete checkpoint: choose another."
-            ) from None
-        with file:
+        if not os.path.lexists(path):
+            raise DamagedCheckpoint(f"{folder} has no {MANIFEST}, so it is no complete checkpoint: choose another.")
+        with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
                 raise DamagedCheckpoint(f"{path} has {size} bytes, too many to be a manifest: choose another.")
             text = file.read(size)
         try:
-            content = read_json(text)
-            if not isinstance(content, dict):
-                raise ValueError("it is no object")
-            if "sha256" in content and content != sealed(content):
-                raise ValueError("its content does not have its SHA-256")
-            if (version := content.get("format_version")) != FORMAT_VERSION:
+            content = _read_json(text)
+            if (version := content.get("format_version")) != _FORMAT_VERSION:
                 raise CheckpointError(
-                    f"{path} has format version {short(version)}, but this program reads {FORMAT_VERSION}: "
+                    f"{path} has format version {short(version)}, but this program reads {_FORMAT_VERSION}: "
                     "use the program that wrote it."
                 )
-            manifest = cls(**parse_fields(content))
+            manifest = _parse(content)
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path} is not a good manifest ({error}): choose another.") from None
-        manifest._refuse_other_name(folder)
-        return manifest
-
-    def _refuse_other_name(self, folder: Path) -> None:
-        """Raise DamagedCheckpoint where a folder is called after another step than its checkpoint's."""
         named = STEP_FOLDER.fullmatch(folder.absolute().name)
-        if named is not None and int(named[1]) != self.position.step:
+        if named is not None and int(named[1]) != manifest.position.step:
             raise DamagedCheckpoint(
-                f"{folder} has the checkpoint of step {self.position.step}: give it its own name back, or choose "
+                f"{folder} has the checkpoint of step {manifest.position.step}: give it its own name back, or choose "
                 "another."
             )
+        return manifest
 
     def check_file(self, folder: Path, name: str) -> None:
-        """Compare a file with its size, its SHA-256 and its tensors; raises DamagedCheckpoint naming what differs."""
-        self.files[name].check(folder / name)
-        check_header(folder / name, self.forms_in(name))
+        """Compare a file with its size, its SHA-256 and its tensors.
 
-    def forms_in(self, file: str) -> Mapping[str, Form]:
+        Raises:
+            DamagedCheckpoint: it names the first difference.
+        """
+        path, entry = folder / name, self.files[name]
+        with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) != entry.size:
+                raise DamagedCheckpoint(
+                    f"{path} has {size} bytes instead of {entry.size}: it is damaged, choose another."
+                )
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                raise DamagedCheckpoint(
+                    f"{path} does not have the SHA-256 of its manifest: it is damaged, choose another."
+                )
+        check_header(path, self.specs_in(name))
+
+    def specs_in(self, file: str) -> Mapping[str, TensorSpec]:
         """Return the tensors that a file has, by name."""
         return {
-            name: entry.form
+            name: entry.spec
             for entries in self.tensors.values()
             for name, entry in entries.items()
             if entry.file == file
         }
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+def write_manifest(folder: Path, fields: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> None:
+    """Write the manifest of a checkpoint, sorted, so that equal checkpoints have equal manifests.
+
+    Args:
+        folder: the checkpoint's.
+        fields: those that every process knows, as JSON.
+        parts: what each process wrote: {"files": ..., "tensors": ...}, as JSON.
+
+    Raises:
+        CheckpointError: the manifest cannot be written as JSON, or could not be read again.
+    """
+    files: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        files.update(part["files"])
+        for kind, entries in part["tensors"].items():
+            tensors.setdefault(kind, {}).update(entries)
+    content = {"format_version": _FORMAT_VERSION, **fields, "files": files, "tensors": tensors}
+    try:
+        text = json.dumps(seal(content), indent=1, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The settings or results of step {fields['position']['step']} cannot be saved ({error}), expected finite "
+            "numbers and text: correct the setting, or go back to an earlier checkpoint with a lower learning rate."
+        ) from None
+    try:
+        _parse(_read_json(text.encode()))
+    except ValueError as error:
+        raise CheckpointError(f"No checkpoint can be saved, because none could be read again: {error}") from None
+    write_flushed(folder / MANIFEST, text)
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest's JSON with the SHA-256 of the rest of it: what guards the files must be guarded itself."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
     text = json.dumps(rest, sort_keys=True, allow_nan=False)
     return {**rest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _read_json(text: bytes) -> dict[str, Any]:
+    """Read a manifest's JSON as the standard has it: each key once, no NaN, and the SHA-256 that seals it.
+
+    Raises:
+        ValueError: it is something else.
+        RecursionError: it is nested too deeply.
+    """
+    content = json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
+    if not isinstance(content, dict):
+        raise ValueError("it is no object")
+    if "sha256" in content and content != seal(content):
+        raise ValueError("its content does not have its SHA-256")
+    return content
+
+
+def _refuse_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {short(key)} is there twice")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
+    """Validate a manifest's JSON.
+
+    Raises:
+        ValueError: the first fault: its place, the value and what was expected.
+    """
+    if "sha256" not in content:
+        raise ValueError("sha256 is missing")
+    fields = {key: value for key, value in content.items() if key not in ("format_version", "sha256")}
+    try:
+        manifest = _adapter().validate_python(fields)
+    except ValidationError as error:
+        raise ValueError(_explain(error)) from None
+    _check_tensors(manifest)
+    return manifest
+
+
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    """Return what parses manifests, made when the first one is read: not every program reads one."""
+    return TypeAdapter(Manifest)
+
+
+def _explain(error: ValidationError) -> str:
+    """Return the first fault that pydantic found: its place, the value and what was expected."""
+    if error.error_count() > _MAX_FAULTS:  # their list would fill the memory
+        return f"it has {error.error_count()} faults"
+    fault = error.errors(include_url=False)[0]
+    kind, value = fault["type"], shorten(short(fault["input"]), 100)
+    places = [shorten(part, 100) for part in fault["loc"] if isinstance(part, str)]
+    if kind == "missing":
+        return f"{'.'.join(places)} is missing"
+    if kind == "unexpected_keyword_argument":
+        return f"{'.'.join(places)} is unknown"
+    expected = _EXPECTED.get(kind) or re.sub("^(Value error,|Input should be) ", "", fault["msg"])
+    if places[-1:] == ["[key]"]:
+        return f"{'.'.join(places[:-2])} has the key {value}, expected {expected}"
+    return f"{'.'.join(places) or 'a key'} is {value}, expected {expected}"
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Refuse tensors whose names are not those of the model, or that do not fit into the files they lie in."""
+    room = {name: entry.size for name, entry in manifest.files.items()}
+    owners: dict[str, str] = {}
+    for kind, entries in manifest.tensors.items():
+        for name, entry in entries.items():
+            _check_name(name, kind, manifest.num_layers)
+            if entry.file not in room:
+                raise ValueError(f"{name} lies in {short(entry.file)}, which is not listed")
+            if owners.setdefault(entry.file, kind) != kind:
+                raise ValueError(f"{entry.file} has tensors of {owners[entry.file]} and of {kind}, expected one kind")
+            room[entry.file] -= entry.num_bytes
+            if room[entry.file] < 0:
+                size = manifest.files[entry.file].size
+                raise ValueError(f"the tensors in {entry.file} are larger than its {size} bytes")
+    if unused := room.keys() - owners.keys():
+        raise ValueError(f"{min(unused)} has no tensors")
+
+
+def _check_name(name: str, kind: str, num_layers: int) -> None:
+    parameter, slash, slot = name.partition("/")
+    if bool(slash) != (kind == "optimizer") or (slash and (not slot or "/" in slot)):
+        raise ValueError(f"{short(name)} is not a name of {kind}")
+    try:
+        layer = parse_layer(parameter)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    if layer >= num_layers:
+        raise ValueError(f"{name} is of layer {layer}, but there are {num_layers} layers")

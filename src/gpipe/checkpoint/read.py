@@ -1,34 +1,45 @@
-"""Bring back what a checkpoint has: all of a run's state, or the weights that another model begins with.
+"""Read checkpoints: into a pipeline, into plain layers, into one file, or to see whether they are good.
 
-Every process calls the same function; each opens only the files that have its layers, and verifies their sizes and
-hashes. All or nothing: where any process finds a fault, CheckpointError is raised on all of them, and nothing has been
-changed.
+A reader opens only the files that have its layers, and verifies their sizes, hashes and headers first. All or nothing:
+if a process finds a fault, CheckpointError is raised on all of them, and nothing has been changed.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
-from gpipe.checkpoint.agreement import together
-from gpipe.checkpoint.entries import TensorEntry
-from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.layer_files import describe_differences, differences, read_layers
-from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.names import describe_names, layer_of, parameter_of
-from gpipe.checkpoint.state import Kinds, OptimizerState
+from gpipe.checkpoint.content import Kinds, OptimizerState
+from gpipe.checkpoint.errors import CheckpointError, run_on_all
+from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer, parse_parameter
+from gpipe.checkpoint.manifest import Manifest, TensorEntry
+from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.shared.tied_parameters import checksum
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
+_NUM_NAMED = 3  # so many names of wrong tensors go into a message
 
 
 def load_checkpoint(path: Path, pipeline: Pipeline, model: Kinds, optimizer: OptimizerState | None = None) -> Manifest:
-    """Load a checkpoint into this process's tensors, `model`, and into the optimiser if it is given.
+    """Load a checkpoint into this process's tensors and, if it is given, into the optimiser.
 
-    The caller sets `pipeline.step` and the data's position from the manifest that is returned.
+    Every process calls this.
+
+    Args:
+        path: the checkpoint's folder.
+        pipeline: whose processes load together.
+        model: this process's tensors, which are overwritten.
+        optimizer: None leaves the optimiser's state as it is.
+
+    Returns:
+        The manifest; from it, the caller sets `pipeline.step` and the data's position.
+
+    Raises:
+        CheckpointError: on all processes, if the checkpoint is damaged or of another model or optimiser.
     """
     manifest = _read_manifest(path, pipeline)
     if "ema" in model and "ema" not in manifest.tensors:
@@ -36,9 +47,14 @@ def load_checkpoint(path: Path, pipeline: Pipeline, model: Kinds, optimizer: Opt
     _refuse_differences(path, pipeline, manifest, model)
     names = {kind: list(tensors) for kind, tensors in model.items()}
     if optimizer is not None:
-        together(pipeline, lambda: _check_optimizer(path, manifest, optimizer, _own_entries(manifest, pipeline)))
-        names["optimizer"] = list(_own_entries(manifest, pipeline))
-    loaded = _read(path, pipeline, manifest, names)
+        entries = {
+            name: entry
+            for name, entry in manifest.tensors.get("optimizer", {}).items()
+            if str(parse_layer(name)) in pipeline.layers
+        }
+        run_on_all(pipeline, lambda: _check_optimizer(path, manifest.optimizer, optimizer, entries))
+        names["optimizer"] = list(entries)
+    loaded = run_on_all(pipeline, lambda: _read_tensors(path, manifest, names))
     _refuse_untied(path, pipeline, loaded)
     _copy(loaded, model)
     if optimizer is not None:
@@ -54,62 +70,213 @@ def load_weights(
     replaced: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Begin with the model that a checkpoint's run evaluated; `replaced` tensors stay as they are.
+    """Begin with the model that a checkpoint's run evaluated: with its averages, or its weights if it has none.
 
-    Weights and statistics, and their averages where this run keeps any, begin with the averages of the checkpoint, or
-    with its weights where it has no averages. `settings` are this model's, as JSON: where the layers differ, the
-    message names the settings that do.
+    Every process calls this.
+
+    Args:
+        path: the checkpoint's folder.
+        pipeline: whose processes load together.
+        model: this process's tensors, which are overwritten: weights, statistics and, if this run keeps any, averages.
+        replaced: the names of tensors that stay as they are.
+        settings: this model's, as JSON; if the layers differ, the message names the settings that do.
+
+    Raises:
+        CheckpointError: on all processes, if the checkpoint is damaged or of another model.
     """
     manifest = _read_manifest(path, pipeline, settings)
     _refuse_partly_replaced(pipeline, replaced)
-    source = "ema" if "ema" in manifest.tensors else "weights"
+    source = _choose_kind(manifest)
     own = {
         kind: {name: tensor for name, tensor in tensors.items() if name not in replaced}
         for kind, tensors in model.items()
     }
     _refuse_differences(path, pipeline, manifest, {source: own["weights"]}, replaced, settings)
-    loaded = _read(path, pipeline, manifest, {source: list(own["weights"])})
+    loaded = run_on_all(pipeline, lambda: _read_tensors(path, manifest, {source: list(own["weights"])}))
     _refuse_untied(path, pipeline, loaded)
     _copy(dict.fromkeys(own, loaded[source]), own)
     return manifest
 
 
-def _read_manifest(path: Path, pipeline: Pipeline, settings: Mapping[str, Any] | None = None) -> Manifest:
-    """Read the manifest, and refuse another number of layers."""
-    found: list[Manifest] = []
-    together(pipeline, lambda: found.append(Manifest.read(path)))
-    (manifest,) = found
-    if manifest.num_layers != pipeline.num_layers:
-        raise CheckpointError(
-            f"{path} is of a model with {manifest.num_layers} layers, but this one has {pipeline.num_layers}"
-            f"{_differing_settings(manifest, settings)}: {_BUILD_THAT}"
-        )
+def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> Manifest:
+    """Load a checkpoint, in one process and without a pipeline, into layers on the meta device.
+
+    Args:
+        path: the checkpoint's folder.
+        layers: they get tensors on the CPU; tied tensors become copies.
+        averages: take the moving averages of the weights if the checkpoint has them.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of other layers; the layers are unchanged.
+    """
+    manifest = Manifest.read(path)
+    _check_num_layers(path, manifest, len(layers))
+    kind = _choose_kind(manifest, averages=averages)
+    own = layers.state_dict(prefix="layers.")
+    if found := _find_differences(manifest, kind, own, range(len(layers))):
+        raise _misfit(path, manifest, kind, found)
+    try:
+        read = _read_tensors(path, manifest, {kind: list(own)})[kind]
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): check the disk and its permissions.") from None
+    # Assigned, not copied: the initial weights, which nothing needs, are never drawn.
+    layers.load_state_dict({_plain(name): tensor for name, tensor in read.items()}, assign=True)
     return manifest
+
+
+def export(checkpoint: Path, output: Path, *, averages: bool = True) -> str:
+    """Write the weights of a checkpoint, verified, as one safetensors file that the plain model can load.
+
+    The names are those of the plain nn.Sequential's state_dict, `<layer>.<name>`; as there, each layer has its copy of
+    a tied parameter.
+
+    Args:
+        checkpoint: its folder.
+        output: the file, which must not exist.
+        averages: take the moving averages of the weights if the checkpoint has them.
+
+    Returns:
+        The kind that was written: "ema" or "weights".
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        FileExistsError: the output exists.
+    """
+    if output.exists():
+        raise FileExistsError(f"{output} is there already: remove it, or name another file with --output.")
+    manifest = Manifest.read(checkpoint)
+    kind = _choose_kind(manifest, averages=averages)
+    entries = manifest.tensors.get(kind, {})
+    if not entries:
+        raise CheckpointError(f"{checkpoint} has no {kind}: choose another.")
+    image = FileImage({_plain(name): entry.spec for name, entry in entries.items()})
+    for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
+        names = [name for name, entry in entries.items() if entry.file == file]
+        tensors = _read_tensors(checkpoint, manifest, {kind: names})[kind]
+        image.copy({_plain(name): tensor for name, tensor in tensors.items()})
+    with replacing(output) as partial:
+        image.write(partial)
+    return kind
+
+
+def find_damage(checkpoint: Path) -> list[str]:
+    """Return a sentence per file of a checkpoint that is not what was saved; none if the checkpoint is good."""
+    try:
+        manifest = Manifest.read(checkpoint)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    found = []
+    for name in sorted(manifest.files):
+        try:
+            manifest.check_file(checkpoint, name)
+        except (CheckpointError, OSError) as error:
+            found.append(str(error))
+    return found
+
+
+def _plain(name: str) -> str:
+    """Return the name that a tensor has in the plain nn.Sequential."""
+    return name.removeprefix("layers.")
+
+
+def _choose_kind(manifest: Manifest, *, averages: bool = True) -> str:
+    return "ema" if averages and "ema" in manifest.tensors else "weights"
+
+
+def _read_tensors(path: Path, manifest: Manifest, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
+    """Read the tensors called `names`, by kind, to the CPU; opens and verifies only the files that have them."""
+    files: dict[str, list[tuple[str, str]]] = {}
+    for kind, kind_names in names.items():
+        for name in kind_names:
+            files.setdefault(manifest.tensors[kind][name].file, []).append((kind, name))
+    for file in files:
+        manifest.check_file(path, file)
+    tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in names}
+    for file, items in files.items():
+        with safe_open(path / file, framework="pt", device="cpu") as reader:
+            for kind, name in items:
+                tensors[kind][name] = reader.get_tensor(name)
+    return tensors
+
+
+@torch.no_grad()
+def _copy(loaded: Mapping[str, Mapping[str, Tensor]], own: Kinds) -> None:
+    for kind, tensors in own.items():
+        for name, tensor in tensors.items():
+            tensor.copy_(loaded[kind][name])
+
+
+def _read_manifest(path: Path, pipeline: Pipeline, settings: Mapping[str, Any] | None = None) -> Manifest:
+    manifest = run_on_all(pipeline, lambda: Manifest.read(path))
+    _check_num_layers(path, manifest, pipeline.num_layers, settings)
+    return manifest
+
+
+def _check_num_layers(
+    path: Path, manifest: Manifest, num_layers: int, settings: Mapping[str, Any] | None = None
+) -> None:
+    if manifest.num_layers != num_layers:
+        raise CheckpointError(
+            f"{path} is of a model with {manifest.num_layers} layers, but this one has {num_layers}"
+            f"{_compare_settings(manifest, settings)}: {_BUILD_THAT}"
+        )
 
 
 def _refuse_differences(
     path: Path,
     pipeline: Pipeline,
     manifest: Manifest,
-    own: Mapping[str, Mapping[str, Tensor]],
+    own: Kinds,
     ignored: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise CheckpointError, naming the layers of all stages that differ, unless all tensors fit."""
     layers = {int(key) for key in pipeline.layers}
     for kind, tensors in own.items():
-        own_found = {
-            name: how for name, how in differences(manifest, kind, tensors, layers).items() if name not in ignored
-        }
-        found = {name: how for part in pipeline.job.gather(own_found) for name, how in part.items()}
-        if found:
-            raise CheckpointError(
-                f"{path} does not fit this model in its {kind}: {describe_differences(found)}"
-                f"{_differing_settings(manifest, settings)}: {_BUILD_THAT}"
-            )
+        own_found = _find_differences(manifest, kind, tensors, layers)
+        own_found = {name: how for name, how in own_found.items() if name not in ignored}
+        if found := {name: how for part in pipeline.gather(own_found) for name, how in part.items()}:
+            raise _misfit(path, manifest, kind, found, settings)
 
 
-def _differing_settings(manifest: Manifest, settings: Mapping[str, Any] | None) -> str:
+def _find_differences(
+    manifest: Manifest, kind: str, own: Mapping[str, Tensor], layers: Container[int]
+) -> dict[str, str]:
+    """Compare `own` tensors with those of one kind that a checkpoint has for the same `layers`.
+
+    Returns:
+        A few words per name that is missing, unexpected or of another shape or dtype.
+    """
+    saved = manifest.tensors.get(kind, {})
+    found: dict[str, str] = {}
+    for name, tensor in own.items():
+        here = TensorSpec.of(name, tensor)
+        if name not in saved:
+            found[name] = f"not there, {here} here"
+        elif saved[name].spec != here:
+            found[name] = f"{saved[name]} there, {here} here"
+    for name, entry in saved.items():
+        if name not in own and parse_layer(name) in layers:
+            found[name] = f"{entry} there, not here"
+    return found
+
+
+def _misfit(
+    path: Path, manifest: Manifest, kind: str, found: Mapping[str, str], settings: Mapping[str, Any] | None = None
+) -> CheckpointError:
+    """Return the error that names the layers that differ, and how the first of their tensors do."""
+    layers = sorted({parse_layer(name) for name in found})
+    ordered = sorted(found.items(), key=lambda item: parse_layer(item[0]))  # a process's layers may lie apart
+    examples = "; ".join(f"{name} is {how}" for name, how in ordered[:_NUM_NAMED])
+    more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
+    subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
+    return CheckpointError(
+        f"{path} does not fit this model in its {kind}: {subject} ({examples}{more})"
+        f"{_compare_settings(manifest, settings)}: {_BUILD_THAT}"
+    )
+
+
+def _compare_settings(manifest: Manifest, settings: Mapping[str, Any] | None) -> str:
     """Return which of the model's settings differ from those that the checkpoint was saved with."""
     saved = manifest.config.get("model", {})
     found = [
@@ -120,13 +287,34 @@ def _differing_settings(manifest: Manifest, settings: Mapping[str, Any] | None) 
     return f"; {', '.join(found)}" if found else ""
 
 
-def _read(
-    path: Path, pipeline: Pipeline, manifest: Manifest, names: Mapping[str, list[str]]
-) -> dict[str, dict[str, Tensor]]:
-    """Read the tensors called `names`, by kind, on every process."""
-    loaded: list[dict[str, dict[str, Tensor]]] = []
-    together(pipeline, lambda: loaded.append(read_layers(path, manifest, names)))
-    return loaded[0]
+def _check_optimizer(
+    path: Path, saved: str | None, optimizer: OptimizerState, entries: Mapping[str, TensorEntry]
+) -> None:
+    """Refuse the state of another optimiser, or of parameters that this one does not train."""
+    if saved != optimizer.name:
+        raise CheckpointError(
+            f"{path} has the state of {saved or 'no optimiser'}, but this run uses {optimizer.name}: "
+            "use that optimiser, or load the weights alone."
+        )
+    parameters = optimizer.parameters
+    # A parameter may lack a state: before the first step, or if it never had a gradient.
+    if unexpected := [key for key in entries if parse_parameter(key) not in parameters]:
+        more = f" and {len(unexpected) - _NUM_NAMED} more" if len(unexpected) > _NUM_NAMED else ""
+        raise CheckpointError(
+            f"{path} has optimiser state {', '.join(unexpected[:_NUM_NAMED])}{more}, which this run does not train: "
+            "train the same parameters, or load the weights alone."
+        )
+    for key, entry in entries.items():
+        shape = tuple(parameters[parse_parameter(key)].shape)
+        # An optimiser may keep one number for a parameter, or one per row.
+        is_alike = len(entry.shape) == len(shape) and all(
+            slot in (1, size) for slot, size in zip(entry.shape, shape, strict=True)
+        )
+        if entry.shape != () and not is_alike:
+            raise CheckpointError(
+                f"{path} has {key} of shape {list(entry.shape)}, but the parameter's is {list(shape)}: "
+                "build the model that it was saved with."
+            )
 
 
 def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> None:
@@ -140,75 +328,27 @@ def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> No
             )
 
 
-def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raise CheckpointError, on all processes, where the copies of a tied parameter would get different values."""
+def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Kinds) -> None:
+    """Raise CheckpointError, on all processes, if the copies of a tied parameter would get different values."""
     if not pipeline.ties:
         return
     tied = {name for names in pipeline.ties for name in names}
     own = {
-        kind: {name: checksum(value) for name, value in tensors.items() if parameter_of(name) in tied}
+        kind: {name: checksum(value) for name, value in tensors.items() if parse_parameter(name) in tied}
         for kind, tensors in loaded.items()
     }
-    found: dict[str, dict[str, int]] = {}
-    for part in pipeline.job.gather(own):
-        for kind, values in part.items():
-            found.setdefault(kind, {}).update(values)
-    for first, *others in pipeline.ties:
-        for name in others:
-            for kind, values in found.items():
-                if _of(name, values) != _of(first, values):
+    parts = pipeline.gather(own)
+    for kind in loaded:
+        values = {name: value for part in parts for name, value in part[kind].items()}
+        for first, *others in pipeline.ties:
+            for name in others:
+                if _select(name, values) != _select(first, values):
                     raise CheckpointError(
                         f"{path} has different values for {first} and {name} in its {kind}, which are one parameter of "
                         f"this model: {_BUILD_THAT}"
                     )
 
 
-def _of(name: str, values: Mapping[str, int]) -> dict[str, int]:
+def _select(name: str, values: Mapping[str, int]) -> dict[str, int]:
     """Return what belongs to a parameter: its value, or the slots of its optimiser state."""
-    return {key.removeprefix(name): value for key, value in values.items() if parameter_of(key) == name}
-
-
-@torch.no_grad()
-def _copy(loaded: Mapping[str, Mapping[str, Tensor]], own: Mapping[str, Mapping[str, Tensor]]) -> None:
-    for kind, tensors in own.items():
-        for name, tensor in tensors.items():
-            tensor.copy_(loaded[kind][name])
-
-
-def _own_entries(manifest: Manifest, pipeline: Pipeline) -> dict[str, TensorEntry]:
-    """Return the optimiser's entries that belong to this process's layers."""
-    entries = manifest.tensors.get("optimizer", {})
-    return {name: entry for name, entry in entries.items() if str(layer_of(name)) in pipeline.layers}
-
-
-def _check_optimizer(
-    path: Path, manifest: Manifest, optimizer: OptimizerState, entries: Mapping[str, TensorEntry]
-) -> None:
-    """Refuse the state of another optimiser, or of parameters that this one does not train."""
-    saved = manifest.optimizer
-    if saved != optimizer.name:
-        raise CheckpointError(
-            f"{path} has the state of {saved or 'no optimiser'}, but this run uses {optimizer.name}: "
-            "use that optimiser, or load the weights alone."
-        )
-    parameters = optimizer.parameters
-    # A parameter may lack a state: before the first step, or where it never had a gradient.
-    unexpected = [key for key in entries if parameter_of(key) not in parameters]
-    if unexpected:
-        raise CheckpointError(
-            f"{path} has optimiser state {describe_names(unexpected)}, which this run does not train: "
-            "train the same parameters, or load the weights alone."
-        )
-    for key, entry in entries.items():
-        shape = tuple(parameters[parameter_of(key)].shape)
-        if not _may_belong(entry.shape, shape):
-            raise CheckpointError(
-                f"{path} has {key} of shape {list(entry.shape)}, but the parameter's is {list(shape)}: "
-                "build the model that it was saved with."
-            )
-
-
-def _may_belong(slot: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Say whether an optimiser may keep a tensor of this shape for a parameter: a number, or one for each row, too."""
-    is_alike = len(slot) == len(parameter)
-    return slot == () or (is_alike and all(own in (1, size) for own, size in zip(slot, parameter, strict=True)))
+    return {key.removeprefix(name): value for key, value in values.items() if parse_parameter(key) == name}

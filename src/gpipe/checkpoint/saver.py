@@ -1,6 +1,6 @@
 """Save checkpoints while training goes on: each stage its own layers, the first one the rest.
 
-    rehearse  before anything is trained: each process writes a file, the leader a manifest, and all of it is deleted
+    rehearse  before training: each process writes a file, the leader a manifest, and all of it is deleted
     save      each process notes its tensors; the leader makes a partial folder
     thread    each process copies its tensors in memory, which do not change during a forward and a backward
               each process writes its files and flushes them, then part-<process>.json
@@ -14,21 +14,19 @@ nothing.
 
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gpipe.checkpoint.agreement import raise_first, together
-from gpipe.checkpoint.entries import Position
-from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.folder import clean, name_of
-from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.rehearsal import rehearse_manifest, rehearse_part
-from gpipe.checkpoint.snapshot import Snapshot
-from gpipe.checkpoint.state import Kinds, OptimizerState
-from gpipe.checkpoint.writer import LeadingWriter, Writer
+from gpipe.checkpoint.content import Content, Kinds
+from gpipe.checkpoint.errors import CheckpointError, raise_first, run_on_all
+from gpipe.checkpoint.folder import clean, name_step, publish
+from gpipe.checkpoint.format import TensorSpec
+from gpipe.checkpoint.manifest import write_manifest
+from gpipe.checkpoint.writer import Snapshot, Writer, take_part, write_part
 from gpipe.pipeline.engine import Pipeline
 
 _GRACE_SECONDS = 2.0  # after training has failed; a process must end within the pipeline's time-out and 5 seconds
@@ -39,7 +37,7 @@ class Saver:
     """Saves checkpoints of a pipeline as `folder/step-<step>`; every process makes one and calls the same methods.
 
     Args:
-        folder: which all processes see; it is made, and rests of saves that were cut off are removed from it.
+        folder: which all processes see; it is made, and what interrupted saves have left in it is removed.
         pipeline: whose processes save together.
         keep: how many of the newest checkpoints stay, beside the best.
 
@@ -56,87 +54,60 @@ class Saver:
         self._writer: Writer | None = None
         self._partial: Path | None = None
         self._num_saves = 0
-        self._writes = pipeline.job.replica_index == 0
+        self._leads = pipeline.is_first
+        self._writes = pipeline.replica_index == 0
         if self._writes:
-            leads = pipeline.is_first
-            # Nobody, not even a process of this run that was believed dead, writes to a folder of this name.
-            self._token: str = together(pipeline, lambda: _begin(folder) if leads else None)[0]
+            self._lead(lambda: clean(folder))
+            # No other process, not even one of this run that was believed dead, writes to a folder of this name.
+            self._token: str = pipeline.gather(secrets.token_hex(4))[0]
             self._process = min(pipeline.stages)
             self._processes: list[int] = pipeline.job.gather(self._process)
 
-    def rehearse(
-        self,
-        position: Position,
-        model: Kinds,
-        *,
-        optimizer: OptimizerState | None = None,
-        config: Mapping[str, Any] | None = None,
-        results: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Do what `save` does but for the tensors' numbers, and leave nothing behind.
+    def rehearse(self, content: Content) -> None:
+        """Do what `save` does, but without the tensors' numbers, and leave nothing behind.
 
-        Raises CheckpointError on every process that writes where one of them could not save.
+        Raises:
+            CheckpointError: on every process that writes, if one of them could not save.
         """
         if not self._writes:
             return
-        manifest = self._manifest(position, optimizer, config, results)
-        partial, leads = self._partial_of(position), self._pipeline.is_first
-        kinds = model if optimizer is None else {**model, "optimizer": optimizer.read()}
+        partial = self._name_partial(content)
         try:
-            together(self._pipeline, lambda: partial.mkdir() if leads else None)
-            sizes = together(self._pipeline, lambda: rehearse_part(partial, self._process, kinds))
-            together(
-                self._pipeline,
-                lambda: rehearse_manifest(partial, manifest, self._processes, sum(sizes)) if leads else None,
-            )
+            self._lead(partial.mkdir)
+            num_bytes = run_on_all(self._pipeline, lambda: self._rehearse_part(partial, content.tensors))
+            total = sum(self._pipeline.gather(num_bytes))
+            self._lead(lambda: self._rehearse_manifest(partial, content, total))
         finally:
-            if leads:
+            if self._leads:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def save(
-        self,
-        position: Position,
-        model: Kinds,
-        *,
-        optimizer: OptimizerState | None = None,
-        config: Mapping[str, Any] | None = None,
-        results: Mapping[str, Any] | None = None,
-        is_best: bool = False,
-    ) -> Path:
-        """Begin to save, and return the checkpoint's folder to be.
+    def save(self, content: Content, *, is_best: bool = False) -> Path:
+        """Begin to save, and return the folder that the checkpoint will have.
 
         Weights, averages and the optimiser's state may change after `wait_until_copied`; buffers, which a forward
-        changes, as soon as this returns. Waits for the save before. `config` and `results` are JSON. is_best: point
-        `best` to this checkpoint.
-        Raises CheckpointError on every process that writes, where one of them failed in this save or the one before.
+        changes, as soon as this returns. Waits for the save before.
+
+        Args:
+            content: everything that goes into the checkpoint.
+            is_best: point `best` to this checkpoint.
+
+        Raises:
+            CheckpointError: on every process that writes, if one of them failed in this save or the one before.
         """
-        path = self._folder / name_of(position.step)
+        path = self._folder / name_step(content.position.step)
         if not self._writes:
             return path
         self.wait()
         self._num_saves += 1
-        partial = self._partial_of(position)
-        kinds = {**model, "weights": self._without_buffers(model["weights"])}
-        if optimizer is not None:
-            kinds["optimizer"] = optimizer.read()
-        together(self._pipeline, lambda: partial.mkdir() if self._pipeline.is_first else None)
-        self._snapshot.take(kinds)
-        if self._pipeline.is_first:
-            manifest = self._manifest(position, optimizer, config, results)
-            self._writer = LeadingWriter(
-                self._snapshot,
-                partial,
-                self._process,
-                self._pipeline,
-                manifest=manifest,
-                path=path,
-                processes=self._processes,
-                publishing={"keep": self._keep, "is_best": is_best},
-            )
-        else:
-            self._writer = Writer(self._snapshot, partial, self._process, self._pipeline)
-        self._partial = partial
-        self._writer.start()
+        self._partial = partial = self._name_partial(content)
+        self._lead(partial.mkdir)
+        kinds = content.tensors
+        self._snapshot.take({**kinds, "weights": self._clone_buffers(kinds["weights"])})
+        finish = None
+        if self._leads:
+            fields = content.describe(self._pipeline.num_layers)
+            finish = bind(_finish, partial, path, fields, keep=self._keep, is_best=is_best)
+        self._writer = Writer(self._snapshot, partial, self._process, self._pipeline, finish, self._processes)
         return path
 
     def wait_until_copied(self) -> None:
@@ -150,21 +121,25 @@ class Saver:
         return self._writer is not None
 
     def status(self) -> dict[str, Any] | None:
-        """Return how this process's part of the save that is under way goes, for `check`; None where none is."""
+        """Return the status of this process's part of the save under way, for `check`; None if there is none."""
         return None if self._writer is None else self._writer.status()
 
     def check(self, statuses: Sequence[dict[str, Any] | None]) -> None:
-        """Raise CheckpointError on all processes, if one of them failed in the save that is under way.
+        """At a step's boundary, raise the error that a process had in the save under way.
 
-        At step boundaries. statuses: of all processes, the same on each; they travel with the step's other messages.
+        Args:
+            statuses: of all processes, the same on each; they travel with the step's other messages.
+
+        Raises:
+            CheckpointError: on all processes, if one of them failed.
         """
         known = [status for status in statuses if status is not None]
         try:
-            raise_first(known)
+            raise_first(status["error"] for status in known)
         except CheckpointError:
             self._give_up()
             raise
-        if known and all(status["done"] for status in known):
+        if known and all(status["is_done"] for status in known):
             self._writer = None
 
     def wait(self) -> None:
@@ -175,34 +150,42 @@ class Saver:
             self.check(self._pipeline.job.gather(self._writer.status()))
 
     def abandon(self) -> None:
-        """After an error of the training: give the save that is under way a moment to finish, or to stop."""
+        """After an error of the training, give the save under way a moment to finish, or to stop."""
         if self._writer is not None:
             self._writer.wait(_GRACE_SECONDS)
             self._writer.give_up(seconds=1.0)
             self._writer = None
 
-    def _partial_of(self, position: Position) -> Path:
+    def _lead(self, work: Callable[[], None]) -> None:
+        """Do something on the leading process; if it fails there, raise on all."""
+        run_on_all(self._pipeline, work if self._leads else lambda: None)
+
+    def _name_partial(self, content: Content) -> Path:
         """Return the folder into which the save under way is written; `clean` knows its name."""
-        return self._folder / f".{name_of(position.step)}.partial-{self._token}-{self._num_saves}"
+        return self._folder / f".{name_step(content.position.step)}.partial-{self._token}-{self._num_saves}"
 
-    def _manifest(
-        self,
-        position: Position,
-        optimizer: OptimizerState | None,
-        config: Mapping[str, Any] | None,
-        results: Mapping[str, Any] | None,
-    ) -> Manifest:
-        """Return the manifest of a checkpoint, which lacks what the processes write."""
-        return Manifest(
-            position=position,
-            num_layers=self._pipeline.num_layers,
-            optimizer=optimizer.name if optimizer is not None else None,
-            config=dict(config or {}),
-            results=dict(results or {}),
-        )
+    def _rehearse_part(self, partial: Path, kinds: Kinds) -> int:
+        """Write a part without tensors into a folder that all processes see; return the tensors' bytes."""
+        specs = [TensorSpec.of(name, tensor) for tensors in kinds.values() for name, tensor in tensors.items()]
+        write_part(partial, self._process, {"files": {}, "tensors": {}})
+        return sum(spec.num_bytes for spec in specs)
 
-    def _without_buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights, and copies of the buffers among them."""
+    def _rehearse_manifest(self, partial: Path, content: Content, num_bytes: int) -> None:
+        """Write a manifest, rename its folder and delete it; `num_bytes` of tensors must fit onto the disk."""
+        parts = [take_part(partial, process) for process in self._processes]
+        write_manifest(partial, content.describe(self._pipeline.num_layers), parts)
+        disk = shutil.disk_usage(self._folder)
+        if disk.total > 0 and disk.free < num_bytes:  # some network disks do not tell their size
+            raise CheckpointError(
+                f"{self._folder} has room for {disk.free:,} bytes, but a checkpoint has more than {num_bytes:,}: make "
+                "room on that disk, or save nothing by trainer.keep_checkpoints=null."
+            )
+        renamed = partial.with_suffix(".deleted")
+        partial.rename(renamed)
+        shutil.rmtree(renamed)
+
+    def _clone_buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights, with copies of the buffers among them."""
         parameters = dict(self._pipeline.layers.named_parameters(prefix="layers", remove_duplicate=False))
         return {name: tensor if name in parameters else tensor.clone() for name, tensor in weights.items()}
 
@@ -212,11 +195,20 @@ class Saver:
             return
         self._writer.give_up(seconds=_GRACE_SECONDS)  # a disk that does not answer may hold it for ever
         self._writer = None
-        self._pipeline.job.gather(None)
-        if self._pipeline.is_first:
+        self._pipeline.gather(None)
+        if self._leads:
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def _begin(folder: Path) -> str:
-    clean(folder)
-    return secrets.token_hex(4)
+def _finish(
+    partial: Path,
+    path: Path,
+    fields: Mapping[str, Any],
+    parts: Sequence[Mapping[str, Any]],
+    *,
+    keep: int,
+    is_best: bool,
+) -> None:
+    """Make a checkpoint of what all processes have written."""
+    write_manifest(partial, fields, parts)
+    publish(partial, path, keep=keep, is_best=is_best)

@@ -1,99 +1,100 @@
-"""A save under way in one process: the thread that writes while training goes on."""
+"""A save in one process: copies of its tensors, and the thread that writes them while training goes on."""
 
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpipe.checkpoint.agreement import as_json
-from gpipe.checkpoint.folder import publish
-from gpipe.checkpoint.manifest import MANIFEST, Manifest
-from gpipe.checkpoint.snapshot import Snapshot
+import torch
+from torch import Tensor
+
+from gpipe.checkpoint.content import Kinds
+from gpipe.checkpoint.errors import to_json
+from gpipe.checkpoint.format import FileImage, parse_layer
 from gpipe.durable_files import write_flushed
 from gpipe.pipeline.engine import Pipeline
 
 _POLL_SECONDS = 0.01
 
 
-class Writer:
-    """Writes the files of one process, and `part-<process>.json` when they are on the disk.
+class Snapshot:
+    """Copies of this process's tensors as they are at one moment, one file `<kind>-<stage>.safetensors` per stage.
+
+    `take` in the thread that trains, then `copy` and `write` in another one. The memory is kept and used again. A tied
+    parameter is copied under each of its names.
 
     Args:
-        snapshot: what was taken and is to be copied and written; another may be taken when this one is done.
-        partial: the folder to write into, which is there.
-        process: the number of this one.
-        pipeline: this process's, for messages, and for the time after which a disk that does not answer is an error.
+        partitions: the numbers of layers of all stages; a stage without tensors here gets no file.
     """
 
-    def __init__(self, snapshot: Snapshot, partial: Path, process: int, pipeline: Pipeline) -> None:
-        self._snapshot, self._partial, self._process, self._pipeline = snapshot, partial, process, pipeline
-        self._place, self._doing = pipeline.job.place, f"saving after step {pipeline.step}"
-        self._last_sign = time.monotonic()
-        self._given_up, self._copied = threading.Event(), threading.Event()
-        self._outcome: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+    def __init__(self, partitions: Sequence[int]) -> None:
+        self._ends = list(accumulate(partitions))
+        self._images: dict[str, FileImage] = {}
+        self._kinds: dict[str, str] = {}
+        self._taken: Mapping[str, dict[str, Tensor]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def start(self) -> None:
-        """Begin, in a thread of its own."""
-        self._thread.start()
+    def take(self, kinds: Kinds) -> None:
+        """Take the tensors as they are now; until `copy` has returned they must not change."""
+        self._taken = self._split(kinds)
+        for device in {tensor.device for part in self._taken.values() for tensor in part.values() if tensor.is_cuda}:
+            # Beside the stream that computes, which goes on meanwhile; but after what it has been given so far.
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
 
-    def status(self) -> dict[str, Any]:
-        """Return {"done": whether this process has done its part}, and "error" where it could not."""
-        is_done = not self._thread.is_alive()
-        silent = time.monotonic() - self._last_sign
-        if not is_done and silent > self._pipeline.timeout_seconds:
-            return {"done": False, **as_json(OSError(f"the disk does not answer for {silent:.0f} s"), self._place)}
-        return {"done": is_done, **self._outcome}
+    def copy(self) -> None:
+        """Copy the tensors; when this returns they may change."""
+        parts, self._taken = self._taken, {}
+        for file in set(self._images) - set(parts):
+            del self._images[file]
+        with ExitStack() as streams:
+            for stream in self._streams.values():
+                streams.enter_context(torch.cuda.stream(stream))  # the current stream of its own device alone
+            for file, tensors in parts.items():
+                if file not in self._images or not self._images[file].fits(tensors):
+                    self._images.pop(file, None)  # before the new one takes its memory
+                    self._images[file] = FileImage.of(tensors)
+                self._images[file].copy(tensors)
+        for stream in self._streams.values():
+            stream.synchronize()
 
-    def wait_until_copied(self) -> None:
-        """Wait until the tensors may change."""
-        self._copied.wait()
+    def write(self, folder: Path, go_on: Callable[[], bool]) -> dict[str, Any]:
+        """Write the files and flush them; return this process's part of the manifest, as JSON."""
+        files: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        for file, image in self._images.items():
+            files[file] = image.write(folder / file, go_on)
+            own = tensors.setdefault(self._kinds[file], {})
+            for name, spec in image.specs.items():
+                own[name] = {"file": file, "dtype": spec.dtype, "shape": spec.shape}
+        return {"files": files, "tensors": tensors}
 
-    def wait(self, seconds: float) -> None:
-        """Wait until this process has done its part, or so long."""
-        self._thread.join(seconds)
-
-    def give_up(self, seconds: float) -> None:
-        """Stop at the next moment at which that is possible, and wait for it, at most so long."""
-        self._given_up.set()
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        try:
-            with self._pipeline.job.doing_beside(self._doing):
-                self._write()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
-            self._outcome = as_json(error, self._place)
-
-    def _write(self) -> None:
-        try:
-            self._snapshot.copy()
-        finally:
-            self._copied.set()
-        part = self._snapshot.write(self._partial, self._goes_on)
-        write_flushed(part_of(self._partial, self._process), json.dumps(part))
-
-    def _goes_on(self) -> bool:
-        self._last_sign = time.monotonic()
-        return not self._given_up.is_set()
-
-    def _pause(self) -> None:
-        """Wait a moment; raises InterruptedError where nobody wants the checkpoint any more."""
-        self._last_sign = time.monotonic()
-        if self._given_up.wait(_POLL_SECONDS):
-            raise InterruptedError(f"{self._partial} is not needed any more")
+    def _split(self, kinds: Kinds) -> Mapping[str, dict[str, Tensor]]:
+        """Return the tensors of each file."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                file = f"{kind}-{bisect_right(self._ends, parse_layer(name))}.safetensors"
+                self._kinds[file] = kind
+                parts.setdefault(file, {})[name] = tensor
+        return parts
 
 
-class LeadingWriter(Writer):
-    """Writes what every process does, then waits for the parts of the others and publishes the checkpoint.
+class Writer:
+    """Writes the files of one process and, when they are on the disk, `part-<process>.json`.
 
     Args:
-        manifest: to which the parts are added.
-        path: the checkpoint's folder to be.
-        processes: the numbers of all of them.
-        publishing: settings for `publish`.
+        snapshot: taken, and not copied yet; another may be taken when this one is written.
+        partial: the folder to write into, which exists.
+        process: the number of this one.
+        pipeline: this process's, for messages, and for the time after which a disk that does not answer is an error.
+        publish: what the leading process does with the parts of all processes, as JSON; None on the others.
+        processes: the numbers of all processes that write.
     """
 
     def __init__(
@@ -102,27 +103,81 @@ class LeadingWriter(Writer):
         partial: Path,
         process: int,
         pipeline: Pipeline,
-        *,
-        manifest: Manifest,
-        path: Path,
+        publish: Callable[[list[dict[str, Any]]], None] | None,
         processes: Sequence[int],
-        publishing: Mapping[str, Any],
     ) -> None:
-        super().__init__(snapshot, partial, process, pipeline)
-        self._manifest, self._path, self._processes, self._publishing = manifest, path, processes, publishing
+        self._snapshot, self._partial, self._process, self._pipeline = snapshot, partial, process, pipeline
+        self._publish, self._processes = publish, processes
+        self._place, self._doing = pipeline.place, f"saving after step {pipeline.step}"
+        self._last_sign = time.monotonic()
+        self._given_up, self._copied = threading.Event(), threading.Event()
+        self._error: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """Return, as JSON, whether this process is done and which error it had."""
+        is_done, error = not self._thread.is_alive(), self._error
+        silent = time.monotonic() - self._last_sign
+        if not is_done and silent > self._pipeline.timeout_seconds:
+            error = to_json(OSError(f"the disk does not answer for {silent:.0f} s"), self._place)
+        return {"is_done": is_done, "error": error}
+
+    def wait_until_copied(self) -> None:
+        """Wait until the tensors may change."""
+        self._copied.wait()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until this process is done, for at most so long."""
+        self._thread.join(seconds)
+
+    def give_up(self, seconds: float) -> None:
+        """Stop as soon as possible, and wait for that, for at most so long."""
+        self._given_up.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            with self._pipeline.doing_beside(self._doing):
+                self._write()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
+            self._error = to_json(error, self._place)
 
     def _write(self) -> None:
-        super()._write()
-        for process in self._processes:
-            part = part_of(self._partial, process)
-            while not part.exists():
-                self._pause()
-            self._manifest.add(json.loads(part.read_bytes()))
-            part.unlink()
-        write_flushed(self._partial / MANIFEST, self._manifest.to_json())
-        publish(self._partial, self._path, **self._publishing)
+        try:
+            self._snapshot.copy()
+        finally:
+            self._copied.set()
+        write_part(self._partial, self._process, self._snapshot.write(self._partial, self._go_on))
+        if self._publish is not None:
+            for process in self._processes:
+                while not _name_part(self._partial, process).exists():
+                    self._pause()
+            self._publish([take_part(self._partial, process) for process in self._processes])
+
+    def _go_on(self) -> bool:
+        self._last_sign = time.monotonic()
+        return not self._given_up.is_set()
+
+    def _pause(self) -> None:
+        """Wait a moment; raises InterruptedError if the checkpoint is not needed any more."""
+        self._last_sign = time.monotonic()
+        if self._given_up.wait(_POLL_SECONDS):
+            raise InterruptedError(f"{self._partial} is not needed any more")
 
 
-def part_of(partial: Path, process: int) -> Path:
-    """Return the file in which a process says what it has written."""
+def write_part(partial: Path, process: int, part: Mapping[str, Any]) -> None:
+    """Write what a process has written, as its part of the manifest."""
+    write_flushed(_name_part(partial, process), json.dumps(part))
+
+
+def take_part(partial: Path, process: int) -> dict[str, Any]:
+    """Read a process's part of the manifest, and delete its file."""
+    path = _name_part(partial, process)
+    part: dict[str, Any] = json.loads(path.read_bytes())
+    path.unlink()
+    return part
+
+
+def _name_part(partial: Path, process: int) -> Path:
     return partial / f"part-{process}.json"

@@ -70,7 +70,7 @@ def check_earlier(run: RunConfig, folder: Path) -> None:
 
 def _newest_manifest(folder: Path) -> Manifest | None:
     """Return what the newest good checkpoint in a run's folder says, None where there is none."""
-    for path in checkpoints.newest_first(folder / "checkpoints"):
+    for path in checkpoints.list_newest_first(folder / "checkpoints"):
         with suppress(DamagedCheckpoint):  # the trainer names it
             return Manifest.read(path)
     return None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.plain_layers import load_layers
+from gpipe.checkpoint.read import load_layers
 from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
 from gpipe.config.saved import from_plain
 from gpipe.data import Tokenizer, open_tokenizer

@@ -1,20 +1,40 @@
 """The checkpoints of one training: those that it leaves, and the one that it goes on from."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gpipe.checkpoint.entries import Position
+from gpipe.checkpoint.content import Content, OptimizerState
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from gpipe.checkpoint.folder import newest_first
-from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.restore import load_checkpoint, load_weights
+from gpipe.checkpoint.folder import list_newest_first
+from gpipe.checkpoint.manifest import Manifest, Position
+from gpipe.checkpoint.read import load_checkpoint, load_weights
 from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.ema import Ema
-from gpipe.training.saved_state import model_tensors, saved_optimizer
+from gpipe.training.optimizers import load_optimizer_state, named_parameters_of, optimizer_state
+
+
+def get_tensors(pipeline: Pipeline, ema: Ema | None = None) -> dict[str, dict[str, Tensor]]:
+    """Return this process's weights, and averages if there are any, by kind and name, sharing their memory."""
+    kinds: dict[str, dict[str, Tensor]] = {"weights": dict(pipeline.layers.state_dict(prefix="layers."))}
+    if ema is not None:
+        kinds["ema"] = ema.state()
+    return kinds
+
+
+def wrap_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return an optimiser, built from (name, parameter) pairs, as checkpoints see it."""
+    return OptimizerState(
+        name=type(optimizer).__name__,
+        parameters=named_parameters_of(optimizer),
+        read=partial(optimizer_state, optimizer),
+        load=partial(load_optimizer_state, optimizer),
+    )
 
 
 class Checkpoints:
@@ -51,7 +71,7 @@ class Checkpoints:
 
     def load(self, path: Path) -> Manifest:
         """Take over the state of a checkpoint; raises CheckpointError where it is damaged, or another model's."""
-        model, optimizer = model_tensors(self._pipeline, self._ema), saved_optimizer(self._optimizer)
+        model, optimizer = get_tensors(self._pipeline, self._ema), wrap_optimizer(self._optimizer)
         manifest = load_checkpoint(path, self._pipeline, model, optimizer)
         if path.parent == self._folder:
             self.saved_step = manifest.position.step
@@ -62,7 +82,7 @@ class Checkpoints:
 
         Raises CheckpointError where all are damaged: to start anew would be to lose them without a word.
         """
-        paths = newest_first(self._folder) if self._folder is not None else []
+        paths = list_newest_first(self._folder) if self._folder is not None else []
         for path in paths:
             try:
                 return path, self.load(path)
@@ -76,23 +96,23 @@ class Checkpoints:
 
     def load_weights(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with averages, or else with weights, but for the tensors called `replaced`; raises as `load` does."""
-        model = model_tensors(self._pipeline, self._ema)
+        model = get_tensors(self._pipeline, self._ema)
         load_weights(path, self._pipeline, model, replaced=replaced, settings=self._config.get("model"))
 
     def rehearse(self, position: Position, results: Mapping[str, Any]) -> None:
         """Find out whether this training can be saved, before it begins; raises CheckpointError where it cannot."""
         if self._folder is None:
             return
-        with self._pipeline.job.doing("rehearsing a save"):
-            self._open_saver(self._folder).rehearse(position, **self._content(), results=results)
+        with self._pipeline.doing("rehearsing a save"):
+            self._open_saver(self._folder).rehearse(self._content(position, results))
 
     def save(self, position: Position, results: Mapping[str, Any], *, is_best: bool = False) -> None:
         """Begin to save, if anything is to be saved and is not yet; the following steps go on meanwhile."""
         if self._folder is None or self.saved_step == position.step:
             return
         self.saved_step = position.step
-        with self._pipeline.job.doing(f"saving after step {position.step}"):
-            self._open_saver(self._folder).save(position, **self._content(), results=results, is_best=is_best)
+        with self._pipeline.doing(f"saving after step {position.step}"):
+            self._open_saver(self._folder).save(self._content(position, results), is_best=is_best)
 
     def wait_until_copied(self) -> None:
         """Wait until the save under way, if one is, lets weights, averages and the optimiser's state change."""
@@ -124,10 +144,11 @@ class Checkpoints:
             self._saver = Saver(folder, self._pipeline, keep=self._keep)
         return self._saver
 
-    def _content(self) -> dict[str, Any]:
-        """Return what goes into a checkpoint beside its position and results."""
-        return {
-            "model": model_tensors(self._pipeline, self._ema),
-            "optimizer": saved_optimizer(self._optimizer),
-            "config": self._config,
-        }
+    def _content(self, position: Position, results: Mapping[str, Any]) -> Content:
+        return Content(
+            position,
+            get_tensors(self._pipeline, self._ema),
+            wrap_optimizer(self._optimizer),
+            config=self._config,
+            results=results,
+        )

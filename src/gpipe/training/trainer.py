@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from gpipe.checkpoint.entries import Position
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.pipeline.engine import Pipeline, StepReport
+from gpipe.checkpoint.manifest import Position
+from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
