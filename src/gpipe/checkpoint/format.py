@@ -103,16 +103,6 @@ class FileImage:
             for spec in (self.specs[name],)
         }
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "FileImage":
-        """Return an image for such tensors; nothing is copied yet."""
-        specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
-        return cls(specs, pinned=any(tensor.is_cuda for tensor in tensors.values()))
-
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Say whether tensors have the names and the specs that this image was made for."""
-        return self.specs == {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
-
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors' values; from a GPU without waiting until they have arrived."""

@@ -98,11 +98,6 @@ class TensorEntry(_Closed, TensorSpec):
     shape: _Shape
     file: str
 
-    @property
-    def spec(self) -> TensorSpec:
-        """The dtype and the shape alone."""
-        return TensorSpec(self.dtype, self.shape)
-
 
 @dataclass(frozen=True)
 class Manifest(_Closed):
@@ -180,12 +175,8 @@ class Manifest(_Closed):
 
     def specs_in(self, file: str) -> Mapping[str, TensorSpec]:
         """Return the tensors that a file has, by name."""
-        return {
-            name: entry.spec
-            for entries in self.tensors.values()
-            for name, entry in entries.items()
-            if entry.file == file
-        }
+        entries = (item for entries in self.tensors.values() for item in entries.items())
+        return {name: entry for name, entry in entries if entry.file == file}
 
 
 def write_manifest(folder: Path, fields: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe.checkpoint.content import Kinds, OptimizerState
 from gpipe.checkpoint.errors import CheckpointError, run_on_all
 from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer, parse_parameter
-from gpipe.checkpoint.manifest import Manifest, TensorEntry
+from gpipe.checkpoint.manifest import Manifest
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.shared.tied_parameters import checksum
@@ -25,41 +25,30 @@ _NUM_NAMED = 3  # so many names of wrong tensors go into a message
 
 
 def load_checkpoint(path: Path, pipeline: Pipeline, model: Kinds, optimizer: OptimizerState | None = None) -> Manifest:
-    """Load a checkpoint into this process's tensors and, if it is given, into the optimiser.
+    """Load a checkpoint into this process's tensors, `model`, and into the optimiser if it is given.
 
-    Every process calls this.
-
-    Args:
-        path: the checkpoint's folder.
-        pipeline: whose processes load together.
-        model: this process's tensors, which are overwritten.
-        optimizer: None leaves the optimiser's state as it is.
-
-    Returns:
-        The manifest; from it, the caller sets `pipeline.step` and the data's position.
+    Every process calls this. The caller sets `pipeline.step` and the data's position from the manifest.
 
     Raises:
-        CheckpointError: on all processes, if the checkpoint is damaged or of another model or optimiser.
+        CheckpointError: on all processes; the checkpoint is damaged, or is of another model or optimiser.
     """
-    manifest = _read_manifest(path, pipeline)
-    if "ema" in model and "ema" not in manifest.tensors:
+    source = run_on_all(pipeline, lambda: _Source(path))
+    source.refuse_num_layers(pipeline.num_layers)
+    if "ema" in model and "ema" not in source.manifest.tensors:
         raise CheckpointError(f"{path} has no moving averages, but this run keeps them: set ema.decay=null.")
-    _refuse_differences(path, pipeline, manifest, model)
+    for kind, tensors in model.items():
+        source.refuse_differences(kind, tensors, pipeline)
     names = {kind: list(tensors) for kind, tensors in model.items()}
     if optimizer is not None:
-        entries = {
-            name: entry
-            for name, entry in manifest.tensors.get("optimizer", {}).items()
-            if str(parse_layer(name)) in pipeline.layers
-        }
-        run_on_all(pipeline, lambda: _check_optimizer(path, manifest.optimizer, optimizer, entries))
-        names["optimizer"] = list(entries)
-    loaded = run_on_all(pipeline, lambda: _read_tensors(path, manifest, names))
-    _refuse_untied(path, pipeline, loaded)
+        entries = source.manifest.tensors.get("optimizer", {})
+        names["optimizer"] = [name for name in entries if str(parse_layer(name)) in pipeline.layers]
+        run_on_all(pipeline, lambda: source.refuse_optimizer(optimizer, names["optimizer"]))
+    loaded = run_on_all(pipeline, lambda: source.read(names))
+    source.refuse_untied(loaded, pipeline)
     _copy(loaded, model)
     if optimizer is not None:
         optimizer.load(loaded["optimizer"])
-    return manifest
+    return source.manifest
 
 
 def load_weights(
@@ -77,29 +66,29 @@ def load_weights(
     Args:
         path: the checkpoint's folder.
         pipeline: whose processes load together.
-        model: this process's tensors, which are overwritten: weights, statistics and, if this run keeps any, averages.
+        model: this process's weights, statistics and, if this run keeps any, averages, which are overwritten.
         replaced: the names of tensors that stay as they are.
         settings: this model's, as JSON; if the layers differ, the message names the settings that do.
 
     Raises:
-        CheckpointError: on all processes, if the checkpoint is damaged or of another model.
+        CheckpointError: on all processes; the checkpoint is damaged, or is of another model.
     """
-    manifest = _read_manifest(path, pipeline, settings)
+    source = run_on_all(pipeline, lambda: _Source(path, settings))
+    source.refuse_num_layers(pipeline.num_layers)
     _refuse_partly_replaced(pipeline, replaced)
-    source = _choose_kind(manifest)
+    kind = source.choose_kind()
     own = {
-        kind: {name: tensor for name, tensor in tensors.items() if name not in replaced}
-        for kind, tensors in model.items()
+        name: {key: tensor for key, tensor in tensors.items() if key not in replaced} for name, tensors in model.items()
     }
-    _refuse_differences(path, pipeline, manifest, {source: own["weights"]}, replaced, settings)
-    loaded = run_on_all(pipeline, lambda: _read_tensors(path, manifest, {source: list(own["weights"])}))
-    _refuse_untied(path, pipeline, loaded)
-    _copy(dict.fromkeys(own, loaded[source]), own)
-    return manifest
+    source.refuse_differences(kind, own["weights"], pipeline, replaced)
+    loaded = run_on_all(pipeline, lambda: source.read({kind: list(own["weights"])}))
+    source.refuse_untied(loaded, pipeline)
+    _copy(dict.fromkeys(own, loaded[kind]), own)
+    return source.manifest
 
 
 def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> Manifest:
-    """Load a checkpoint, in one process and without a pipeline, into layers on the meta device.
+    """Load a checkpoint's weights, in one process and without a pipeline, into layers on the meta device.
 
     Args:
         path: the checkpoint's folder.
@@ -107,32 +96,28 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
         averages: take the moving averages of the weights if the checkpoint has them.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of other layers; the layers are unchanged.
+        CheckpointError: the checkpoint is damaged, or is of other layers; the layers are unchanged.
     """
-    manifest = Manifest.read(path)
-    _check_num_layers(path, manifest, len(layers))
-    kind = _choose_kind(manifest, averages=averages)
-    own = layers.state_dict(prefix="layers.")
-    if found := _find_differences(manifest, kind, own, range(len(layers))):
-        raise _misfit(path, manifest, kind, found)
+    source = _Source(path)
+    source.refuse_num_layers(len(layers))
+    kind, own = source.choose_kind(averages=averages), layers.state_dict(prefix="layers.")
+    if found := source.compare(kind, own, range(len(layers))):
+        raise source.misfit(kind, found)
     try:
-        read = _read_tensors(path, manifest, {kind: list(own)})[kind]
+        read = source.read({kind: list(own)})[kind]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): check the disk and its permissions.") from None
     # Assigned, not copied: the initial weights, which nothing needs, are never drawn.
-    layers.load_state_dict({_plain(name): tensor for name, tensor in read.items()}, assign=True)
-    return manifest
+    layers.load_state_dict(_rename(read), assign=True)
+    return source.manifest
 
 
-def export(checkpoint: Path, output: Path, *, averages: bool = True) -> str:
-    """Write the weights of a checkpoint, verified, as one safetensors file that the plain model can load.
-
-    The names are those of the plain nn.Sequential's state_dict, `<layer>.<name>`; as there, each layer has its copy of
-    a tied parameter.
+def export(path: Path, output: Path, *, averages: bool = True) -> str:
+    """Write a checkpoint's weights, verified, as one safetensors file that the plain nn.Sequential can load.
 
     Args:
-        checkpoint: its folder.
-        output: the file, which must not exist.
+        path: the checkpoint's folder.
+        output: the file, which must not exist. As in the plain model, each layer has its copy of a tied parameter.
         averages: take the moving averages of the weights if the checkpoint has them.
 
     Returns:
@@ -144,177 +129,171 @@ def export(checkpoint: Path, output: Path, *, averages: bool = True) -> str:
     """
     if output.exists():
         raise FileExistsError(f"{output} is there already: remove it, or name another file with --output.")
-    manifest = Manifest.read(checkpoint)
-    kind = _choose_kind(manifest, averages=averages)
-    entries = manifest.tensors.get(kind, {})
+    source = _Source(path)
+    kind = source.choose_kind(averages=averages)
+    entries = source.manifest.tensors.get(kind, {})
     if not entries:
-        raise CheckpointError(f"{checkpoint} has no {kind}: choose another.")
-    image = FileImage({_plain(name): entry.spec for name, entry in entries.items()})
+        raise CheckpointError(f"{path} has no {kind}: choose another.")
+    image = FileImage(_rename(entries))
     for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
-        names = [name for name, entry in entries.items() if entry.file == file]
-        tensors = _read_tensors(checkpoint, manifest, {kind: names})[kind]
-        image.copy({_plain(name): tensor for name, tensor in tensors.items()})
+        image.copy(_rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
     with replacing(output) as partial:
         image.write(partial)
     return kind
 
 
-def find_damage(checkpoint: Path) -> list[str]:
+def find_damage(path: Path) -> list[str]:
     """Return a sentence per file of a checkpoint that is not what was saved; none if the checkpoint is good."""
     try:
-        manifest = Manifest.read(checkpoint)
+        manifest = Manifest.read(path)
     except (CheckpointError, OSError) as error:
         return [str(error)]
     found = []
     for name in sorted(manifest.files):
         try:
-            manifest.check_file(checkpoint, name)
+            manifest.check_file(path, name)
         except (CheckpointError, OSError) as error:
             found.append(str(error))
     return found
 
 
-def _plain(name: str) -> str:
-    """Return the name that a tensor has in the plain nn.Sequential."""
-    return name.removeprefix("layers.")
+class _Source:
+    """A checkpoint that is read; its methods raise CheckpointError.
 
-
-def _choose_kind(manifest: Manifest, *, averages: bool = True) -> str:
-    return "ema" if averages and "ema" in manifest.tensors else "weights"
-
-
-def _read_tensors(path: Path, manifest: Manifest, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
-    """Read the tensors called `names`, by kind, to the CPU; opens and verifies only the files that have them."""
-    files: dict[str, list[tuple[str, str]]] = {}
-    for kind, kind_names in names.items():
-        for name in kind_names:
-            files.setdefault(manifest.tensors[kind][name].file, []).append((kind, name))
-    for file in files:
-        manifest.check_file(path, file)
-    tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in names}
-    for file, items in files.items():
-        with safe_open(path / file, framework="pt", device="cpu") as reader:
-            for kind, name in items:
-                tensors[kind][name] = reader.get_tensor(name)
-    return tensors
-
-
-@torch.no_grad()
-def _copy(loaded: Mapping[str, Mapping[str, Tensor]], own: Kinds) -> None:
-    for kind, tensors in own.items():
-        for name, tensor in tensors.items():
-            tensor.copy_(loaded[kind][name])
-
-
-def _read_manifest(path: Path, pipeline: Pipeline, settings: Mapping[str, Any] | None = None) -> Manifest:
-    manifest = run_on_all(pipeline, lambda: Manifest.read(path))
-    _check_num_layers(path, manifest, pipeline.num_layers, settings)
-    return manifest
-
-
-def _check_num_layers(
-    path: Path, manifest: Manifest, num_layers: int, settings: Mapping[str, Any] | None = None
-) -> None:
-    if manifest.num_layers != num_layers:
-        raise CheckpointError(
-            f"{path} is of a model with {manifest.num_layers} layers, but this one has {num_layers}"
-            f"{_compare_settings(manifest, settings)}: {_BUILD_THAT}"
-        )
-
-
-def _refuse_differences(
-    path: Path,
-    pipeline: Pipeline,
-    manifest: Manifest,
-    own: Kinds,
-    ignored: Collection[str] = (),
-    settings: Mapping[str, Any] | None = None,
-) -> None:
-    """Raise CheckpointError, naming the layers of all stages that differ, unless all tensors fit."""
-    layers = {int(key) for key in pipeline.layers}
-    for kind, tensors in own.items():
-        own_found = _find_differences(manifest, kind, tensors, layers)
-        own_found = {name: how for name, how in own_found.items() if name not in ignored}
-        if found := {name: how for part in pipeline.gather(own_found) for name, how in part.items()}:
-            raise _misfit(path, manifest, kind, found, settings)
-
-
-def _find_differences(
-    manifest: Manifest, kind: str, own: Mapping[str, Tensor], layers: Container[int]
-) -> dict[str, str]:
-    """Compare `own` tensors with those of one kind that a checkpoint has for the same `layers`.
-
-    Returns:
-        A few words per name that is missing, unexpected or of another shape or dtype.
+    Args:
+        path: its folder.
+        settings: of the model here, as JSON, for messages.
     """
-    saved = manifest.tensors.get(kind, {})
-    found: dict[str, str] = {}
-    for name, tensor in own.items():
-        here = TensorSpec.of(name, tensor)
-        if name not in saved:
-            found[name] = f"not there, {here} here"
-        elif saved[name].spec != here:
-            found[name] = f"{saved[name]} there, {here} here"
-    for name, entry in saved.items():
-        if name not in own and parse_layer(name) in layers:
-            found[name] = f"{entry} there, not here"
-    return found
 
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self._path, self._settings = path, settings or {}
+        self.manifest = Manifest.read(path)
 
-def _misfit(
-    path: Path, manifest: Manifest, kind: str, found: Mapping[str, str], settings: Mapping[str, Any] | None = None
-) -> CheckpointError:
-    """Return the error that names the layers that differ, and how the first of their tensors do."""
-    layers = sorted({parse_layer(name) for name in found})
-    ordered = sorted(found.items(), key=lambda item: parse_layer(item[0]))  # a process's layers may lie apart
-    examples = "; ".join(f"{name} is {how}" for name, how in ordered[:_NUM_NAMED])
-    more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
-    subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
-    return CheckpointError(
-        f"{path} does not fit this model in its {kind}: {subject} ({examples}{more})"
-        f"{_compare_settings(manifest, settings)}: {_BUILD_THAT}"
-    )
+    def choose_kind(self, *, averages: bool = True) -> str:
+        """Return "ema" if averages are there and wanted, else "weights"."""
+        return "ema" if averages and "ema" in self.manifest.tensors else "weights"
 
+    def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
+        """Read the tensors called `names`, by kind, to the CPU; opens and verifies only the files that have them."""
+        files: dict[str, list[tuple[str, str]]] = {}
+        for kind, kind_names in names.items():
+            for name in kind_names:
+                files.setdefault(self.manifest.tensors[kind][name].file, []).append((kind, name))
+        for file in files:
+            self.manifest.check_file(self._path, file)
+        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in names}
+        for file, items in files.items():
+            with safe_open(self._path / file, framework="pt", device="cpu") as reader:
+                for kind, name in items:
+                    tensors[kind][name] = reader.get_tensor(name)
+        return tensors
 
-def _compare_settings(manifest: Manifest, settings: Mapping[str, Any] | None) -> str:
-    """Return which of the model's settings differ from those that the checkpoint was saved with."""
-    saved = manifest.config.get("model", {})
-    found = [
-        f"model.{key} is {saved[key]} there, {value} here"
-        for key, value in (settings or {}).items()
-        if key in saved and saved[key] != value
-    ]
-    return f"; {', '.join(found)}" if found else ""
-
-
-def _check_optimizer(
-    path: Path, saved: str | None, optimizer: OptimizerState, entries: Mapping[str, TensorEntry]
-) -> None:
-    """Refuse the state of another optimiser, or of parameters that this one does not train."""
-    if saved != optimizer.name:
-        raise CheckpointError(
-            f"{path} has the state of {saved or 'no optimiser'}, but this run uses {optimizer.name}: "
-            "use that optimiser, or load the weights alone."
-        )
-    parameters = optimizer.parameters
-    # A parameter may lack a state: before the first step, or if it never had a gradient.
-    if unexpected := [key for key in entries if parse_parameter(key) not in parameters]:
-        more = f" and {len(unexpected) - _NUM_NAMED} more" if len(unexpected) > _NUM_NAMED else ""
-        raise CheckpointError(
-            f"{path} has optimiser state {', '.join(unexpected[:_NUM_NAMED])}{more}, which this run does not train: "
-            "train the same parameters, or load the weights alone."
-        )
-    for key, entry in entries.items():
-        shape = tuple(parameters[parse_parameter(key)].shape)
-        # An optimiser may keep one number for a parameter, or one per row.
-        is_alike = len(entry.shape) == len(shape) and all(
-            slot in (1, size) for slot, size in zip(entry.shape, shape, strict=True)
-        )
-        if entry.shape != () and not is_alike:
+    def refuse_num_layers(self, num_layers: int) -> None:
+        """Refuse a model with another number of layers."""
+        if self.manifest.num_layers != num_layers:
             raise CheckpointError(
-                f"{path} has {key} of shape {list(entry.shape)}, but the parameter's is {list(shape)}: "
-                "build the model that it was saved with."
+                f"{self._path} is of a model with {self.manifest.num_layers} layers, but this one has {num_layers}"
+                f"{self._compare_settings()}: {_BUILD_THAT}"
             )
+
+    def refuse_differences(
+        self, kind: str, own: Mapping[str, Tensor], pipeline: Pipeline, ignored: Collection[str] = ()
+    ) -> None:
+        """Refuse tensors of another model on all processes; the message names the layers of all stages that differ."""
+        differing = self.compare(kind, own, {int(key) for key in pipeline.layers})
+        parts = pipeline.gather({name: how for name, how in differing.items() if name not in ignored})
+        if found := {name: how for part in parts for name, how in part.items()}:
+            raise self.misfit(kind, found)
+
+    def compare(self, kind: str, own: Mapping[str, Tensor], layers: Container[int]) -> dict[str, str]:
+        """Compare `own` tensors with those of one kind that the checkpoint has for the same `layers`.
+
+        Returns:
+            A few words per name that is missing, unexpected, or of another shape or dtype.
+        """
+        saved = self.manifest.tensors.get(kind, {})
+        found: dict[str, str] = {}
+        for name, tensor in own.items():
+            here = TensorSpec.of(name, tensor)
+            if name not in saved:
+                found[name] = f"not there, {here} here"
+            elif str(saved[name]) != str(here):
+                found[name] = f"{saved[name]} there, {here} here"
+        for name, entry in saved.items():
+            if name not in own and parse_layer(name) in layers:
+                found[name] = f"{entry} there, not here"
+        return found
+
+    def misfit(self, kind: str, found: Mapping[str, str]) -> CheckpointError:
+        """Return the error that names the layers that differ, and how the first of their tensors do."""
+        layers = sorted({parse_layer(name) for name in found})
+        ordered = sorted(found.items(), key=lambda item: parse_layer(item[0]))  # a process's layers may lie apart
+        examples = "; ".join(f"{name} is {how}" for name, how in ordered[:_NUM_NAMED])
+        more = f"; and {len(found) - _NUM_NAMED} more tensors" if len(found) > _NUM_NAMED else ""
+        subject = f"layer {layers[0]} differs" if len(layers) == 1 else f"layers {', '.join(map(str, layers))} differ"
+        return CheckpointError(
+            f"{self._path} does not fit this model in its {kind}: {subject} ({examples}{more})"
+            f"{self._compare_settings()}: {_BUILD_THAT}"
+        )
+
+    def refuse_optimizer(self, optimizer: OptimizerState, keys: Sequence[str]) -> None:
+        """Refuse the state of another optimiser, or `keys` of parameters that this one does not train."""
+        if self.manifest.optimizer != optimizer.name:
+            raise CheckpointError(
+                f"{self._path} has the state of {self.manifest.optimizer or 'no optimiser'}, but this run uses "
+                f"{optimizer.name}: use that optimiser, or load the weights alone."
+            )
+        parameters = optimizer.parameters
+        # A parameter may lack a state: before the first step, or if it never had a gradient.
+        if unexpected := [key for key in keys if parse_parameter(key) not in parameters]:
+            more = f" and {len(unexpected) - _NUM_NAMED} more" if len(unexpected) > _NUM_NAMED else ""
+            raise CheckpointError(
+                f"{self._path} has optimiser state {', '.join(unexpected[:_NUM_NAMED])}{more}, which this run does not "
+                "train: train the same parameters, or load the weights alone."
+            )
+        for key in keys:
+            slot, shape = self.manifest.tensors["optimizer"][key].shape, tuple(parameters[parse_parameter(key)].shape)
+            # An optimiser may keep one number for a parameter, or one per row.
+            if slot != () and (
+                len(slot) != len(shape) or any(a not in (1, b) for a, b in zip(slot, shape, strict=True))
+            ):
+                raise CheckpointError(
+                    f"{self._path} has {key} of shape {list(slot)}, but the parameter's is {list(shape)}: "
+                    "build the model that it was saved with."
+                )
+
+    def refuse_untied(self, loaded: Kinds, pipeline: Pipeline) -> None:
+        """Refuse, on all processes, different values for the copies of a tied parameter."""
+        if not pipeline.ties:
+            return
+        tied = {name for names in pipeline.ties for name in names}
+        own = {
+            kind: {key: checksum(value) for key, value in tensors.items() if parse_parameter(key) in tied}
+            for kind, tensors in loaded.items()
+        }
+        parts = pipeline.gather(own)
+        for kind in loaded:
+            values: dict[str, dict[str, int]] = {}  # of each parameter, or of the slots of its optimiser state
+            for key, value in (item for part in parts for item in part[kind].items()):
+                name = parse_parameter(key)
+                values.setdefault(name, {})[key.removeprefix(name)] = value
+            for first, *others in pipeline.ties:
+                for name in others:
+                    if values.get(name) != values.get(first):
+                        raise CheckpointError(
+                            f"{self._path} has different values for {first} and {name} in its {kind}, which are one "
+                            f"parameter of this model: {_BUILD_THAT}"
+                        )
+
+    def _compare_settings(self) -> str:
+        """Return which of the model's settings differ from those that the checkpoint was saved with."""
+        saved = self.manifest.config.get("model", {})
+        found = [
+            f"model.{key} is {saved[key]} there, {value} here"
+            for key, value in self._settings.items()
+            if key in saved and saved[key] != value
+        ]
+        return f"; {', '.join(found)}" if found else ""
 
 
 def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> None:
@@ -328,27 +307,13 @@ def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> No
             )
 
 
-def _refuse_untied(path: Path, pipeline: Pipeline, loaded: Kinds) -> None:
-    """Raise CheckpointError, on all processes, if the copies of a tied parameter would get different values."""
-    if not pipeline.ties:
-        return
-    tied = {name for names in pipeline.ties for name in names}
-    own = {
-        kind: {name: checksum(value) for name, value in tensors.items() if parse_parameter(name) in tied}
-        for kind, tensors in loaded.items()
-    }
-    parts = pipeline.gather(own)
-    for kind in loaded:
-        values = {name: value for part in parts for name, value in part[kind].items()}
-        for first, *others in pipeline.ties:
-            for name in others:
-                if _select(name, values) != _select(first, values):
-                    raise CheckpointError(
-                        f"{path} has different values for {first} and {name} in its {kind}, which are one parameter of "
-                        f"this model: {_BUILD_THAT}"
-                    )
+def _rename(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Give tensors the names that they have in the plain nn.Sequential: `<layer>.<name>`."""
+    return {name.removeprefix("layers."): tensor for name, tensor in tensors.items()}
 
 
-def _select(name: str, values: Mapping[str, int]) -> dict[str, int]:
-    """Return what belongs to a parameter: its value, or the slots of its optimiser state."""
-    return {key.removeprefix(name): value for key, value in values.items() if parse_parameter(key) == name}
+@torch.no_grad()
+def _copy(loaded: Kinds, own: Kinds) -> None:
+    for kind, tensors in own.items():
+        for name, tensor in tensors.items():
+            tensor.copy_(loaded[kind][name])

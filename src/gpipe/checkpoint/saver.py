@@ -1,21 +1,8 @@
-"""Save checkpoints while training goes on: each stage its own layers, the first one the rest.
-
-    rehearse  before training: each process writes a file, the leader a manifest, and all of it is deleted
-    save      each process notes its tensors; the leader makes a partial folder
-    thread    each process copies its tensors in memory, which do not change during a forward and a backward
-              each process writes its files and flushes them, then part-<process>.json
-              the leader waits for all parts, writes manifest.json, renames the folder, moves `latest`, deletes old ones
-    update    of the weights: waits until the tensors are copied
-    check     at the boundaries of the following steps: all processes raise an error that one had
-
-The processes need a file system that all of them see. Replicas other than the first have the same tensors and write
-nothing.
-"""
+"""Save checkpoints while training goes on: each stage its own layers, the first one the rest."""
 
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +90,15 @@ class Saver:
         self._lead(partial.mkdir)
         kinds = content.tensors
         self._snapshot.take({**kinds, "weights": self._clone_buffers(kinds["weights"])})
-        finish = None
-        if self._leads:
-            fields = content.describe(self._pipeline.num_layers)
-            finish = bind(_finish, partial, path, fields, keep=self._keep, is_best=is_best)
-        self._writer = Writer(self._snapshot, partial, self._process, self._pipeline, finish, self._processes)
+        fields = content.describe(self._pipeline.num_layers)
+
+        def finish(parts: Sequence[Mapping[str, Any]]) -> None:
+            write_manifest(partial, fields, parts)
+            publish(partial, path, keep=self._keep, is_best=is_best)
+
+        self._writer = Writer(
+            self._snapshot, partial, self._process, self._pipeline, finish if self._leads else None, self._processes
+        )
         return path
 
     def wait_until_copied(self) -> None:
@@ -198,17 +189,3 @@ class Saver:
         self._pipeline.gather(None)
         if self._leads:
             shutil.rmtree(self._partial, ignore_errors=True)
-
-
-def _finish(
-    partial: Path,
-    path: Path,
-    fields: Mapping[str, Any],
-    parts: Sequence[Mapping[str, Any]],
-    *,
-    keep: int,
-    is_best: bool,
-) -> None:
-    """Make a checkpoint of what all processes have written."""
-    write_manifest(partial, fields, parts)
-    publish(partial, path, keep=keep, is_best=is_best)

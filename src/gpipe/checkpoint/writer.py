@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpipe.checkpoint.content import Kinds
 from gpipe.checkpoint.errors import to_json
-from gpipe.checkpoint.format import FileImage, parse_layer
+from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer
 from gpipe.durable_files import write_flushed
 from gpipe.pipeline.engine import Pipeline
 
@@ -56,9 +56,11 @@ class Snapshot:
             for stream in self._streams.values():
                 streams.enter_context(torch.cuda.stream(stream))  # the current stream of its own device alone
             for file, tensors in parts.items():
-                if file not in self._images or not self._images[file].fits(tensors):
+                specs = {name: TensorSpec.of(name, tensor) for name, tensor in tensors.items()}
+                if file not in self._images or self._images[file].specs != specs:
                     self._images.pop(file, None)  # before the new one takes its memory
-                    self._images[file] = FileImage.of(tensors)
+                    pinned = any(tensor.is_cuda for tensor in tensors.values())
+                    self._images[file] = FileImage(specs, pinned=pinned)
                 self._images[file].copy(tensors)
         for stream in self._streams.values():
             stream.synchronize()
