@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is written is what was, and nothing half-written is taken for a checkpoint."""
+"""Saving while training goes on: later steps change nothing, and nothing half-written is taken for a checkpoint."""
 
 import re
 import resource
@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.folder import find_best, find_latest
+from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.format import FileImage
-from gpipe.checkpoint.manifest import Position
+from gpipe.checkpoint.manifest import MANIFEST, Position
 from gpipe.checkpoint.saver import Saver
 from gpipe.checkpoint.writer import Snapshot
 from tests.process_pool import ProcessPool
-from tests.training.small_run import SmallRun, small_run
+from tests.training.small_run import SmallRun, assert_equal, small_run
 
 POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 
@@ -29,13 +30,6 @@ def begin(saver: Saver, run: SmallRun, step: int = 3, **settings: Any) -> Path:
     """Begin to save everything that a run has."""
     position = replace(POSITION, step=step)
     return saver.save(run.content(position), **settings)
-
-
-def assert_equal(run: SmallRun, expected: dict[str, torch.Tensor]) -> None:
-    found = run.tensors()
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
 class Gate:
@@ -62,8 +56,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
+def test_names_follow_the_layer_and_each_stage_has_its_files(checkpoint: Path, trained: SmallRun) -> None:
+    # Stage 1 has a layer with dropout and one that flattens: no tensors, no files.
+    expected = {f"{kind}-{stage}.safetensors" for kind in ("weights", "ema", "optimizer") for stage in (0, 2)}
+    assert {path.name for path in checkpoint.iterdir()} == expected | {MANIFEST}
+    assert set(load_file(checkpoint / "weights-0.safetensors")) == {
+        name for name in trained.pipeline.layers.state_dict(prefix="layers.") if name.startswith("layers.0.")
+    }
+    slots = {name.rsplit("/", 1)[1] for name in load_file(checkpoint / "optimizer-2.safetensors")}
+    assert slots >= {"square_avg", "momentum_buffer"}
+
+
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
-def test_what_is_written_is_what_was_when_training_went_on(tmp_path: Path, gate: Gate, optimizer: str) -> None:
+def test_training_that_goes_on_does_not_change_what_is_written(tmp_path: Path, gate: Gate, optimizer: str) -> None:
     run, undisturbed = small_run((1, 2, 3), optimizer=optimizer), small_run(optimizer=optimizer)
     run.train(2)
     then = run.tensors()
@@ -83,9 +88,7 @@ def test_what_is_written_is_what_was_when_training_went_on(tmp_path: Path, gate:
     assert_equal(run, undisturbed.tensors())
 
 
-def test_a_copy_that_is_late_has_nothing_of_the_forward_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_copy_has_no_statistics_of_a_later_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, is_late, copy = small_run((1, 2, 3)), threading.Event(), Snapshot.copy
 
     def late_copy(snapshot: Snapshot) -> None:
@@ -108,7 +111,7 @@ def test_a_copy_that_is_late_has_nothing_of_the_forward_meanwhile(
     assert any(not torch.equal(then[name], now) for name, now in run.tensors().items() if "running_mean" in name)
 
 
-def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path: Path, gate: Gate) -> None:
+def test_a_save_waits_for_the_previous_one(tmp_path: Path, gate: Gate) -> None:
     run = small_run()
     run.train(1)
     first, saver = run.tensors(), Saver(tmp_path, run.pipeline)
@@ -124,7 +127,7 @@ def test_a_save_waits_for_the_one_before_whose_memory_it_takes(tmp_path: Path, g
         assert_equal(reader, expected)
 
 
-def test_a_state_that_grew_is_saved_whole(tmp_path: Path) -> None:
+def test_a_state_that_grew_is_saved_completely(tmp_path: Path) -> None:
     run = small_run()
     saver = Saver(tmp_path, run.pipeline)
     begin(saver, run, 0)  # the optimiser has no state yet
@@ -136,26 +139,29 @@ def test_a_state_that_grew_is_saved_whole(tmp_path: Path) -> None:
     assert_equal(reader, run.tensors())
 
 
-def test_the_best_is_never_deleted(tmp_path: Path) -> None:
-    run = small_run()
-    saver = Saver(tmp_path, run.pipeline, keep=2)
-    for step in range(1, 7):
-        begin(saver, run, step, is_best=step in (1, 2))
-    saver.wait()
-    assert find_best(tmp_path) == tmp_path / "step-00000002"
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"latest", "best", "step-00000002", "step-00000005", "step-00000006"}
-    begin(saver, run, 7, is_best=True)
-    saver.wait()
-    assert not (tmp_path / "step-00000002").exists()
+def test_an_interrupted_save_is_never_taken_for_a_checkpoint(
+    tmp_path: Path, trained: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = trained.save(tmp_path, POSITION)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpipe.checkpoint.saver.write_manifest", lambda *arguments: 1 / 0)
+        with pytest.raises(CheckpointError, match=r"cannot be written or read \(ZeroDivisionError"):
+            trained.save(tmp_path, replace(POSITION, step=4))
+    assert find_latest(tmp_path) == first
+    second = trained.save(tmp_path, replace(POSITION, step=4))
+    assert find_latest(tmp_path) == second
+    small_run(seed=1).load(second)
 
 
-def test_checkpoints_of_steps_to_which_the_run_has_not_come_again_go_first(tmp_path: Path) -> None:
-    run = small_run()
-    for step in (10, 20, 30, 5, 6):
-        run.save(tmp_path, replace(POSITION, step=step), keep=3)
-    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000005", "step-00000006", "step-00000030"}
-    assert find_latest(tmp_path) == tmp_path / "step-00000006"
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, trained: SmallRun) -> None:
+    (tmp_path / "checkpoints").write_text("a file in its place", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"cannot be written or read .*checkpoints.*check the disk"):
+        trained.save(tmp_path / "checkpoints", POSITION)
+
+
+def test_keeping_no_checkpoint_is_refused(tmp_path: Path, trained: SmallRun) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        trained.save(tmp_path, POSITION, keep=0)
 
 
 def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
@@ -180,7 +186,7 @@ def test_a_failed_write_is_raised_at_the_next_boundary_and_leaves_nothing(
     assert find_latest(tmp_path) == tmp_path / "step-00000004"
 
 
-def test_a_save_that_is_given_up_leaves_what_was(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_save_changes_nothing(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpipe.checkpoint.saver._GRACE_SECONDS", 0.1)
     run = small_run()
     saver = Saver(tmp_path, run.pipeline)
@@ -192,9 +198,7 @@ def test_a_save_that_is_given_up_leaves_what_was(tmp_path: Path, gate: Gate, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_does_not_answer_is_an_error_and_what_hangs_is_known(
-    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_does_not_answer_is_an_error(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpipe.checkpoint.saver._GRACE_SECONDS", 0.1)
     run = small_run()
     run.pipeline.timeout_seconds, run.pipeline.step = 0.3, 4
@@ -207,17 +211,6 @@ def test_a_disk_that_does_not_answer_is_an_error_and_what_hangs_is_known(
         saver.wait()
     gate.open.set()
     assert find_latest(tmp_path) is None
-
-
-def test_rests_of_a_killed_process_are_removed_and_a_replaced_checkpoint_comes_back(tmp_path: Path) -> None:
-    run = small_run()
-    path = run.save(tmp_path, POSITION)
-    path.rename(tmp_path / f".{path.name}.old")  # killed between two renames
-    for rest in (".step-00000009.partial-0a1b2c3d-2", ".step-00000001.deleted"):
-        (tmp_path / rest).mkdir()
-    Saver(tmp_path, run.pipeline)
-    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", path.name}
-    run.load(path)
 
 
 def test_tensors_that_share_memory_are_saved_under_each_name(tmp_path: Path) -> None:
@@ -268,7 +261,7 @@ def rehearse(run: SmallRun, folder: Path, **settings: Any) -> None:
     Saver(folder, run.pipeline).rehearse(run.content(POSITION, **settings))
 
 
-def test_a_rehearsal_leaves_what_was(tmp_path: Path) -> None:
+def test_a_rehearsal_changes_nothing(tmp_path: Path) -> None:
     run = small_run((1, 2, 3))
     rehearse(run, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -142,6 +142,14 @@ class SmallRun:
         return {f"{kind}: {name}": value.clone() for kind, part in kinds.items() for name, value in part.items()}
 
 
+def assert_equal(run: SmallRun, expected: Mapping[str, Tensor]) -> None:
+    """Compare a run's tensors with others, bit by bit and name by name."""
+    found = run.tensors()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
 def small_run(
     partitions: Sequence[int] = (NUM_LAYERS,),
     *,

@@ -1,0 +1,70 @@
+"""The folder of checkpoints: pointers, what is deleted, and what a killed process has left."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.folder import find_best, find_latest
+from gpipe.checkpoint.manifest import Position
+from gpipe.checkpoint.saver import Saver
+from tests.training.small_run import SmallRun, assert_equal, small_run
+
+POSITION = Position(step=3, epoch=0, batch=3, seed=0)
+
+
+def test_there_is_no_latest_before_the_first_save(tmp_path: Path) -> None:
+    assert find_latest(tmp_path / "checkpoints") is None
+    (tmp_path / "latest").write_text("../elsewhere\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"says '\.\./elsewhere', which names no checkpoint"):
+        find_latest(tmp_path)
+
+
+def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path, trained: SmallRun) -> None:
+    for step in (8, 9, 10, 100_000_000):
+        path = trained.save(tmp_path, replace(POSITION, step=step), keep=2)
+        assert find_latest(tmp_path) == path
+    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", "step-00000010", "step-100000000"}
+
+
+def test_the_same_step_can_be_saved_again(tmp_path: Path, trained: SmallRun) -> None:
+    trained.save(tmp_path, POSITION)
+    trained.train(1)
+    other = small_run((6,), seed=1)
+    other.load(trained.save(tmp_path, POSITION))
+    assert_equal(other, trained.tensors())
+    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", "step-00000003"}
+
+
+def test_the_best_is_never_deleted(tmp_path: Path) -> None:
+    run = small_run()
+    saver = Saver(tmp_path, run.pipeline, keep=2)
+    for step in range(1, 7):
+        saver.save(run.content(replace(POSITION, step=step)), is_best=step in (1, 2))
+    saver.wait()
+    assert find_best(tmp_path) == tmp_path / "step-00000002"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"latest", "best", "step-00000002", "step-00000005", "step-00000006"}
+    saver.save(run.content(replace(POSITION, step=7)), is_best=True)
+    saver.wait()
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def test_checkpoints_of_later_steps_are_deleted_first(tmp_path: Path) -> None:
+    run = small_run()
+    for step in (10, 20, 30, 5, 6):
+        run.save(tmp_path, replace(POSITION, step=step), keep=3)
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000005", "step-00000006", "step-00000030"}
+    assert find_latest(tmp_path) == tmp_path / "step-00000006"
+
+
+def test_leftovers_of_a_killed_process_are_removed_and_a_replaced_checkpoint_returns(tmp_path: Path) -> None:
+    run = small_run()
+    path = run.save(tmp_path, POSITION)
+    path.rename(tmp_path / f".{path.name}.old")  # killed between two renames
+    for rest in (".step-00000009.partial-0a1b2c3d-2", ".step-00000001.deleted"):
+        (tmp_path / rest).mkdir()
+    Saver(tmp_path, run.pipeline)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"latest", path.name}
+    run.load(path)
