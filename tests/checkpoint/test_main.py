@@ -1,4 +1,4 @@
-"""python -m gpipe.checkpoint: what it says of a checkpoint, and the file that plain models load."""
+"""python -m gpipe.checkpoint: verify, describe, and export a file that plain models load."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def plain_layers() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(("options", "kind"), [([], "ema"), (["--weights"], "weights")])
-def test_the_plain_model_computes_what_the_pipeline_does(
+def test_the_plain_model_computes_the_same_as_the_pipeline(
     checkpoint: Path, trained: SmallRun, options: list[str], kind: str
 ) -> None:
     output = checkpoint.parent / "model.safetensors"
@@ -68,7 +68,7 @@ def test_the_plain_model_computes_what_the_pipeline_does(
     assert [path.name for path in output.parent.glob(".*")] == []
 
 
-def test_timm_loads_it_by_its_own_means(tmp_path: Path) -> None:
+def test_timm_loads_the_exported_file(tmp_path: Path) -> None:
     size = {"num_layers": 3, "num_filters": 16, "num_classes": 10}
     model = gpipe.models.amoebanet_d(**size)
     layers = convert_batch_norm(gpipe.models.amoebanet_d(**size))
@@ -85,7 +85,7 @@ def test_timm_loads_it_by_its_own_means(tmp_path: Path) -> None:
     assert torch.equal(loaded.eval()(images), pipeline.evaluate(images))
 
 
-def test_a_tied_parameter_has_every_name_that_the_plain_model_gives_it(tmp_path: Path) -> None:
+def test_a_tied_parameter_is_exported_under_each_of_its_names(tmp_path: Path) -> None:
     pipeline = Pipeline(tied_layers("meta"), loss, (2, 2, 2), 3, seed=3)
     pipeline.train_step(mini_batch(0))
     saver = Saver(tmp_path, pipeline)
@@ -100,13 +100,11 @@ def test_a_tied_parameter_has_every_name_that_the_plain_model_gives_it(tmp_path:
         assert torch.equal(plain.state_dict()[name], tensor), name
 
 
-def test_a_file_that_is_there_is_not_written_over(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_not_overwritten(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = checkpoint.parent / "model.safetensors"
     output.write_text("something dear", encoding="utf-8")
     assert main(["export", str(checkpoint), "--output", str(output)]) == 1
-    assert (
-        capsys.readouterr().err == f"error: {output} is there already: remove it, or name another file with --output.\n"
-    )
+    assert capsys.readouterr().err == f"error: {output} exists: remove it, or name another file with --output.\n"
     assert output.read_text(encoding="utf-8") == "something dear"
 
 
@@ -140,7 +138,7 @@ def test_the_description_has_step_settings_layers_and_sizes(
     assert [line.split()[0] for line in text.splitlines()[-4:]] == ["0", "3", "4", "5"]
 
 
-def test_the_command_ends_with_its_status(tmp_path: Path) -> None:
+def test_the_exit_status_is_that_of_main(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "gpipe.checkpoint", "verify", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

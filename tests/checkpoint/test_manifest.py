@@ -38,13 +38,13 @@ def test_the_manifest_lists_every_file_and_tensor(checkpoint: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format_version": 2}'])
 def test_a_damaged_manifest_is_noticed(checkpoint: Path, content: bytes) -> None:
     (checkpoint / MANIFEST).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is not a good manifest \(.*\): choose another"):
+    with pytest.raises(CheckpointError, match=r"is not a valid manifest \(.*\): choose another"):
         small_run().load(checkpoint)
 
 
 def test_a_missing_manifest_is_noticed(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=r"no manifest\.json, so it is no complete checkpoint: choose another"):
+    with pytest.raises(CheckpointError, match=r"no manifest\.json, so it is incomplete: choose another"):
         small_run().load(checkpoint)
 
 

@@ -190,6 +190,6 @@ def test_a_damaged_file_does_not_change_plain_layers(tmp_path: Path, trained: Sm
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"weights-2\.safetensors does not have the SHA-256 of its manifest"):
+    with pytest.raises(CheckpointError, match=r"weights-2\.safetensors does not match the SHA-256 in its manifest"):
         load_layers(path, layers)
     assert all(tensor.is_meta for tensor in layers.state_dict().values())

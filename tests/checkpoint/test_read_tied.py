@@ -52,7 +52,7 @@ def resume(path: Path, run: SmallRun) -> None:
     run.pipeline.step = POSITION.step
 
 
-def go_on_in_processes(rank: int, path: Path) -> dict[str, Tensor]:
+def resume_in_processes(rank: int, path: Path) -> dict[str, Tensor]:
     run = build((2, 2, 2), seed=7, mesh=init_device_mesh("cpu", (3,), mesh_dim_names=("stage",)))
     run.pipeline.seed = 3  # of the masks: other initial weights, so that all must have been loaded
     for stage in run.pipeline.stages.values():
@@ -84,11 +84,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, optimizer: st
         assert all(torch.equal(value, values[0]) for value in values)
 
 
-def test_what_one_process_saved_three_go_on_with_and_one_reads_again(tmp_path: Path, processes: ProcessPool) -> None:
+def test_three_processes_resume_what_one_saved_and_one_reads_it_again(tmp_path: Path, processes: ProcessPool) -> None:
     whole, first = build(), build()
     train(whole, (0, 1, 2, 3))
     train(first, (0, 1))
-    found = processes.run(3, go_on_in_processes, save(tmp_path, first))
+    found = processes.run(3, resume_in_processes, save(tmp_path, first))
     assert {name for part in found for name in part} == whole.tensors().keys()
     for part in found:
         assert_same(part, whole.tensors())
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_an_untied_model_is_refused(tmp_path: Path) -> None:
     assert_same(run.tensors(), before)
 
 
-def test_a_tied_parameter_is_replaced_altogether_or_not_at_all(tmp_path: Path) -> None:
+def test_a_tied_parameter_is_replaced_under_all_its_names_or_none(tmp_path: Path) -> None:
     first, second = build(), build(seed=7)
     train(first, (0, 1))
     path = save(tmp_path, first)

@@ -118,5 +118,5 @@ def test_every_digit_of_the_manifest_counts(good: Path, tmp_path: Path) -> None:
         changed = bytearray(text)
         changed[place] ^= 1
         (checkpoint / MANIFEST).write_bytes(changed)
-        with pytest.raises(CheckpointError, match="not a good manifest"):
+        with pytest.raises(CheckpointError, match="not a valid manifest"):
             Manifest.read(checkpoint)

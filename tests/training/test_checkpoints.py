@@ -1,4 +1,4 @@
-"""Going on from the newest good checkpoint: a damaged one is named and the one before it is taken."""
+"""Resuming: a damaged checkpoint is reported, and the previous one is loaded."""
 
 import shutil
 from collections.abc import Callable
@@ -43,7 +43,7 @@ DAMAGES = [flip_a_bit, lose_the_manifest, lose_all, lose_the_pointer, take_the_n
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What trainers say."""
+    """What trainers print."""
     said: list[str] = []
     monkeypatch.setattr("gpipe.training.progress.Progress.message", lambda progress, text: said.append(text))
     return said
@@ -60,7 +60,7 @@ def interrupted(folder: Path) -> Trainer:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_one_before_is_taken_and_training_ends_as_if_nothing_had_been(
+def test_the_previous_checkpoint_is_taken_and_training_ends_the_same(
     tmp_path: Path, messages: list[str], damage: Callable[[Path], None]
 ) -> None:
     whole = small_trainer(tmp_path / "whole", (6,), evaluate_every_epochs=None)
@@ -84,11 +84,11 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
     trainer = interrupted(tmp_path)
     newest = tmp_path / "checkpoints" / "step-00000006"
     flip_a_bit(newest)
-    with pytest.raises(DamagedCheckpoint, match=r"step-00000006/optimizer-1\.safetensors does not have the SHA-256"):
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000006/optimizer-1\.safetensors does not match the SHA-256"):
         trainer.resume(newest)
 
 
-def test_where_all_are_damaged_nothing_starts_anew_without_a_word(tmp_path: Path, messages: list[str]) -> None:
+def test_if_all_are_damaged_training_does_not_start_anew(tmp_path: Path, messages: list[str]) -> None:
     trainer = interrupted(tmp_path)
     for path in list_newest_first(tmp_path / "checkpoints"):
         flip_a_bit(path)
@@ -97,7 +97,7 @@ def test_where_all_are_damaged_nothing_starts_anew_without_a_word(tmp_path: Path
     assert len(messages) == 3
 
 
-def test_another_model_s_checkpoint_is_no_damage(tmp_path: Path, messages: list[str]) -> None:
+def test_the_checkpoint_of_another_model_is_not_called_damaged(tmp_path: Path, messages: list[str]) -> None:
     interrupted(tmp_path)
     pipeline = small_run((2, 4)).pipeline
     other = small_trainer(

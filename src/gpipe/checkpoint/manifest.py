@@ -132,7 +132,7 @@ class Manifest(_Closed):
         """
         path = folder / MANIFEST
         if not os.path.lexists(path):
-            raise DamagedCheckpoint(f"{folder} has no {MANIFEST}, so it is no complete checkpoint: choose another.")
+            raise DamagedCheckpoint(f"{folder} has no {MANIFEST}, so it is incomplete: choose another.")
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
                 raise DamagedCheckpoint(f"{path} has {size} bytes, too many to be a manifest: choose another.")
@@ -146,7 +146,7 @@ class Manifest(_Closed):
                 )
             manifest = _parse(content)
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{path} is not a good manifest ({error}): choose another.") from None
+            raise DamagedCheckpoint(f"{path} is not a valid manifest ({error}): choose another.") from None
         named = STEP_FOLDER.fullmatch(folder.absolute().name)
         if named is not None and int(named[1]) != manifest.position.step:
             raise DamagedCheckpoint(
@@ -169,7 +169,7 @@ class Manifest(_Closed):
                 )
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise DamagedCheckpoint(
-                    f"{path} does not have the SHA-256 of its manifest: it is damaged, choose another."
+                    f"{path} does not match the SHA-256 in its manifest: it is damaged, choose another."
                 )
         check_header(path, self.specs_in(name))
 
@@ -227,9 +227,9 @@ def _read_json(text: bytes) -> dict[str, Any]:
     """
     content = json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
     if not isinstance(content, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     if "sha256" in content and content != seal(content):
-        raise ValueError("its content does not have its SHA-256")
+        raise ValueError("its content does not match its SHA-256")
     return content
 
 
@@ -243,7 +243,7 @@ def _refuse_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:

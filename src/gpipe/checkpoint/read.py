@@ -128,7 +128,7 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
         FileExistsError: the output exists.
     """
     if output.exists():
-        raise FileExistsError(f"{output} is there already: remove it, or name another file with --output.")
+        raise FileExistsError(f"{output} exists: remove it, or name another file with --output.")
     source = _Source(path)
     kind = source.choose_kind(averages=averages)
     entries = source.manifest.tensors.get(kind, {})

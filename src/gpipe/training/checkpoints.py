@@ -1,4 +1,4 @@
-"""The checkpoints of one training: those that it leaves, and the one that it goes on from."""
+"""The checkpoints of a training: those that it saves, and the one that it goes on from."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ from gpipe.training.optimizers import load_optimizer_state, named_parameters_of,
 
 
 def get_tensors(pipeline: Pipeline, ema: Ema | None = None) -> dict[str, dict[str, Tensor]]:
-    """Return this process's weights, and averages if there are any, by kind and name, sharing their memory."""
+    """Return this process's weights and averages, by kind and name; they share the pipeline's memory."""
     kinds: dict[str, dict[str, Tensor]] = {"weights": dict(pipeline.layers.state_dict(prefix="layers."))}
     if ema is not None:
         kinds["ema"] = ema.state()
@@ -38,19 +38,22 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 class Checkpoints:
-    """What a pipeline, its optimiser and its averages are saved to; every process makes one and calls the same methods.
+    """Saves and loads a pipeline, its optimiser and its averages; every process makes one and calls the same methods.
 
     Args:
-        folder: None saves nothing.
-        keep: how many of the newest stay, beside the best.
-        config: of the run, as JSON, which goes into each.
-        say: takes a warning.
+        folder: of the checkpoints; None saves nothing.
+        pipeline: whose layers are saved.
+        optimizer: whose state is saved.
+        ema: the averages; None if there are none.
+        keep: how many of the newest checkpoints stay, beside the best.
+        config: the run's settings, as JSON, which each checkpoint has.
+        say: prints a warning.
 
     Raises:
         ValueError: keep is not positive.
 
     Attributes:
-        saved_step: the step of the newest one in the folder; None where there is none.
+        saved_step: the step of the folder's newest checkpoint; None if there is none.
     """
 
     def __init__(
@@ -70,7 +73,11 @@ class Checkpoints:
         self._saver: Saver | None = None
 
     def load(self, path: Path) -> Manifest:
-        """Take over the state of a checkpoint; raises CheckpointError where it is damaged, or another model's."""
+        """Load the state of a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or is of another model.
+        """
         model, optimizer = get_tensors(self._pipeline, self._ema), wrap_optimizer(self._optimizer)
         manifest = load_checkpoint(path, self._pipeline, model, optimizer)
         if path.parent == self._folder:
@@ -78,9 +85,13 @@ class Checkpoints:
         return manifest
 
     def load_newest(self) -> tuple[Path, Manifest] | None:
-        """Load the folder's newest checkpoint that is not damaged, and say which are; None where it has none.
+        """Load the folder's newest checkpoint that is not damaged, and warn of the damaged ones.
 
-        Raises CheckpointError where all are damaged: to start anew would be to lose them without a word.
+        Returns:
+            The checkpoint's folder and manifest; None if there are no checkpoints.
+
+        Raises:
+            CheckpointError: all are damaged; a new training would overwrite them silently.
         """
         paths = list_newest_first(self._folder) if self._folder is not None else []
         for path in paths:
@@ -95,19 +106,27 @@ class Checkpoints:
         return None
 
     def load_weights(self, path: Path, replaced: Collection[str]) -> None:
-        """Begin with averages, or else with weights, but for the tensors called `replaced`; raises as `load` does."""
+        """Begin with a checkpoint's averages or, if it has none, its weights; the tensors called `replaced` stay.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or is of another model.
+        """
         model = get_tensors(self._pipeline, self._ema)
         load_weights(path, self._pipeline, model, replaced=replaced, settings=self._config.get("model"))
 
     def rehearse(self, position: Position, results: Mapping[str, Any]) -> None:
-        """Find out whether this training can be saved, before it begins; raises CheckpointError where it cannot."""
+        """Find out, before the training begins, whether it can be saved.
+
+        Raises:
+            CheckpointError: it cannot.
+        """
         if self._folder is None:
             return
         with self._pipeline.doing("rehearsing a save"):
             self._open_saver(self._folder).rehearse(self._content(position, results))
 
     def save(self, position: Position, results: Mapping[str, Any], *, is_best: bool = False) -> None:
-        """Begin to save, if anything is to be saved and is not yet; the following steps go on meanwhile."""
+        """Begin to save, unless nothing is saved or this step is already; the following steps go on meanwhile."""
         if self._folder is None or self.saved_step == position.step:
             return
         self.saved_step = position.step
@@ -115,31 +134,31 @@ class Checkpoints:
             self._open_saver(self._folder).save(self._content(position, results), is_best=is_best)
 
     def wait_until_copied(self) -> None:
-        """Wait until the save under way, if one is, lets weights, averages and the optimiser's state change."""
+        """Wait until the save under way, if any, lets weights, averages and the optimiser's state change."""
         if self._saver is not None:
             self._saver.wait_until_copied()
 
     def status(self) -> dict[str, Any] | None:
-        """Return how this process's part of the save that is under way goes, for `check`; None where none is."""
+        """Return the status of this process's part of the save under way, for `check`; None if there is none."""
         return self._saver.status() if self._saver is not None else None
 
     def check(self, statuses: Sequence[dict[str, Any] | None]) -> None:
-        """Raise CheckpointError on all processes, if one of them failed in the save under way; statuses: of all."""
+        """Raise CheckpointError on all processes if one failed in the save under way; `statuses` are those of all."""
         if self._saver is not None:
             self._saver.check(statuses)
 
     def finish(self) -> None:
-        """Wait until what was begun is saved; raises as `check` does."""
+        """Wait until the save under way is finished; raises as `check` does."""
         if self._saver is not None:
             self._saver.wait()
 
     def abandon(self) -> None:
-        """After an error of the training: give the save that is under way a moment to finish, or to stop."""
+        """After an error of the training, give the save under way a moment to finish, or to stop."""
         if self._saver is not None:
             self._saver.abandon()
 
     def _open_saver(self, folder: Path) -> Saver:
-        """Return what saves to the folder, which is made with it."""
+        """Return the saver, which makes the folder when it is made."""
         if self._saver is None:
             self._saver = Saver(folder, self._pipeline, keep=self._keep)
         return self._saver
