@@ -1,48 +1,53 @@
-"""Token sets: sequences of token numbers that are looked up by index."""
+"""Mini-batches of token sequences for one process of the training."""
 
-from typing import Protocol
+import time
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from gpipe.data.images.source import SPLITS
-
-_RANDOM_TOKENS = 0x70C  # keeps these numbers apart from those of other random data
-
-
-class TokenSet(Protocol):
-    """Hold sequences of tokens. Anything with these two members works in `TokenLoader`."""
-
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-
-    def sequence(self, index: int) -> NDArray[np.int64]:
-        """Return sequence `index`, [length + 1]: all but the last are read, all but the first are to be told.
-
-        The sequences of a mini-batch have one length.
-        """
+from gpipe.data.epoch_loader import EpochLoader
+from gpipe.data.text.tokens import TokenSet
 
 
-class RandomTokens:
-    """Hold sequences of evenly distributed tokens, in which there is nothing to learn: they measure speed.
+class TokenLoader(EpochLoader):
+    """Yield the mini-batches of an epoch: (tokens, the token after each), both int64 [n, time], on every stage.
 
-    Sequence i, sequence_length + 1 tokens below vocabulary_size, is a function of the split and of i.
-    Raises ValueError for an unknown split.
+    Looking tokens up costs next to nothing, so there are neither worker processes nor stages that are spared.
+    The arguments are those of EpochLoader. Raises ValueError for wrong settings.
     """
 
-    def __init__(self, split: str, num_sequences: int, sequence_length: int, vocabulary_size: int) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
-        self._split = SPLITS.index(split)
-        self._num_sequences = num_sequences
-        self._sequence_length = sequence_length
-        self._vocabulary_size = vocabulary_size
+    def __init__(
+        self,
+        token_set: TokenSet,
+        batch_size: int,
+        seed: int,
+        *,
+        shuffle: bool,
+        replica_index: int = 0,
+        num_replicas: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            len(token_set),
+            batch_size,
+            seed,
+            shuffle=shuffle,
+            replica_index=replica_index,
+            num_replicas=num_replicas,
+            drop_last=drop_last,
+            noun="sequence",
+        )
+        self._token_set = token_set
 
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-        return self._num_sequences
-
-    def sequence(self, index: int) -> NDArray[np.int64]:
-        """Draw sequence `index`."""
-        generator = np.random.default_rng([_RANDOM_TOKENS, self._split, index])
-        return generator.integers(self._vocabulary_size, size=self._sequence_length + 1)
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the mini-batches from start_batch on."""
+        parts = self._parts()
+        self.wait_seconds = 0.0
+        for indices in parts:
+            started = time.perf_counter()
+            sequences = torch.from_numpy(np.stack([self._token_set.sequence(int(index)) for index in indices]))
+            inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+            self.wait_seconds += time.perf_counter() - started
+            yield inputs, targets
