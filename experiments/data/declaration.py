@@ -5,8 +5,8 @@ from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 
-from gpipe.data.text.english_split import clean_line
 from gpipe.data.text.message_catalogue import Pair
+from gpipe.data.text.tokenizer import clean_line
 
 
 class Declaration(HTMLParser):

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from experiments.data.declaration import udhr_pairs
-from gpipe.data.text.english_split import choose_variants, split_of
+from declaration import udhr_pairs
+
 from gpipe.data.text.message_catalogue import Pair, pairs_of, plural_rule
+from gpipe.data.text.multilingual_text import choose_variants, split_of
 from gpipe.data.text.tokenizer import Tokenizer
 
 NUM_LANGUAGES = 102

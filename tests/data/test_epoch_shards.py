@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpipe.data import LanguagePairs, ParallelCorpus, TranslationLoader, sampling_probabilities
-from gpipe.data.index_permutation import IndexPermutation
 from gpipe.data.randomness import epoch_generator, walk_generator
 from gpipe.data.text import sentence_walk
+from gpipe.data.text.sentence_walk import IndexPermutation
 from gpipe.data.text.sentences import Sentences
 from tests.data.text.small_text import made_up_corpus
 from tests.data.text.test_token_batches import cut_one_by_one

@@ -18,8 +18,8 @@ from scipy.io import savemat
 
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.data import Tokenizer, open_image_set
-from gpipe.data.images.idx import read_idx
-from gpipe.data.images.matlab_file import check_unpacked_size
+from gpipe.data.images.memory_sets import read_idx
+from gpipe.data.images.torchvision_sets import check_unpacked_size
 from gpipe.data.text import binarized as binarized_text
 from gpipe.data.text.message_catalogue import read_mo
 from tests.data.images.small_sets import write_stanford_cars

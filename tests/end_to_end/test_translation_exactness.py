@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.data.text.special_tokens import PADDING
+from gpipe.data.text.tokenizer import PADDING
 from gpipe.models import translation_transformer
 from gpipe.training.token_loss import TokenLoss, count_tokens
 from tests.end_to_end.translation_case import CUTS, Case, Outcome, batches, run, run_in_processes

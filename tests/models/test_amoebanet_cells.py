@@ -93,7 +93,7 @@ def test_drop_path_drops_whole_examples_and_rescales_the_others() -> None:
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 30.0])
 def test_a_drop_path_rate_that_is_no_probability_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match=rf"drop-path rate is {rate}.*\[0, 1\)"):
+    with pytest.raises(ValueError, match=rf"drop_path is {rate}.*\[0, 1\)"):
         set_drop_path(make_cell("D", "normal"), rate)
 
 

@@ -1,73 +1,75 @@
-"""Images, tokens and parallel text: named sets, and mini-batches that are a function of the seed."""
+"""Named image sets and corpora, and mini-batches that are a function of the seed.
+
+    location.py        where data lie, and the message when they are missing
+    epoch_loader.py    the order of an epoch, and a replica's part of each mini-batch      randomness.py    seeds
+    images/            catalogue.py     the image sets, one row each: add your own there
+                       image_set.py     what a set is, and images in memory or in files
+                       memory_sets.py, torchvision_sets.py, class_folders.py, birdsnap.py    readers of the rows
+                       augmentation.py, loader.py    from decoded images to mini-batches
+    text/              corpora.py       the corpora of sentence pairs, one row each
+                       multilingual_text.py, message_catalogue.py, parallel_text.py, binarized.py    readers of the rows
+                       tokenizer.py, sentences.py, parallel_corpus.py, token_cache.py    from text to token ids
+                       sentence_walk.py, translation_loader.py    from token ids to mini-batches
+                       tokens.py        random tokens, for language models
+
+`open_image_set`, a transform and `ImageLoader` make mini-batches of images; `open_corpus` and `TranslationLoader` make
+those of sentence pairs. To add an image set, add one row to `images/catalogue.py` and a file to `conf/data/`.
+"""
 
 from importlib import import_module  # noqa: TID251 - of the names below
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe.data.images.catalogue import IMAGE_SETS, check_data, check_image_set, count_differences, open_image_set
+from gpipe.data.images.catalogue import (
+    IMAGE_SETS,
+    Source,
+    TableCounts,
+    check_image_set,
+    count_differences,
+    open_image_set,
+)
 from gpipe.data.images.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
-from gpipe.data.images.source import DataMissing, Source, TableCounts
+from gpipe.data.location import DataMissing
 from gpipe.data.text.corpora import CORPORA, check_corpus, open_corpus, open_tokenizer
-from gpipe.data.text.english_split import SPLITS, split_of
+from gpipe.data.text.multilingual_text import SPLITS, split_of
 from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus
-from gpipe.data.text.temperature import sampling_probabilities
 from gpipe.data.text.tokenizer import Tokenizer
-from gpipe.data.text.tokens import RandomTokens, TokenSet
 
 if TYPE_CHECKING:
     from gpipe.data.images.augmentation import Transform, evaluation_transform, training_transform
     from gpipe.data.images.loader import Batch, ImageLoader
-    from gpipe.data.text.token_loader import TokenLoader
+    from gpipe.data.text.sentence_walk import sampling_probabilities
+    from gpipe.data.text.tokens import RandomTokens, TokenLoader, TokenSet
     from gpipe.data.text.translation_loader import TranslationBatch, TranslationLoader
 
-# Imported when first asked for: they load torch, and finding that a data set is missing must not wait for that.
-_PLACES = {
-    "Batch": "images.loader",
-    "ImageLoader": "images.loader",
-    "TokenLoader": "text.token_loader",
-    "Transform": "images.augmentation",
-    "TranslationBatch": "text.translation_loader",
-    "TranslationLoader": "text.translation_loader",
-    "evaluation_transform": "images.augmentation",
-    "training_transform": "images.augmentation",
+# Imported on first use: they load torch, and a message about missing data must not wait for that.
+_MODULES = {
+    "images.augmentation": ("Transform", "evaluation_transform", "training_transform"),
+    "images.loader": ("Batch", "ImageLoader"),
+    "text.sentence_walk": ("sampling_probabilities",),
+    "text.tokens": ("RandomTokens", "TokenLoader", "TokenSet"),
+    "text.translation_loader": ("TranslationBatch", "TranslationLoader"),
 }
 
 __all__ = [
-    "CORPORA",
-    "IMAGE_SETS",
-    "SPLITS",
-    "Batch",
-    "BrokenImage",
-    "DataMissing",
-    "ImageArray",
-    "ImageFiles",
-    "ImageLoader",
-    "ImageSet",
-    "LanguagePairs",
-    "ParallelCorpus",
-    "RandomTokens",
-    "Source",
-    "TableCounts",
-    "TokenLoader",
-    "TokenSet",
-    "Tokenizer",
-    "Transform",
-    "TranslationBatch",
-    "TranslationLoader",
-    "check_corpus",
-    "check_data",
-    "check_image_set",
-    "count_differences",
-    "evaluation_transform",
-    "open_corpus",
-    "open_image_set",
-    "open_tokenizer",
-    "sampling_probabilities",
-    "split_of",
-    "training_transform",
-]
+    "CORPORA", "IMAGE_SETS", "SPLITS", "Batch", "BrokenImage", "DataMissing", "ImageArray", "ImageFiles", "ImageLoader",
+    "ImageSet", "LanguagePairs", "ParallelCorpus", "RandomTokens", "Source", "TableCounts", "TokenLoader", "TokenSet",
+    "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader", "check_corpus", "check_data", "check_image_set",
+    "count_differences", "evaluation_transform", "open_corpus", "open_image_set", "open_tokenizer",
+    "sampling_probabilities", "split_of", "training_transform",
+]  # fmt: skip
+
+
+def check_data(name: str, root: str | Path | None = None) -> None:
+    """Look for a data set of any kind, as `check_image_set` does for images, with the same errors."""
+    if name in CORPORA:
+        check_corpus(name, root)
+    elif name != "random_tokens":  # which a run generates from its settings
+        check_image_set(name, root)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"gpipe.data.{_PLACES[name]}"), name)
+    return getattr(import_module(f"gpipe.data.{module}"), name)

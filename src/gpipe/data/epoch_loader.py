@@ -1,55 +1,113 @@
 """The order in which an epoch shows the examples, and this replica's part of each mini-batch."""
 
 import math
+from typing import Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe.data.epoch_position import EpochPosition
 from gpipe.data.randomness import epoch_order
 
 
+class EpochPosition:
+    """What loaders of any data share: the seed, the epoch, and this process's place among the replicas.
+
+    A subclass sets `_num_batches`, the number of mini-batches per epoch.
+
+    Raises:
+        ValueError: the seed is negative, or replica_index is outside 0 .. num_replicas - 1.
+
+    Attributes:
+        start_batch: the first mini-batch of the next iteration, to resume within an epoch; set_epoch resets it to 0.
+        stride: the step from one mini-batch to the next, so that replicas can share an evaluation set; set_epoch resets
+            it to 1.
+        wait_seconds: how long the current epoch's iteration has waited for data so far.
+        num_replaced: the number of broken examples that this process has replaced in this iteration so far.
+    """
+
+    _num_batches: int
+
+    def __init__(self, seed: int, replica_index: int, num_replicas: int) -> None:
+        if seed < 0:
+            raise ValueError(f"seed {seed} must not be negative")
+        if not 0 <= replica_index < num_replicas:
+            raise ValueError(f"replica_index {replica_index} must lie in 0 to num_replicas - 1 = {num_replicas - 1}")
+        self._seed = seed
+        self._replica_index, self._num_replicas = replica_index, num_replicas
+        self.wait_seconds, self.num_replaced = 0.0, 0
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, from its first mini-batch on."""
+        if epoch < 0:
+            raise ValueError(f"epoch {epoch} must not be negative")
+        self.epoch, self.start_batch, self.stride = epoch, 0, 1
+
+    def close(self) -> None:
+        """Release what an iteration keeps for the next one."""
+
+    def __len__(self) -> int:
+        """Return the number of mini-batches per epoch, whatever start_batch is."""
+        return self._num_batches
+
+    def _batch_numbers(self) -> range:
+        """Return the numbers of the mini-batches of the next iteration."""
+        if not 0 <= self.start_batch <= len(self):
+            raise ValueError(f"start_batch {self.start_batch} must lie in 0 to {len(self)}, the number of mini-batches")
+        return range(self.start_batch, len(self), self.stride)
+
+
+class EpochOptions(TypedDict, total=False):
+    """What every EpochLoader takes by keyword; `shuffle` is required.
+
+    shuffle: False keeps the set's order.
+    replica_index: 0, this process's replica.
+    num_replicas: 1, the replicas that share each mini-batch.
+    drop_last: False. True leaves out a last mini-batch that is smaller than the others.
+    """
+
+    shuffle: Required[bool]
+    replica_index: int
+    num_replicas: int
+    drop_last: bool
+
+
 class EpochLoader(EpochPosition):
-    """What loaders of examples share: which of them make up which mini-batch.
+    """What loaders of examples share: which examples make up which mini-batch.
 
         order of the epoch       | 7 2 5 0 | 3 6 1 4 |     batch_size 2, 2 replicas
         replica 0 gets           | 7   5   | 3   1   |
         replica 1 gets           |   2   0 |   6   4 |
 
-    batch_size: examples a replica and step, so a mini-batch has batch_size x num_replicas; together, the replicas get
-    the mini-batches of one replica with that larger batch_size. The last mini-batch may be smaller, unless drop_last.
-    shuffle: the order is a function of (seed, epoch); False keeps the set's order. noun: what an error calls examples.
+    Args:
+        num_examples: of the data set.
+        batch_size: examples per replica and step. Together, the replicas get the mini-batches of one replica with a
+            batch_size of batch_size x num_replicas.
+        seed: of the order, which is a function of (seed, epoch).
+        noun: what an error calls an example.
+        options: those of EpochOptions.
 
-    Raises ValueError for wrong settings, also where a last mini-batch is too small to give every replica an example
-    (they would wait for each other).
+    Raises:
+        ValueError: a setting is wrong, or the last mini-batch is too small to give every replica an example.
     """
 
     def __init__(
-        self,
-        num_examples: int,
-        batch_size: int,
-        seed: int,
-        *,
-        shuffle: bool,
-        replica_index: int,
-        num_replicas: int,
-        drop_last: bool,
-        noun: str,
+        self, num_examples: int, batch_size: int, seed: int, *, noun: str, **options: Unpack[EpochOptions]
     ) -> None:
-        super().__init__(seed, replica_index, num_replicas)
+        num_replicas = options.get("num_replicas", 1)
+        super().__init__(seed, options.get("replica_index", 0), num_replicas)
         self._num_examples = num_examples
-        self._shuffle = shuffle
+        self._shuffle = options["shuffle"]
         self._mini_batch_size = batch_size * num_replicas
+        drop_last = options.get("drop_last", False)
         self._num_batches = _count_batches(num_examples, batch_size, num_replicas, drop_last, noun)
 
     def _parts(self) -> list[NDArray[np.int64]]:
-        """Return the indices of this replica's part of the mini-batches start_batch, start_batch + stride, ..."""
-        self._check_start()
-        num = self._num_examples
+        """Return the indices of this replica's part of each mini-batch of the next iteration."""
+        num, size = self._num_examples, self._mini_batch_size
+        numbers = self._batch_numbers()
         order = epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
-        size = self._mini_batch_size
-        starts = range(self.start_batch * size, len(self) * size, self.stride * size)
-        return [order[start : start + size][self._replica_index :: self._num_replicas] for start in starts]
+        return [order[size * n : size * (n + 1)][self._replica_index :: self._num_replicas] for n in numbers]
 
 
 def _count_batches(num_examples: int, batch_size: int, num_replicas: int, drop_last: bool, noun: str) -> int:
@@ -62,6 +120,7 @@ def _count_batches(num_examples: int, batch_size: int, num_replicas: int, drop_l
             f"{num_examples} {noun}s make no mini-batch of {mini_batch_size}: lower trainer.batch_size to at most "
             f"{num_examples}, or add {noun}s"
         )
+    # A replica without an example would leave the others waiting.
     if 0 < remainder < num_replicas and not drop_last:
         raise ValueError(
             f"the last mini-batch has {remainder} {noun}(s) for {num_replicas} replicas: "

@@ -1,7 +1,7 @@
 """The data's randomness as a function of the seed.
 
-The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index): so neither
-the number of workers, nor the batch size, nor a resume changes what a sample looks like.
+The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index). So neither the number of
+workers, nor the batch size, nor a resume changes what a sample looks like.
 """
 
 import random
@@ -16,21 +16,23 @@ from numpy.typing import NDArray
 _ORDER, _AUGMENTATION, _WALK = 1, 2, 3
 
 
-def epoch_order(seed: int, epoch: int, num_images: int) -> NDArray[np.int64]:
-    """Return the indices of all images in the order in which this epoch shows them."""
-    return epoch_generator(seed, epoch).permutation(num_images)
+def epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
+    """Return the indices of all examples in the order in which this epoch shows them."""
+    return epoch_generator(seed, epoch).permutation(num_examples)
 
 
 def epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Generator:
-    """Return the generator of all that is drawn for an epoch, or for one of its shards, as a whole."""
-    # Without the 0, so that an epoch of one shard is the one that seeds beyond 32 bits have always had.
+    """Return the generator of all that is drawn for a whole epoch, or for one shard of it."""
+    # Shard 0 adds nothing to the key, so that the order of an epoch of one shard stays what it has always been.
     return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch, *[shard] * (shard > 0)]))
 
 
 def walk_generator(seed: int, *key: int) -> np.random.Generator:
     """Return the generator of a walk through a language's pairs.
 
-    key: (language, pass) or (language, pass, block) for an order, nothing for where the walks begin.
+    Args:
+        seed: of the run.
+        key: (language, pass) or (language, pass, block) for an order, nothing for where the walks begin.
     """
     return np.random.default_rng(np.random.SeedSequence([seed, _WALK, *(number + 1 for number in key)]))
 

@@ -1,10 +1,16 @@
-"""Models as plain sequences of layers; importing this package also registers them with timm."""
+"""Models as plain sequences of layers; importing this package also registers the AmoebaNets with timm.
+
+amoebanet.py      the sequence; amoebanet_cells.py a layer of it, amoebanet_operations.py a cell's operations,
+                  amoebanet_heads.py the stem and the heads, amoebanet_genotypes.py the cells as a table
+transformer.py    the language model: transformer_layers.py, attention.py
+translation.py    the encoder and decoder as one sequence: translation_layers.py, attention.py
+"""
 
 import gpipe._compat.torchvision  # first, because timm imports torchvision
 import gpipe.models.amoebanet_timm  # noqa: F401  (registers the models)
 from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
+from gpipe.models.amoebanet_cells import set_drop_path
 from gpipe.models.amoebanet_heads import count_auxiliary_parameters
-from gpipe.models.drop_path import set_drop_path
 from gpipe.models.linear import softmax_names
 from gpipe.models.transformer import transformer_lm
 from gpipe.models.translation import translation_transformer

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from gpipe.models.amoebanet_cells import Cell
 from gpipe.models.amoebanet_genotypes import GENOTYPES
 from gpipe.models.amoebanet_heads import STEM_CHANNELS, AuxiliaryHead, Classifier, Stem, auxiliary_map_size
+from gpipe.models.checks import check_probability
 from gpipe.models.linear import Softmax
 
 
 class AmoebaNet(nn.Sequential):
-    """A sequence of AmoebaNet layers with the few names that users of timm's models expect."""
+    """A sequence of AmoebaNet layers with the attributes that users of timm's models expect."""
 
     # timm's description of the model, set by timm.create_model only
     pretrained_cfg: dict[str, Any]
@@ -31,7 +32,11 @@ class AmoebaNet(nn.Sequential):
 
     @property
     def classifier(self) -> Classifier:
-        """The last layer. Raises TypeError where the sequence is only a part of a model."""
+        """The last layer.
+
+        Raises:
+            TypeError: the sequence is only a part of a model.
+        """
         layer = self[-1]
         if not isinstance(layer, Classifier):
             raise TypeError(f"the last layer is a {type(layer).__name__}, expected a Classifier: use the whole model.")
@@ -44,7 +49,7 @@ class AmoebaNet(nn.Sequential):
 
     @property
     def num_classes(self) -> int:
-        """The number of logits, 0 where the softmax layer was taken off."""
+        """The number of logits, 0 where the softmax layer was removed."""
         layer = self.classifier.fully_connected
         return layer.out_features if isinstance(layer, Softmax) else 0
 
@@ -53,10 +58,12 @@ class AmoebaNet(nn.Sequential):
         return self.classifier.fully_connected
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the softmax layer, and the auxiliary head's, by a new one of random weights.
+        """Replace the softmax layer, and the auxiliary head's, by a new one with random weights.
 
-        0 classes takes them off: the output is then the features [n, num_features].
-        Raises ValueError for any pooling but the global average.
+        0 classes removes them: the output is then the features [n, num_features].
+
+        Raises:
+            ValueError: global_pool is not the global average.
         """
         if global_pool not in (None, "avg"):
             raise ValueError(f"global_pool is {global_pool!r}, expected 'avg': AmoebaNet has no other pool.")
@@ -79,7 +86,7 @@ class AmoebaNet(nn.Sequential):
         return payload[0]
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return the logits of `features`, or what the softmax layer sees; there are no auxiliary logits here."""
+        """Return the logits of `features`, or the softmax layer's input; auxiliary logits are left out."""
         pooled = self.classifier.pool(features)
         logits: Tensor = pooled if pre_logits else self.get_classifier()(pooled)
         return logits
@@ -98,12 +105,11 @@ def _check(
         raise ValueError(f"num_classes is {num_classes}, expected 1 or more: give the number of labels.")
     if min(image_size) < 3:
         raise ValueError(f"image_size is {image_size}, expected 3 pixels or more: the stem's kernel is not padded.")
-    for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"{name} is {rate}, expected a probability in [0, 1): give 1 - keep probability.")
+    check_probability("dropout", dropout)
+    check_probability("drop_path", drop_path)
 
 
-def _cell_plan(num_layers: int, num_filters: int) -> Iterator[tuple[str, int]]:
+def _plan_cells(num_layers: int, num_filters: int) -> Iterator[tuple[str, int]]:
     """Yield the kind and the width of each cell in order."""
     yield "reduction", num_filters // 4
     yield "reduction", num_filters // 2
@@ -115,16 +121,20 @@ def _cell_plan(num_layers: int, num_filters: int) -> Iterator[tuple[str, int]]:
 
 
 class AmoebaNetOptions(TypedDict, total=False):
-    """What the four AmoebaNets take by keyword; an option left out has the value given here.
+    """The keyword arguments of the four AmoebaNets.
 
-    image_channels: 3.
-    image_size: pixels, or (height, width); it matters for the auxiliary head only. A and C 331, B 480, D 224.
-    auxiliary_head: False. True adds auxiliary logits to the output in training mode (loss weight 0.4 in the recipe).
-    dropout: 0, the probability before the softmax layer; Real et al. 2019 use 0.5.
-    drop_path: 0, the first drop-path rate; `set_drop_path` changes it later. Real et al. 2019 end at 0.3.
-    batch_norm_momentum: 0.0003, the weight of a new mini-batch, that is 1 minus the public TPU code's decay of 0.9997.
-        Runs of less than some ten thousand steps need more, such as 0.1.
-    batch_norm_epsilon: 0.001.
+    Attributes:
+        image_channels: 3 by default.
+        image_size: pixels, or (height, width), by default 331 for A and C, 480 for B, 224 for D. It matters for the
+            auxiliary head only.
+        auxiliary_head: True adds auxiliary logits to the output in training mode (loss weight 0.4 in the recipe).
+            False by default.
+        dropout: the probability before the softmax layer, 0 by default; Real et al. 2019 use 0.5.
+        drop_path: the first drop-path rate, 0 by default; `set_drop_path` changes it later. Real et al. 2019 end at
+            0.3.
+        batch_norm_momentum: the weight of a new mini-batch, by default 0.0003, which is 1 minus the public TPU code's
+            decay of 0.9997. Runs of less than about ten thousand steps need more, such as 0.1.
+        batch_norm_epsilon: 0.001 by default.
     """
 
     image_channels: int
@@ -157,7 +167,7 @@ def _amoebanet(
     stem = Stem(image_channels, norm)
     cells: list[Cell] = []
     previous_channels, channels, previous_is_larger = None, STEM_CHANNELS, False
-    for kind, width in _cell_plan(num_layers, num_filters):
+    for kind, width in _plan_cells(num_layers, num_filters):
         genotype = GENOTYPES[variant, kind]
         cell = Cell(genotype, width, channels, previous_channels, previous_is_larger, drop_path, norm)
         previous_channels, channels, previous_is_larger = channels, cell.out_channels, kind == "reduction"
@@ -174,10 +184,14 @@ def _amoebanet(
 def amoebanet_a(
     num_layers: int = 18, num_filters: int = 190, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-A, at Real et al.'s size by default; options are those of AmoebaNetOptions.
+    """Build AmoebaNet-A, by default of Real et al.'s size; options are those of AmoebaNetOptions.
 
-    [n, image_channels, h, w] -> logits [n, num_classes]; in training with the auxiliary head (logits, auxiliary_logits)
-    Raises ValueError for a value and TypeError for a name that it does not know.
+    [n, image_channels, h, w] -> logits [n, num_classes]; in training with the auxiliary head (logits,
+    auxiliary_logits).
+
+    Raises:
+        ValueError: a value is out of range.
+        TypeError: an option is unknown.
     """
     options.setdefault("image_size", 331)
     return _amoebanet("A", num_layers, num_filters, num_classes, **options)
@@ -186,7 +200,7 @@ def amoebanet_a(
 def amoebanet_b(
     num_layers: int = 18, num_filters: int = 512, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-B, by default the 557M parameters of the paper's Table 4; otherwise like `amoebanet_a`."""
+    """Build AmoebaNet-B, by default with the 557M parameters of the paper's Table 4; otherwise like `amoebanet_a`."""
     options.setdefault("image_size", 480)
     return _amoebanet("B", num_layers, num_filters, num_classes, **options)
 
@@ -194,7 +208,7 @@ def amoebanet_b(
 def amoebanet_c(
     num_layers: int = 18, num_filters: int = 228, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-C, at Real et al.'s size by default; otherwise like `amoebanet_a`."""
+    """Build AmoebaNet-C, by default of Real et al.'s size; otherwise like `amoebanet_a`."""
     options.setdefault("image_size", 331)
     return _amoebanet("C", num_layers, num_filters, num_classes, **options)
 
@@ -202,6 +216,6 @@ def amoebanet_c(
 def amoebanet_d(
     num_layers: int = 18, num_filters: int = 256, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-D, by default the size of the paper's Table 2; otherwise like `amoebanet_a`."""
+    """Build AmoebaNet-D, by default of the size of the paper's Table 2; otherwise like `amoebanet_a`."""
     options.setdefault("image_size", 224)
     return _amoebanet("D", num_layers, num_filters, num_classes, **options)

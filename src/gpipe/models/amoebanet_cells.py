@@ -1,7 +1,7 @@
 """The AmoebaNet cell: one layer of the sequence.
 
-Payload from cell to cell: ``(state, previous_state)``, the outputs of the last two cells; in training, from the
-auxiliary head on, ``(state, previous_state, auxiliary_logits)``. The cell's second output is its own input, as it is.
+The payload between cells is `(state, previous_state)`, the outputs of the last two cells; in training, from the
+auxiliary head on, it is `(state, previous_state, auxiliary_logits)`. A cell's second output is its own unchanged input.
 """
 
 import torch
@@ -20,8 +20,23 @@ from gpipe.models.amoebanet_operations import (
     Operation,
     make_operation,
 )
+from gpipe.models.checks import check_probability
 
 Payload = Tensor | tuple[Tensor, ...]
+
+
+def set_drop_path(module: nn.Module, rate: float) -> None:
+    """Set the probability that a path is dropped, for every timm `DropPath` in `module`.
+
+    A training loop calls it at every step: the keep probability falls linearly over training (Real et al. 2019).
+
+    Raises:
+        ValueError: the rate is not in [0, 1).
+    """
+    check_probability("drop_path", rate)
+    for submodule in module.modules():
+        if isinstance(submodule, DropPath):
+            submodule.drop_prob = rate
 
 
 class CellTerm(nn.Module):
@@ -36,7 +51,7 @@ class CellTerm(nn.Module):
         self.drop_path = DropPath(drop_path) if term.operation != "none" else None
 
     def forward(self, states: list[Tensor], rectified: dict[int, Tensor]) -> Tensor:
-        """Apply the operation to its state; `rectified` keeps the ReLU of each state for the cell's other terms."""
+        """Apply the operation to its state; `rectified` caches the ReLU of each state for the cell's other terms."""
         operand = states[self.state]
         if self.operation.rectified_input:
             if self.state not in rectified:
@@ -60,13 +75,20 @@ class PairwiseSum(nn.Module):
 
 
 class Cell(nn.Module):
-    """A normal or reduction cell with all its states `channels` wide.
+    """A normal or reduction cell.
 
-    `previous_channels` is the width of the payload's previous state, `previous_is_larger` whether a reduction cell lies
-    between it and the state. ``previous_channels=None`` makes the first cell: it takes one tensor, the stem's
-    output, as state and, unprojected, as previous state.
+    Args:
+        genotype: of the cell.
+        channels: the width of all its states.
+        state_channels: the width of the payload's state.
+        previous_channels: the width of the payload's previous state. None makes the first cell, which takes one tensor,
+            the stem's output, as state and, unprojected, as previous state.
+        previous_is_larger: whether a reduction cell lies between the previous state and the state.
+        drop_path: the first drop-path rate.
+        norm: makes the batch norms.
 
-    `auxiliary_head`, if any, maps the cell's output to auxiliary logits; it is called in training mode only.
+    Attributes:
+        auxiliary_head: maps the cell's output to auxiliary logits in training mode; None for most cells.
     """
 
     def __init__(
@@ -113,7 +135,7 @@ class Cell(nn.Module):
         """Return (output, state) and, in training behind an auxiliary head, the auxiliary logits.
 
         output: [n, out_channels, h, w], or half of h and w, rounded up, for a reduction cell.
-        Inputs are never written to: the engine recomputes from them.
+        Inputs are never modified: the engine recomputes from them.
         """
         state, previous, *auxiliary = (payload, payload) if isinstance(payload, Tensor) else payload
         if self.project_previous.rectified_input:

@@ -1,14 +1,14 @@
 """The cells of AmoebaNet-A to D as data.
 
 A cell starts from state 0, the projected output of the previous cell, and state 1, the output of the cell before it.
-Five pairwise sums make states 2 to 6, each of two terms ``operation@state``; the output is a concatenation of states:
+Five pairwise sums, each of two terms `operation@state`, make states 2 to 6; the output concatenates some states:
 
     state 0 ──┬── operation ──┐
               │               +── state 2 ── ... ── state 6
     state 1 ──┴── operation ──┘        concat ──► output
 
 Sources: Real et al. 2019, "Regularized Evolution for Image Classifier Architecture Search", and the public TPU code
-(tensorflow/tpu, models/official/amoeba_net). The operations are explained in ``amoebanet_operations``.
+(tensorflow/tpu, models/official/amoeba_net). `amoebanet_operations` explains the operations.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ D reduction  max2@0+max3@0  none@2+3x3@1  1x7_7x1@2+max3@2  none@3+max2@1  avg3@
 
 @dataclass(frozen=True)
 class Term:
-    """One operand of a pairwise sum: the `operation` and the number of the `state` it is applied to."""
+    """An operand of a pairwise sum: an `operation`, and the number of the `state` that it is applied to."""
 
     operation: str
     state: int

@@ -1,4 +1,4 @@
-"""What stands around AmoebaNet's cells: the stem, the classifier and the auxiliary head."""
+"""The layers around AmoebaNet's cells: the stem, the classifier and the auxiliary head."""
 
 import math
 
@@ -12,7 +12,7 @@ STEM_CHANNELS = 32
 
 
 class Stem(ConvNorm):
-    """Images to the first state: convolution 3x3 of stride 2, unpadded, to 32 channels, and batch norm.
+    """Map images to the first state: convolution 3x3 of stride 2, unpadded, to 32 channels, and batch norm.
 
     [n, image_channels, h, w] -> [n, 32, (h - 1) // 2, (w - 1) // 2]
     """
@@ -22,7 +22,7 @@ class Stem(ConvNorm):
 
 
 class Classifier(nn.Module):
-    """The last payload to logits: ReLU, global average pool, dropout, fully connected.
+    """Map the last payload to logits: ReLU, global average pool, dropout, fully connected.
 
     ([n, in_channels, h, w], ...) -> logits [n, num_classes]; (logits, auxiliary_logits) if the payload has the latter
     """
@@ -34,7 +34,7 @@ class Classifier(nn.Module):
         self.fully_connected: nn.Module = Softmax(in_channels, num_classes)
 
     def pool(self, state: Tensor) -> Tensor:
-        """Return the features before the softmax layer: [n, in_channels, h, w] -> [n, in_channels]."""
+        """Pool to the softmax layer's input: [n, in_channels, h, w] -> [n, in_channels]."""
         features: Tensor = self.dropout(F.relu(state).mean(dim=(2, 3)))
         return features
 
@@ -45,11 +45,11 @@ class Classifier(nn.Module):
 
 
 class AuxiliaryHead(nn.Module):
-    """The output of a cell to auxiliary logits, for training only.
+    """Map the output of a cell to auxiliary logits, for training only.
 
     [n, in_channels, *map_size] -> [n, num_classes]: ReLU, average pool 5x5 of stride 3, 1x1 to 51, batch norm, ReLU,
     convolution of the whole map to 307, batch norm, ReLU, fully connected (Real et al. 2019; the widths are 0.4
-    times Inception's 128 and 768). Its weights fit one size of map, so one size of image.
+    times Inception's 128 and 768). Its weights fit one map size, so one image size.
 
     Deviation: the auxiliary head's 5x5 pool covers the whole map where that is smaller, for images below about 70
     pixels, which the paper does not have.
@@ -68,7 +68,7 @@ class AuxiliaryHead(nn.Module):
         if state.shape[2:] != self.map_size:
             raise ValueError(
                 f"the auxiliary head got a map of {tuple(state.shape[2:])}, expected {self.map_size}: "
-                "build the model with the image_size it is trained at."
+                "build the model with the image_size of its training images."
             )
         state = F.avg_pool2d(F.relu(state), self.window, stride=3)
         state = F.relu(self.whole_map(F.relu(self.project(state))))
@@ -77,12 +77,12 @@ class AuxiliaryHead(nn.Module):
 
 
 def count_auxiliary_parameters(layers: nn.Module) -> int:
-    """Return how many of a model's parameters only training uses: those of its auxiliary head, if it has one."""
+    """Count the parameters that only training uses: those of the auxiliary head, if the model has one."""
     heads = [module for module in layers.modules() if isinstance(module, AuxiliaryHead)]
     return sum(parameter.numel() for head in heads for parameter in head.parameters())
 
 
 def auxiliary_map_size(image_size: tuple[int, int]) -> tuple[int, int]:
-    """Return the size of the maps that the auxiliary head sees: behind the stem and three reduction cells."""
+    """Return the size of the auxiliary head's input, after the stem and three reduction cells."""
     height, width = (math.ceil((size - 1) // 2 / 8) for size in image_size)
     return height, width

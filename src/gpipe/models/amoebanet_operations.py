@@ -1,8 +1,8 @@
 """The operations of an AmoebaNet cell.
 
 Every tensor is [examples, channels, height, width]; stride 2 makes height and width ceil(size / 2), odd sizes included.
-An operation that begins with a ReLU leaves it to its caller and says so by ``rectified_input``: operations that read
-the same state then share one ReLU.
+An operation that begins with a ReLU leaves it to its caller, as `rectified_input` tells: operations on the same state
+then share one ReLU.
 
 Deviation: AmoebaNet's convolutions and 3x3 pools pad symmetrically, as is usual in PyTorch, where TensorFlow's "SAME"
 in the public TPU code pads an even size at stride 2 at the right and bottom only. Shapes and parameters are the same.
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe.models.initialization import fill_truncated_normal
+from gpipe.models.linear import fill_truncated_normal
 
 NormFactory = Callable[[int], nn.BatchNorm2d]
-"""Makes the batch norm of a number of channels."""
+"""Makes a batch norm for a number of channels."""
 
 
 class Conv2d(nn.Conv2d):
@@ -42,13 +42,13 @@ class Conv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew: variance 2 / fan-out, where a depthwise kernel's fan-out is its area."""
+        """Redraw the weights with variance 2 / fan-out, where a depthwise kernel's fan-out is its area."""
         fan_out = self.out_channels // self.groups * math.prod(self.kernel_size)
         fill_truncated_normal(self.weight, 2.0 / fan_out)
 
 
 class Operation(nn.Module):
-    """Base of all operations; ``rectified_input`` tells whether the input must have been through a ReLU."""
+    """Base of all operations; `rectified_input` tells whether the caller applies a ReLU to the input."""
 
     rectified_input: ClassVar[bool] = True
 
@@ -133,8 +133,8 @@ class DoubleSeparableConv(Operation):
 class Pool(Operation):
     """`avg3`, `max3`, `max2`: a pool, then 1x1 and batch norm where the channels change.
 
-    An average leaves the padding out, as TensorFlow's does. A 2x2 window hangs over the right and bottom edge of an odd
-    size; it occurs at stride 2 only.
+    An average excludes the padding, as TensorFlow's does. A 2x2 window, which occurs at stride 2 only, extends beyond
+    the right and bottom edge of an odd size.
     """
 
     rectified_input = False
@@ -154,7 +154,7 @@ class Pool(Operation):
         if self.average:
             state = F.avg_pool2d(state, size, stride, padding, count_include_pad=False)
         else:
-            # ceil_mode makes a difference for the unpadded 2x2 window only.
+            # ceil_mode matters for the unpadded 2x2 window only.
             state = F.max_pool2d(state, size, stride, padding, ceil_mode=size == 2)
         return state if self.project is None else self.project(state)
 
@@ -162,7 +162,7 @@ class Pool(Operation):
 class FactorizedReduction(Operation):
     """Halve the size by two 1x1 convolutions of stride 2, the second shifted by one pixel to the right and bottom.
 
-    Each makes half of the channels; one batch norm follows their concatenation. Beyond the edge there are zeros.
+    Each makes half of the channels; one batch norm follows their concatenation. Zeros pad the edge.
     Deviation: the public TPU code refuses a factorised reduction to an odd number of channels, which AmoebaNet-A (18,
     190) has in its second cell; ours rounds both halves down, and the last channel is the batch norm's shift alone. A
     convolution for it would make that model 32 parameters larger.
@@ -176,7 +176,7 @@ class FactorizedReduction(Operation):
         self.norm = norm(out_channels)
 
     def forward(self, state: Tensor) -> Tensor:
-        # A strided 1x1 convolution reads one pixel in four: picking them first saves keeping the rest for backward.
+        # A strided 1x1 convolution reads one pixel in four: selecting those first saves keeping the rest for backward.
         shifted = state[:, :, 1::2, 1::2]
         height, width = state.shape[2:]
         if height % 2 or width % 2:
@@ -191,8 +191,11 @@ class FactorizedReduction(Operation):
 def make_operation(name: str, in_channels: int, out_channels: int, stride: int, norm: NormFactory) -> Operation:
     """Make the operation that a genotype calls `name`.
 
-    Raises ValueError for a name that no genotype uses. The prefix of ``dil2sep5x2`` is read over: the public TPU code
-    ignores that dilation too, and the published parameter counts and accuracies are its.
+    The prefix of `dil2sep5x2` is ignored: the public TPU code, which the published parameter counts and accuracies come
+    from, ignores that dilation too.
+
+    Raises:
+        ValueError: no genotype uses the name.
     """
     if name == "none" and stride == 1 and in_channels == out_channels:
         return Identity()

@@ -1,4 +1,4 @@
-"""The AmoebaNets in timm's registry: after ``import gpipe.models``, ``timm.create_model("amoebanet_d")`` makes one."""
+"""The AmoebaNets in timm's registry: after `import gpipe.models`, `timm.create_model("amoebanet_d")` makes one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,14 @@ from timm.models import generate_default_cfgs, register_model
 
 from gpipe.models.amoebanet import AmoebaNet, amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
 
-# timm's word -> ours
+# timm's name -> ours
 _OPTION_NAMES = {
     "in_chans": "image_channels",
     "img_size": "image_size",
     "drop_rate": "dropout",
     "drop_path_rate": "drop_path",
 }
-# What timm passes to every model about where weights come from.
+# timm passes these to every model; they say where weights come from.
 _WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 

@@ -1,7 +1,7 @@
 """Attention with several heads (Vaswani et al. 2017): of a sequence to itself, and to a memory.
 
-The channels of all heads together, num_heads x head_size, may be more or fewer than the states are wide. The work is
-done by torch's fused scaled_dot_product_attention.
+The channels of all heads, num_heads x head_size, may exceed or fall short of the states' width. torch's fused
+scaled_dot_product_attention does the work.
 """
 
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from gpipe.models.linear import Linear
 
 
 class SelfAttention(nn.Module):
-    """Attention of every position to all that are not padding or, where causal, to itself and to those before it.
+    """Attention of every position to all that are not padding or, if causal, to itself and all before it.
 
-    [batch, time, model_size] -> the same. Queries, keys and values come from one product. A causal one needs no
-    padding: what stands behind a sequence is later than all of it.
+    [batch, time, model_size] -> the same shape. One product makes queries, keys and values. Causal attention needs no
+    padding mask: padding comes after the sequence.
     """
 
     def __init__(self, model_size: int, num_heads: int, head_size: int, *, causal: bool) -> None:
@@ -26,17 +26,17 @@ class SelfAttention(nn.Module):
 
     def forward(self, states: Tensor, padding: Tensor | None = None) -> Tensor:
         queries, keys, values = _split(self.queries_keys_values(states), 3, self.num_heads)
-        mask = None if padding is None else _mask(padding)
+        mask = None if padding is None else _make_mask(padding)
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=self.causal)
         output: Tensor = self.output(_join(mixed))
         return output
 
 
 class MemoryAttention(nn.Module):
-    """Attention of every position to all positions of a memory, which are the encoder's, that are not padding.
+    """Attention of every position to all positions of a memory, the encoder's output, that are not padding.
 
-    states [batch, time, model_size], memory [batch, memory time, model_size], padding [batch, memory time] -> like the
-    states. Keys and values come from one product.
+    states [batch, time, model_size], memory [batch, memory time, model_size], padding [batch, memory time] -> the shape
+    of the states. One product makes keys and values.
     """
 
     def __init__(self, model_size: int, num_heads: int, head_size: int) -> None:
@@ -49,21 +49,21 @@ class MemoryAttention(nn.Module):
     def forward(self, states: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
         (queries,) = _split(self.queries(states), 1, self.num_heads)
         keys, values = _split(self.keys_values(memory), 2, self.num_heads)
-        output: Tensor = self.output(_join(F.scaled_dot_product_attention(queries, keys, values, _mask(padding))))
+        output: Tensor = self.output(_join(F.scaled_dot_product_attention(queries, keys, values, _make_mask(padding))))
         return output
 
 
 def _split(joint: Tensor, num_parts: int, num_heads: int) -> Tensor:
-    """[batch, time, parts x channels] -> [parts, batch, heads, time, head size]."""
+    """Split heads: [batch, time, parts x channels] -> [parts, batch, heads, time, head size]."""
     parts: Tensor = joint.unflatten(-1, (num_parts, num_heads, -1))
     return parts.permute(2, 0, 3, 1, 4)
 
 
 def _join(heads: Tensor) -> Tensor:
-    """[batch, heads, time, head size] -> [batch, time, channels]."""
+    """Join heads: [batch, heads, time, head size] -> [batch, time, channels]."""
     return heads.transpose(1, 2).flatten(2)
 
 
-def _mask(padding: Tensor) -> Tensor:
-    """Return True where a key counts, [batch, 1, 1, time], for bool [batch, time] that is True at padding."""
+def _make_mask(padding: Tensor) -> Tensor:
+    """Turn padding, bool [batch, time], into a mask [batch, 1, 1, time] that is True at the keys that count."""
     return ~padding[:, None, None, :]

@@ -1,8 +1,22 @@
-"""Fully connected layers, and the names of those that belong to one set of classes."""
+"""Fully connected layers, how initial weights are drawn, and the names of the softmax layers' parameters."""
 
-from torch import nn
+import math
 
-from gpipe.models.initialization import fill_normal, fill_truncated_normal
+from torch import Tensor, nn
+
+
+def fill_truncated_normal(weight: Tensor, variance: float) -> None:
+    """Fill `weight` with a normal of mean 0 and about this variance, truncated at two standard deviations.
+
+    The factor 1.3 makes up for the variance that truncation removes, as in TensorFlow's variance scaling.
+    """
+    std = math.sqrt(1.3 * variance)
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def fill_normal(weight: Tensor, variance: float) -> None:
+    """Fill `weight` with a normal of mean 0 and this variance, ten times faster than with the truncated one."""
+    nn.init.normal_(weight, std=math.sqrt(variance))
 
 
 class Linear(nn.Linear):
@@ -13,7 +27,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew and clear the bias."""
+        """Redraw the weights and zero the bias."""
         fill_normal(self.weight, self.scale**2 / self.in_features)
         nn.init.zeros_(self.bias)
 
@@ -28,15 +42,16 @@ class Softmax(nn.Linear):
     """
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew and clear the bias."""
+        """Redraw the weights and zero the bias."""
         fill_truncated_normal(self.weight, 1.0 / self.in_features)
         nn.init.zeros_(self.bias)
 
 
 def softmax_names(layers: nn.ModuleDict) -> set[str]:
-    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which belong to one set of classes.
+    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit one set of classes only.
 
-    layers: any part of a model by layer index, such as `pipeline.layers`. An auxiliary head has a softmax layer too.
+    Args:
+        layers: any part of a model by layer index, such as `pipeline.layers`.
     """
     return {
         f"layers.{index}.{path}.{name}" if path else f"layers.{index}.{name}"

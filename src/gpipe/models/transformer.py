@@ -4,12 +4,12 @@
     1 ... L         layers
     last            softmax layer, with a table of its own
 
-No norm stands before the softmax layer: so the parameters are those of the paper's Table 1.
+There is no norm before the softmax layer: so the number of parameters is that of the paper's Table 1.
 """
 
 from torch import nn
 
-from gpipe.models.checks import at_least, probability
+from gpipe.models.checks import check_at_least, check_probability
 from gpipe.models.linear import Softmax
 from gpipe.models.transformer_layers import Embedding, TransformerLayer
 
@@ -23,10 +23,12 @@ def transformer_lm(
     num_heads: int = 32,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """Build Transformer-L, which predicts the next token from all up to it, by default at the size of Tables 1 and 2.
+    """Build Transformer-L, which predicts each next token, by default of the size of the paper's Tables 1 and 2.
 
     tokens int64 [batch, time] -> logits [batch, time, vocabulary_size]; any batch and time.
-    Raises ValueError for a wrong value.
+
+    Raises:
+        ValueError: a value is out of range.
     """
     _check(num_layers, vocabulary_size, model_size, feedforward_size, num_heads, dropout)
     return nn.Sequential(
@@ -39,13 +41,13 @@ def transformer_lm(
 def _check(
     num_layers: int, vocabulary_size: int, model_size: int, feedforward_size: int, num_heads: int, dropout: float
 ) -> None:
-    at_least("num_layers", num_layers, 1)
-    at_least("vocabulary_size", vocabulary_size, 2)
-    at_least("feedforward_size", feedforward_size, 1)
-    at_least("num_heads", num_heads, 1)
+    check_at_least("num_layers", num_layers, 1)
+    check_at_least("vocabulary_size", vocabulary_size, 2)
+    check_at_least("feedforward_size", feedforward_size, 1)
+    check_at_least("num_heads", num_heads, 1)
     if model_size < 2 or model_size % 2 or model_size % num_heads:
         raise ValueError(
-            f"model_size is {model_size}, expected an even multiple of num_heads={num_heads}: every head has an equal "
-            "part, and every sine a cosine."
+            f"model_size is {model_size}, expected an even multiple of num_heads={num_heads}: all heads have one "
+            "size, and positions take as many sines as cosines."
         )
-    probability("dropout", dropout)
+    check_probability("dropout", dropout)

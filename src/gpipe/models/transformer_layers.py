@@ -1,4 +1,4 @@
-"""What the layers of every Transformer are made of (Vaswani et al. 2017): embedding and pre-norm block."""
+"""The parts of every Transformer (Vaswani et al. 2017): embedding, positions and pre-norm layer."""
 
 import math
 
@@ -7,17 +7,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe.models.attention import SelfAttention
-from gpipe.models.initialization import fill_normal
-from gpipe.models.linear import Linear
+from gpipe.models.linear import Linear, fill_normal
 
 _LONGEST_WAVE = 10_000  # positions, over 2 pi (Vaswani et al. 2017, section 3.5)
 
 
 class Embedding(nn.Embedding):
-    """Tokens to states: a row of the table each, times the root of the width, plus its position; then dropout.
+    """Map tokens to states: a row of the table times the root of the width, plus the position; then dropout.
 
-    int64 [batch, time] -> [batch, time, model_size]. The rows have variance 1 / model_size. Any number of positions,
-    which are counted from `first_position`.
+    int64 [batch, time] -> [batch, time, model_size]. The rows have variance 1 / model_size. Positions count from
+    `first_position`, without limit.
     """
 
     def __init__(self, vocabulary_size: int, model_size: int, dropout: float, first_position: int = 0) -> None:
@@ -26,7 +25,7 @@ class Embedding(nn.Embedding):
         self.dropout = nn.Dropout(dropout)
 
     def reset_parameters(self) -> None:
-        """Draw the table anew."""
+        """Redraw the table."""
         fill_normal(self.weight, 1.0 / self.embedding_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -36,14 +35,21 @@ class Embedding(nn.Embedding):
 
 
 class PreNormLayer(nn.Module):
-    """Self-attention, then two fully connected layers with a ReLU between; each is added to what it was given.
+    """Two residual branches: self-attention, and two fully connected layers with a ReLU between.
 
-    A layer norm stands before each of the two, dropout behind it. Subclasses say in which order they call the two.
+    Each branch begins with a layer norm and ends with dropout. Subclasses decide in which order to call the two.
 
     Deviation: the paper does not say where a Transformer layer's norms stand; ours stand before what they normalise,
     which trains deep models without a warm-up (Xiong et al. 2020).
 
-    feedforward_scale: factor of the initial weights of the two fully connected layers.
+    Args:
+        model_size: the width of the states.
+        feedforward_size: the width between the two fully connected layers.
+        num_heads: of the attention.
+        head_size: channels per head.
+        dropout: the probability after each branch.
+        causal: whether a position attends only to itself and those before it.
+        feedforward_scale: factor of the initial weights of the two fully connected layers.
     """
 
     def __init__(
@@ -66,12 +72,12 @@ class PreNormLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def attend_to_itself(self, states: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Add the self-attention's part to the states."""
+        """Add the self-attention's output to the states."""
         output: Tensor = states + self.dropout(self.attention(self.attention_norm(states), padding))
         return output
 
     def feed_forward(self, states: Tensor) -> Tensor:
-        """Add the fully connected layers' part to the states."""
+        """Add the fully connected layers' output to the states."""
         hidden = F.relu(self.widen(self.feedforward_norm(states)))
         output: Tensor = states + self.dropout(self.narrow(hidden))
         return output
@@ -80,7 +86,7 @@ class PreNormLayer(nn.Module):
 class TransformerLayer(PreNormLayer):
     """A layer of a language model: every position sees itself and those before it.
 
-    [batch, time, model_size] -> the same.
+    [batch, time, model_size] -> the same shape.
     """
 
     def __init__(self, model_size: int, feedforward_size: int, num_heads: int, dropout: float) -> None:
@@ -91,13 +97,13 @@ class TransformerLayer(PreNormLayer):
 
 
 def sinusoids(num_positions: int, like: Tensor, first: int = 0) -> Tensor:
-    """Return sines and cosines of each position, [num_positions, width], for states [..., width] like those given.
+    """Return the positions' sines and cosines, [num_positions, width], for states `like` [..., width].
 
-    The first half of a row are sines, the second cosines, of wavelengths from 2 pi to 10,000 x 2 pi. The first row is
+    The first half of a row has sines, the second cosines, of wavelengths from 2 pi to 10,000 x 2 pi. The first row is
     that of position `first`.
     """
     half = like.shape[-1] // 2
-    # bfloat16 has no 257: positions are told apart in float32 at least.
+    # bfloat16 has no 257: only float32 and above tell positions apart.
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponents = torch.arange(half, device=like.device, dtype=dtype) / max(half - 1, 1)
     frequencies = torch.exp(-math.log(_LONGEST_WAVE) * exponents)

@@ -7,9 +7,9 @@
     2L + 2              the decoder's last norm
     2L + 3              softmax layer, without bias
 
-The parameters beside those that the paper prints, with model dimension 1,024, attention channels 64 x A, biases in all
-other fully connected layers and 64,000 rows per table. How many tables there are is what `tied` says: 3 with "none", 2
-with "inputs" or "output", 1 with "all".
+The parameters, beside those that the paper prints, with model dimension 1,024, attention channels 64 x A, biases in all
+other fully connected layers and 64,000 rows per table. `tied` sets the number of tables: 3 with "none", 2 with "inputs"
+or "output", 1 with "all".
 
                         paper      3 tables         2 tables         1 table
     T(6, 8192, 16)      400M     473,681,920      408,145,920      342,609,920
@@ -20,7 +20,7 @@ with "inputs" or "output", 1 with "all".
 
 No column rounds to all five: the first misses 400M, the second both 1.3B, the third all but 3B and 6B.
 
-Behind each half stands one more layer norm, as with fairseq's normalize_before.
+One more layer norm follows each half, as with fairseq's normalize_before.
 
 Deviation: the paper says only that the feed-forward layers' initialisation is scaled down with the number of layers,
 after Fixup; we scale both matrices of each feed-forward layer by 1 / L, with L layers in each half. Fixup itself (Zhang
@@ -33,7 +33,7 @@ and in training only, as Lingvo does.
 
 from torch import nn
 
-from gpipe.models.checks import at_least, probability
+from gpipe.models.checks import check_at_least, check_probability
 from gpipe.models.translation_layers import (
     DecoderLayer,
     DecoderNorm,
@@ -64,27 +64,27 @@ def translation_transformer(
     """Build T(num_layers, feedforward_size, num_heads), which predicts the next token of a translation.
 
     (source int64 [batch, source time], previous int64 [batch, target time]) -> logits [batch, target time,
-    vocabulary_size]; any batch and times. Padding stands behind each sentence. `previous` is the target one position
-    later, so that logits[:, t] are those of target[:, t].
+    vocabulary_size]; any batch and times. Padding follows each sentence. `previous` is the target shifted right by one
+    position, so that logits[:, t] predict target[:, t].
 
     Args:
-        num_layers: L, of the encoder and of the decoder each.
+        num_layers: L, in the encoder and in the decoder each.
         feedforward_size: H.
-        num_heads: A; all have num_heads x head_size channels together, whatever the model_size.
-        vocabulary_size: of source and target.
+        num_heads: A; together they have num_heads x head_size channels, whatever the model_size.
+        vocabulary_size: of source and target together.
         model_size: the width of the states.
-        head_size: channels a head.
-        dropout: of the embeddings and of what each part of a layer adds.
-        tied: which tables are one parameter: "none"; "inputs", those of the source and of the target; "output", those
-            of the target and of the softmax layer; "all".
+        head_size: channels per head.
+        dropout: the probability after the embeddings and after each branch of a layer.
+        tied: which tables are one parameter: "none"; "inputs", source and target; "output", target and softmax layer;
+            "all".
         scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size, so that a deep
             model can be trained.
-        logit_limit: the largest magnitude of a logit in training mode; None for any.
-        soft_limit: approach the limit, as limit x tanh(logit / limit), instead of cutting off there.
-        padding_index: the token that fills up the shorter sentences of a batch.
+        logit_limit: the largest magnitude of a logit in training mode; None for no limit.
+        soft_limit: approach the limit as limit x tanh(logit / limit) instead of clipping.
+        padding_index: the token that pads the shorter sentences of a batch.
 
     Raises:
-        ValueError: a wrong value.
+        ValueError: a value is out of range.
     """
     _check_sizes(num_layers, feedforward_size, num_heads, vocabulary_size, model_size, head_size, padding_index)
     _check_options(dropout, tied, logit_limit, soft_limit)
@@ -110,24 +110,26 @@ def _check_sizes(
     head_size: int,
     padding_index: int,
 ) -> None:
-    at_least("num_layers", num_layers, 1)
-    at_least("feedforward_size", feedforward_size, 1)
-    at_least("num_heads", num_heads, 1)
-    at_least("vocabulary_size", vocabulary_size, 2)
-    at_least("head_size", head_size, 1)
+    check_at_least("num_layers", num_layers, 1)
+    check_at_least("feedforward_size", feedforward_size, 1)
+    check_at_least("num_heads", num_heads, 1)
+    check_at_least("vocabulary_size", vocabulary_size, 2)
+    check_at_least("head_size", head_size, 1)
     if model_size < 2 or model_size % 2:
-        raise ValueError(f"model_size is {model_size}, expected an even number: every sine has a cosine.")
+        raise ValueError(
+            f"model_size is {model_size}, expected an even number: positions take as many sines as cosines."
+        )
     if not 0 <= padding_index < vocabulary_size:
         raise ValueError(
             f"padding_index is {padding_index}, expected a token of the vocabulary, 0 to {vocabulary_size - 1}: give "
-            "the one that the batches are filled up with."
+            "the one that pads the batches."
         )
 
 
 def _check_options(dropout: float, tied: str, logit_limit: float | None, soft_limit: bool) -> None:
-    probability("dropout", dropout)
+    check_probability("dropout", dropout)
     if tied not in TIES:
-        raise ValueError(f"tied is {tied!r}, expected one of {', '.join(TIES)}: say which tables are one.")
+        raise ValueError(f"tied is {tied!r}, expected one of {', '.join(TIES)}: choose which tables are one.")
     if logit_limit is not None and not logit_limit > 0:
         raise ValueError(f"logit_limit is {logit_limit}, expected a number above 0: give None for no limit.")
     if soft_limit and logit_limit is None:

@@ -1,6 +1,6 @@
 """The layers of an encoder and a decoder that make one sequence (Vaswani et al. 2017).
 
-What travels between them is a tuple. Tokens and padding pass through the layers that do not need them:
+The payload between them is a tuple. Tokens and padding pass through the layers that do not need them:
 
     tokens      source, previous: int64 [batch, source time] and [batch, target time]
     encoding    states [batch, source time, model_size], padding, previous
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.models.attention import MemoryAttention
-from gpipe.models.initialization import fill_normal
-from gpipe.models.linear import Softmax
+from gpipe.models.linear import Softmax, fill_normal
 from gpipe.models.transformer_layers import Embedding, PreNormLayer
 
 Tokens: TypeAlias = tuple[Tensor, Tensor]
@@ -25,9 +24,9 @@ Decoding: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class SourceEmbedding(nn.Module):
-    """Tokens -> encoding: embed the source, find its padding, hand on the previous target tokens.
+    """Tokens -> encoding: embed the source, find its padding, pass on the previous target tokens.
 
-    Positions are counted from padding_index + 1, as fairseq does.
+    Positions count from padding_index + 1, as in fairseq.
     """
 
     def __init__(self, vocabulary_size: int, model_size: int, dropout: float, padding_index: int) -> None:
@@ -41,7 +40,7 @@ class SourceEmbedding(nn.Module):
 
 
 class EncoderLayer(PreNormLayer):
-    """Encoding -> encoding: every position sees all of its sentence."""
+    """Encoding -> encoding: every position sees its whole sentence."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class EncoderLayer(PreNormLayer):
 
 
 class TargetEmbedding(nn.Module):
-    """Encoding -> decoding: the normalised states become the memory; embed the previous target tokens."""
+    """Encoding -> decoding: normalise the states as the memory, and embed the previous target tokens."""
 
     def __init__(self, vocabulary_size: int, model_size: int, dropout: float, padding_index: int) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class TargetEmbedding(nn.Module):
 class DecoderLayer(PreNormLayer):
     """Decoding -> decoding: every position sees itself and those before it, then the memory.
 
-    The padding behind a target is later than all of it, so no position of the target proper sees it.
+    Padding comes after its target, so no position of the target sees it.
     """
 
     def __init__(
@@ -128,11 +127,16 @@ class DecoderNorm(nn.Module):
 
 
 class TokenSoftmax(Softmax):
-    """Fully connected layer without bias that makes a logit a token, kept small while it trains.
+    """Fully connected layer without bias that makes one logit per token, limited in training mode.
 
-    [batch, time, model_size] -> [batch, time, vocabulary_size]. In training mode no logit's magnitude exceeds
-    `logit_limit` (None: any may): a larger one becomes the limit and has no gradient or, with `soft_limit`, all become
-    limit x tanh(logit / limit). In evaluation mode logits are as they come.
+    [batch, time, model_size] -> [batch, time, vocabulary_size].
+
+    Args:
+        model_size: the width of the states.
+        vocabulary_size: the number of logits.
+        logit_limit: the largest magnitude of a logit in training mode: a larger one is clipped, and has no gradient.
+            None is no limit.
+        soft_limit: each logit becomes limit x tanh(logit / limit) instead.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class TokenSoftmax(Softmax):
         self.soft_limit = soft_limit
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as a table of an embedding is drawn: they may be one."""
+        """Redraw the weights like the table of an embedding, which they may be tied to."""
         fill_normal(self.weight, 1.0 / self.in_features)
 
     def forward(self, states: Tensor) -> Tensor:

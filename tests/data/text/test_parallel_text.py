@@ -100,7 +100,7 @@ def test_files_of_unequal_length_are_refused(root: Path) -> None:
     with (root / "train.de-en.en").open("a") as stream:
         stream.write("five\n")
     german, english = root / "train.de-en.de", root / "train.de-en.en"
-    refused(root, f"{german} has 3 lines, but {english} has 4: line by line they must say the same")
+    refused(root, f"{german} has 3 lines, but {english} has 4: the lines of equal number must mean the same")
 
 
 def test_what_is_not_utf_8_is_refused_with_its_line(root: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_subset_is_for_training_only_and_a_smaller_one_is_part_of_a_larger_one
 
 def test_blocks_of_a_large_file_make_one_corpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = open_text(root)
-    monkeypatch.setattr("gpipe.data.text.text_pairs._BLOCK", 2)
+    monkeypatch.setattr("gpipe.data.text.parallel_text._BLOCK", 2)
     blocks = open_text(root)
     assert all(ids(blocks.pair("de", index)[0]) == ids(whole.pair("de", index)[0]) for index in range(3))
     assert len(blocks) == 3

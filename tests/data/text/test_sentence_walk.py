@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.data.index_permutation import IndexPermutation
 from gpipe.data.text import sentence_walk
-from gpipe.data.text.sentence_walk import SentenceWalk
+from gpipe.data.text.sentence_walk import IndexPermutation, SentenceWalk
 
 
 def walk(num_pairs: list[int], draws: list[float], seed: int = 0) -> SentenceWalk:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.data.text.token_batches import cut_by_tokens, fill_last
+from gpipe.data.text.translation_loader import cut_by_tokens, fill_last
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=80).map(sorted)
 
@@ -48,5 +48,5 @@ def test_the_last_run_gets_enough_sentences_or_there_is_no_way(lengths: list[int
 
 
 def test_too_few_sentences_for_the_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match="the last 3 sentences make no mini-batches of at least 2, one a replica"):
+    with pytest.raises(ValueError, match="the last 3 sentences make no mini-batches of at least 2, one per replica"):
         fill_last([(0, 2), (2, 3)], 2)

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.data import Tokenizer
-from gpipe.data.text.english_split import clean_line
 from gpipe.data.text.multilingual_text import read_embedded
-from gpipe.data.text.special_tokens import BEGIN, END, NUM_SPECIAL, PADDING, UNKNOWN
+from gpipe.data.text.tokenizer import BEGIN, END, NUM_SPECIAL, PADDING, UNKNOWN, clean_line
 from tests.data.text.small_text import embedded_tokenizer
 
 TOKENIZER = embedded_tokenizer()

@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from gpipe.data import ParallelCorpus, TranslationBatch, TranslationLoader, open_corpus, sampling_probabilities
-from gpipe.data.text.special_tokens import END, PADDING
+from gpipe.data.text.tokenizer import END, PADDING
 from tests.data.text.small_text import embedded_tokenizer, made_up_corpus
 
 PAIR = st.tuples(st.integers(1, 12), st.integers(1, 12))

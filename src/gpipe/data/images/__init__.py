@@ -1,1 +1,1 @@
-"""Labelled images: the sets by name, augmentation, and their mini-batches."""
+"""Labelled images: the sets by name, their augmentation and their mini-batches."""

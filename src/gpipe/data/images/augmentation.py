@@ -1,12 +1,12 @@
-"""What happens to a decoded image on its way into the model.
+"""Transforms, which turn a decoded image into the model's input.
 
-A transform is a callable PIL image -> float32 tensor [channels, size, size] with pixels in [-1, 1]. It draws from the
-global generators of torch, numpy and random, as the transforms of torchvision and timm do; `ImageLoader` seeds
-them for each sample and puts them back. Only the crop and the policies work on a PIL image: torch resizes bytes in half
-of PIL's time, and the rest is a few passes over floats, in place. The number of threads changes no bit.
+A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1]. It draws from the global
+generators of torch, numpy and random, as the transforms of torchvision and timm do; `ImageLoader` seeds them for each
+sample and restores them. Only the crop and the policies work on a PIL image: torch resizes bytes in half of PIL's time,
+and the rest is a few passes over floats, in place. The number of threads changes no bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -43,11 +43,18 @@ def training_transform(
 ) -> Transform:
     """Return random-area crop, flip, policy, colour jitter and cutout; the defaults are the public TPU code's recipe.
 
-    image_size: pixels a side. crop_scale: the crop's share of the area; None takes the whole image, as the paper's
-    fine-tuning does. crop_aspect: its width over height. policy: "none", "autoaugment" (the ImageNet policy) or
-    "randaugment" (2 operations of magnitude 9). color_jitter: brightness, contrast and saturation are multiplied by
-    1 - color_jitter to 1 + color_jitter; 0 is off. cutout: the side of a grey square as a share of the image's; 0 is
-    off. Raises ValueError for settings out of range.
+    Args:
+        image_size: pixels per side.
+        channels: 1 (grey) or 3.
+        crop_scale: the crop's share of the area; None takes the whole image, as the paper's fine-tuning does.
+        crop_aspect: the crop's width over its height.
+        color_jitter: brightness, contrast and saturation are multiplied by 1 - color_jitter to 1 + color_jitter.
+        flip: whether half of the images are mirrored.
+        policy: "none", "autoaugment" (the ImageNet policy) or "randaugment" (2 operations of magnitude 9).
+        cutout: the side of a grey square as a share of the image's side.
+
+    Raises:
+        ValueError: a setting is out of range.
 
     Deviation: the colour jitter has one range for brightness, contrast and saturation, as in timm, where the public TPU
     code's ranges differ by property and include the hue.
@@ -58,121 +65,103 @@ def training_transform(
     _check_size(image_size, channels)
     _check_crop(crop_scale, crop_aspect)
     _check_changes(image_size, color_jitter, policy, cutout)
-    steps: list[Callable[[Any], Any]] = [RandomCrop(crop_scale, crop_aspect)] if crop_scale else []
-    steps.append(Resize(image_size, channels))
+    steps: list[Callable[[Any], Any]] = []
+    if crop_scale:
+        steps.append(partial(_crop, v2.RandomResizedCrop(1, scale=crop_scale, ratio=crop_aspect)))
+    steps.append(partial(_resize, image_size, channels))
     if flip:
-        steps.append(random_flip)
+        steps.append(_flip)
     if make_policy := POLICIES[policy]:
         steps += [v2.ToPILImage(), make_policy(), v2.PILToTensor()]
-    steps.append(to_pixels)
+    steps.append(_to_pixels)
     if color_jitter:
-        steps.append(ColorJitter(color_jitter))
+        steps.append(partial(_jitter, color_jitter))
     if cutout:
         steps.append(v2.RandomErasing(1.0, (cutout**2, cutout**2), (1.0, 1.0)))
-    return Steps(channels, steps)
+    return partial(_apply, steps, channels)
 
 
 def evaluation_transform(image_size: int, *, channels: int = 3, center_crop: float = 0.875) -> Transform:
-    """Return the central crop, resized to image_size pixels a side.
+    """Return the central crop, resized to image_size pixels per side.
 
-    center_crop: the crop's share of the height and of the width, as in the public TPU code (which does not keep the
-    aspect either); 1 takes the whole image. Raises ValueError for settings out of range.
+    Args:
+        image_size: pixels per side.
+        channels: 1 (grey) or 3.
+        center_crop: the crop's share of the height and of the width; 1 takes the whole image. Like the public TPU
+            code, it does not keep the aspect.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
     if not 0 < center_crop <= 1:
         raise ValueError(f"center_crop {center_crop} must lie in (0, 1]: it is a share of the height and of the width")
     _check_size(image_size, channels)
-    return Steps(channels, [CentralCrop(center_crop), Resize(image_size, channels), to_pixels])
+    return partial(
+        _apply, [partial(_crop_centre, center_crop), partial(_resize, image_size, channels), _to_pixels], channels
+    )
 
 
-class Steps:
-    """Take the steps of a transform in order: PIL image -> float32 [channels, h, w], a grey image repeated."""
-
-    def __init__(self, channels: int, steps: list[Callable[[Any], Any]]) -> None:
-        self.channels = channels
-        self.steps = steps
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return the pixels of `image`."""
-        value: Any = image
-        for step in self.steps:
-            value = step(value)
-        pixels: torch.Tensor = value
-        return pixels.expand(self.channels, -1, -1)
+def _apply(steps: Iterable[Callable[[Any], Any]], channels: int, image: Image.Image) -> torch.Tensor:
+    """Apply the steps of a transform in order: PIL image -> float32 [channels, h, w]; a grey image is repeated."""
+    value: Any = image
+    for step in steps:
+        value = step(value)
+    pixels: torch.Tensor = value
+    return pixels.expand(channels, -1, -1)
 
 
-class RandomCrop:
-    """Cut a random rectangle out of a PIL image: scale is its share of the area, aspect its width over height."""
-
-    def __init__(self, scale: tuple[float, float], aspect: tuple[float, float]) -> None:
-        self.rectangle = v2.RandomResizedCrop(1, scale=scale, ratio=aspect)
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        """Return the rectangle."""
-        found = self.rectangle.make_params([image])
-        left, top = found["left"], found["top"]
-        return image.crop((left, top, left + found["width"], top + found["height"]))
+def _crop(rectangle: v2.RandomResizedCrop, image: Image.Image) -> Image.Image:
+    """Cut a random rectangle out of a PIL image."""
+    found = rectangle.make_params([image])
+    left, top = found["left"], found["top"]
+    return image.crop((left, top, left + found["width"], top + found["height"]))
 
 
-class CentralCrop:
+def _crop_centre(share: float, image: Image.Image) -> Image.Image:
     """Cut the central share of the height and of the width out of a PIL image."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        """Return the cut image."""
-        size = [max(1, round(self.share * side)) for side in (image.height, image.width)]
-        cut: Image.Image = functional.center_crop(image, size)
-        return cut
+    size = [max(1, round(share * side)) for side in (image.height, image.width)]
+    cut: Image.Image = functional.center_crop(image, size)
+    return cut
 
 
-class Resize:
-    """Turn a PIL image into bytes of image_size pixels a side: uint8 [1 or 3, size, size]; channels=1 makes it grey."""
+def _resize(image_size: int, channels: int, image: Image.Image) -> torch.Tensor:
+    """Resize a PIL image to uint8 [1 or 3, image_size, image_size]; channels=1 makes it grey.
 
-    def __init__(self, image_size: int, channels: int) -> None:
-        self.image_size = image_size
-        self.channels = channels
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        """Return the bytes of the resized image, to the last bit but one those of PIL's antialiased bilinear filter."""
-        if self.channels == 1 and image.mode != "L":
-            image = image.convert("L")
-        levels = torch.from_numpy(np.array(image))
-        levels = levels[None] if levels.ndim == 2 else levels.permute(2, 0, 1)
-        size = (self.image_size, self.image_size)
-        return F.interpolate(levels[None], size, mode="bilinear", antialias=True)[0].contiguous()
-
-
-class ColorJitter:
-    """Scale brightness, contrast and saturation of pixels, each by 1 - strength to 1 + strength.
-
-    Brightness is the distance from black, contrast that from the image's mean grey, saturation that from the pixel's
-    own grey. Clipped once, at the end, as in the public TPU code, the three are one affine map, in whatever order.
+    A byte differs from that of PIL's antialiased bilinear filter by 1 at most.
     """
-
-    def __init__(self, strength: float) -> None:
-        self.strength = strength
-
-    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Change pixels, [1 or 3, h, w] in [-1, 1], in place, and return them."""
-        brightness, contrast, saturation = (1 + self.strength * (2 * torch.rand(3) - 1)).tolist()
-        grey = pixels[0].clone()
-        if len(pixels) == 3:
-            grey.mul_(0.299).add_(0.587 * pixels[1]).add_(0.114 * pixels[2])
-        mean = grey.mean(dim=1).mean().item()  # in two sums, neither of which torch splits between threads
-        slope, shift = brightness * contrast, brightness - 1 + brightness * (1 - contrast) * mean
-        grey.mul_(slope * (1 - saturation)).add_(shift)
-        return pixels.mul_(slope * saturation).add_(grey).clamp_(-1, 1)
+    if channels == 1 and image.mode != "L":
+        image = image.convert("L")
+    levels = torch.from_numpy(np.array(image))
+    levels = levels[None] if levels.ndim == 2 else levels.permute(2, 0, 1)
+    size = (image_size, image_size)
+    return F.interpolate(levels[None], size, mode="bilinear", antialias=True)[0].contiguous()
 
 
-def random_flip(levels: torch.Tensor) -> torch.Tensor:
-    """Mirror every second image, [c, h, w], left to right; torchvision's takes three times as long on small ones."""
+def _flip(levels: torch.Tensor) -> torch.Tensor:
+    """Mirror half of the images, [c, h, w], left to right, in a third of torchvision's time for small images."""
     return levels.flip(2) if torch.rand(()).item() < 0.5 else levels
 
 
-def to_pixels(levels: torch.Tensor) -> torch.Tensor:
+def _to_pixels(levels: torch.Tensor) -> torch.Tensor:
     """Map bytes to float32 in [-1, 1]; any shape."""
     return levels.to(torch.float32).div_(127.5).sub_(1.0)
+
+
+def _jitter(strength: float, pixels: torch.Tensor) -> torch.Tensor:
+    """Scale brightness, contrast and saturation of pixels, [1 or 3, h, w] in [-1, 1], each by 1 +- strength, in place.
+
+    Brightness scales the distance from black, contrast the distance from the image's mean grey, saturation the distance
+    from the pixel's own grey. The result is clipped once, at the end, as in the public TPU code; without a clip in
+    between, the three are one affine map in any order.
+    """
+    brightness, contrast, saturation = (1 + strength * (2 * torch.rand(3) - 1)).tolist()
+    grey = pixels[0].clone()
+    if len(pixels) == 3:
+        grey.mul_(0.299).add_(0.587 * pixels[1]).add_(0.114 * pixels[2])
+    mean = grey.mean(dim=1).mean().item()  # in two sums, neither of which torch splits between threads
+    slope, shift = brightness * contrast, brightness - 1 + brightness * (1 - contrast) * mean
+    grey.mul_(slope * (1 - saturation)).add_(shift)
+    return pixels.mul_(slope * saturation).add_(grey).clamp_(-1, 1)
 
 
 def _check_crop(scale: tuple[float, float] | None, aspect: tuple[float, float]) -> None:

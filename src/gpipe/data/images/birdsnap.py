@@ -1,28 +1,28 @@
-"""Birdsnap (Berg et al. 2014): photographs of North American birds, 500 species.
+"""The reader of Birdsnap (Berg et al. 2014): photographs of North American birds, 500 species.
 
-The archive holds lists only, tab-separated with a line of field names each, and a program that downloads the images.
-Source of the layout: readme.txt of the archive birdsnap.tgz, version 1.1, as the public repository
-jonathantcallahan/birdboy keeps it.
+Its archive holds tab-separated lists, each with a line of field names, and a program that downloads the images. Source
+of the layout: readme.txt of the archive birdsnap.tgz, version 1.1, as the public repository jonathantcallahan/birdboy
+keeps it.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
-from gpipe.data.images.image_list import are_files, check_name
-from gpipe.data.images.image_set import ImageFiles
-from gpipe.data.images.source import Source, TableCounts
+from gpipe.data.images.image_set import ImageFiles, are_files, check_name
 
 
 class _Row(NamedTuple):
-    place: str  # which line of which file, for messages
+    entry: str  # which line of which file, for messages
     fields: list[str]
 
 
 def open_birdsnap(root: Path, split: str) -> ImageFiles:
     """List the images of a split in the order of images.txt: those of test_images.txt, or all others.
 
-    Images that were listed but never downloaded are left out: the addresses of some are dead. Raises ValueError, which
-    names file and line, where a list is broken, and where no image is there.
+    Listed images that were never downloaded are left out: some addresses are dead.
+
+    Raises:
+        ValueError: a list is damaged (the message names file and line), or no image is there.
     """
     folder = root / "birdsnap"
     images = folder / "download" / "images"
@@ -45,25 +45,25 @@ def _read_species(path: Path) -> tuple[list[str], dict[str, int]]:
 def _read_labels(path: Path, images: Path, classes: dict[str, int]) -> dict[str, int]:
     """Return the class of each image, by its path below `images`."""
     labels = {}
-    for place, (name, species) in _read_rows(path, ("path", "species_id")):
-        check_name(name, images, place)
+    for entry, (name, species) in _read_rows(path, ("path", "species_id")):
+        check_name(name, images, entry)
         if species not in classes:
-            raise ValueError(f"{place}: species.txt has no species {species!r}; replace both with the original files")
+            raise ValueError(f"{entry}: species.txt has no species {species!r}; replace both with the original files")
         labels[name] = classes[species]
     return labels
 
 
 def _read_test_names(path: Path, labels: dict[str, int]) -> set[str]:
     names = set()
-    for place, (name,) in _read_rows(path, ("path",)):
+    for entry, (name,) in _read_rows(path, ("path",)):
         if name not in labels:
-            raise ValueError(f"{place}: images.txt has no image {name!r}; replace both with the original files")
+            raise ValueError(f"{entry}: images.txt has no image {name!r}; replace both with the original files")
         names.add(name)
     return names
 
 
 def _read_rows(path: Path, wanted: tuple[str, ...]) -> list[_Row]:
-    """Read some columns of a tab-separated file whose first line has the names of all."""
+    """Read the wanted columns of a tab-separated file whose first line names all columns."""
     lines = path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n")
     header = lines[0].split("\t")
     if missing := [name for name in wanted if name not in header]:
@@ -81,29 +81,3 @@ def _read_rows(path: Path, wanted: tuple[str, ...]) -> list[_Row]:
             )
         rows.append(_Row(f"{path}, line {number}", [fields[column] for column in columns]))
     return rows
-
-
-_DEAD_ADDRESSES = "images whose addresses are dead are missing"
-
-BIRDSNAP = Source(
-    open=open_birdsnap,
-    required=(
-        "birdsnap/species.txt",
-        "birdsnap/images.txt",
-        "birdsnap/test_images.txt",
-        "birdsnap/download/images/*/",
-    ),
-    tree="""\
-  <data.root>/birdsnap/species.txt    images.txt and test_images.txt
-  <data.root>/birdsnap/download/images/<species>/<image>.jpg    500 species folders, at most 49,829 images""",
-    how_to_get=(
-        "download birdsnap.tgz, version 1.1, from thomasberg.org, unpack it in <data.root>, and run its "
-        "get_birdsnap.py, written for Python 2, in <data.root>/birdsnap."
-    ),
-    table=TableCounts(
-        num_classes=500,
-        num_train_images=47_386,
-        num_test_images=2_443,
-        notes={"train": _DEAD_ADDRESSES, "test": _DEAD_ADDRESSES},
-    ),
-)

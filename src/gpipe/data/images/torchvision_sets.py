@@ -1,10 +1,97 @@
-"""Image sets whose files torchvision reads, as image sets of ours."""
+"""Readers of the image sets whose files torchvision parses; what it reads is checked against what is on the disk."""
 
+import re
+import struct
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe.data.images.image_list import open_listed_images
-from gpipe.data.images.image_set import ImageFiles
+import numpy as np
+
+from gpipe.data.images.image_set import ImageArray, ImageFiles, are_files, check_name
+
+_MATLAB_HEADER_BYTES = 128
+_COMPRESSED = 15  # the type of an element that zlib has packed
+_MAX_UNPACKED_BYTES = 1 << 26  # the annotations of the Stanford Cars unpack to a tenth of it
+
+
+def open_cifar(class_name: str, root: Path, split: str) -> ImageArray:
+    """Open CIFAR10 or CIFAR100 (Krizhevsky 2009), 32x32 colour: 50,000 training or 10,000 test images, in memory.
+
+    Raises:
+        ValueError: a file, which the message names, is not the original.
+    """
+    cifar = torchvision_class(class_name)
+    try:
+        # The files are pickles, which can run code while they are read. torchvision compares the md5 checksum of each
+        # with the original's before it opens it, so that no unknown pickle is ever read: whoever changes this keeps it.
+        data_set = cifar(root, train=split == "train", download=False)
+    except RuntimeError as error:
+        raise ValueError(_find_changed(cifar, root / cifar.base_folder)) from error
+    return ImageArray(data_set.data, np.array(data_set.targets), data_set.classes)
+
+
+def _find_changed(cifar: Any, folder: Path) -> str:
+    """Name the file that is not the original one; torchvision says only that there is one."""
+    from torchvision.datasets.utils import check_integrity
+
+    checksums = [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]
+    changed = next(name for name, checksum in checksums if not check_integrity(str(folder / name), checksum))
+    return f"{folder / changed} is not the original file, its md5 checksum differs; unpack {cifar.filename} again"
+
+
+def open_stanford_cars(root: Path, split: str) -> ImageFiles:
+    """List the images of a split of the Stanford Cars in the order of its annotations, which are MATLAB files.
+
+    Raises:
+        ValueError: an annotation file, which the message names, is damaged.
+    """
+    folder = root / "stanford_cars"
+    listing = folder / ("devkit/cars_train_annos.mat" if split == "train" else "cars_test_annos_withlabels.mat")
+    for path in (listing, folder / "devkit/cars_meta.mat"):
+        check_unpacked_size(path)
+    return _open_listed("StanfordCars", root, folder / f"cars_{split}", listing, entry="annotation", split=split)
+
+
+def open_oxford_pets(root: Path, split: str) -> ImageFiles:
+    """List the images of a split of the Oxford-IIIT Pets in the order of its list; errors as `open_stanford_cars`."""
+    folder, official_split = root / "oxford-iiit-pet", "trainval" if split == "train" else split
+    listing = folder / "annotations" / f"{official_split}.txt"
+    _check_lines(listing, r"\S+\s+\d+\s+\d+\s+\d+", "'<image> <class> <species> <breed>'")
+    return _open_listed("OxfordIIITPet", root, folder / "images", listing, split=official_split)
+
+
+def open_fgvc_aircraft(root: Path, split: str) -> ImageFiles:
+    """List the images of a split of FGVC Aircraft, labelled with the variant; errors as `open_stanford_cars`."""
+    folder, official_split = root / "fgvc-aircraft-2013b" / "data", "trainval" if split == "train" else split
+    listing = folder / f"images_variant_{official_split}.txt"
+    variants = (folder / "variants.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+    any_variant = "|".join(re.escape(variant.strip()) for variant in variants if variant.strip())
+    _check_lines(listing, rf"\S+ (?:{any_variant})", "'<image> <variant>' with a variant that variants.txt lists")
+    return _open_listed(
+        "FGVCAircraft", root, folder / "images", listing, split=official_split, annotation_level="variant"
+    )
+
+
+def open_food101(root: Path, split: str) -> ImageFiles:
+    """List the images of a split of Food-101, class by class.
+
+    Raises:
+        ValueError: the list, which the message names, is damaged, or has other classes than classes.txt.
+    """
+    folder = root / "food-101"
+    listing = folder / "meta" / f"{split}.json"
+    image_set = _open_listed("Food101", root, folder / "images", listing, entry="image", split=split)
+    # torchvision numbers the classes of each list by themselves: one class less in a list, and all others would shift.
+    names_file = folder / "meta" / "classes.txt"
+    class_names = names_file.read_text(encoding="utf-8", errors="replace").split()
+    if different := sorted(set(class_names).symmetric_difference(image_set.class_names)):
+        raise ValueError(
+            f"{listing} has {len(image_set.class_names)} classes and {names_file} has {len(class_names)}, different in "
+            f"{different[0]!r}; replace both with the original files"
+        )
+    return image_set
 
 
 def torchvision_class(name: str) -> Any:
@@ -17,14 +104,49 @@ def torchvision_class(name: str) -> Any:
     return getattr(datasets, name)
 
 
-def open_torchvision_files(
+def check_unpacked_size(path: Path) -> None:
+    """Refuse a MATLAB file that unpacks to more than 64 MiB, before scipy unpacks it, possibly to a thousand times.
+
+    Source of the format: MathWorks, "MAT-File Format", chapter 1, versions 5 to 7: a header, and elements that begin
+    with their type and number of bytes.
+
+    Raises:
+        ValueError: the file unpacks to more, or cannot be unpacked.
+    """
+    content = path.read_bytes()
+    order = "<" if content[126:128] == b"IM" else ">"
+    start, unpacked = _MATLAB_HEADER_BYTES, 0
+    while start + 8 <= len(content):
+        kind, num_bytes = struct.unpack_from(f"{order}2I", content, start)
+        start += 8
+        if kind == _COMPRESSED:
+            packed = content[start : start + num_bytes]
+            try:
+                unpacked += len(zlib.decompressobj().decompress(packed, _MAX_UNPACKED_BYTES + 1))
+            except zlib.error as error:
+                raise ValueError(f"cannot read {path}: {error}; replace it with the original file") from error
+        if unpacked > _MAX_UNPACKED_BYTES:
+            raise ValueError(f"{path} unpacks to more than 64 MiB; replace it with the original file")
+        start += num_bytes
+
+
+def _check_lines(listing: Path, pattern: str, expected: str) -> None:
+    """Refuse a list with a line that the regular expression does not match as a whole."""
+    with listing.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not re.fullmatch(pattern, line.strip()):
+                raise ValueError(
+                    f"{listing}, line {number}: {line.strip()!r} is not {expected}; replace the file with the original "
+                    "one"
+                )
+
+
+def _open_listed(
     class_name: str, root: Path, folder: Path, listing: Path, *, entry: str = "line", **options: str
 ) -> ImageFiles:
-    """Let torchvision read the list of an image set, and open the images it names.
+    """Let a class of torchvision.datasets read a list, and open the images in `folder` that it names.
 
-    class_name: which of torchvision.datasets. root: what it takes as root. folder: where the images of this list lie.
-    listing, entry: the list that it reads, for messages. options: what else it takes.
-    Raises ValueError, which names the list, where it cannot be read or names what cannot be.
+    `entry` is what a message calls a place in the list, `options` what the class takes beside `root`.
     """
     read = torchvision_class(class_name)
     try:
@@ -32,14 +154,36 @@ def open_torchvision_files(
     except Exception as error:  # its parsers have no errors of their own: whatever fails first
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot read {listing}: {cause}; replace it with the original file") from error
-    paths, labels = _paths_and_labels(data_set)
+    paths, labels = _take_paths_and_labels(data_set)
     names = [path.as_posix().removeprefix(f"{folder.as_posix()}/") for path in paths]
-    return open_listed_images(listing, folder, names, labels, data_set.classes, entry=entry)
+    _check_entries(listing, entry, folder, names, labels, len(data_set.classes))
+    return ImageFiles(folder, names, labels, data_set.classes)
 
 
-def _paths_and_labels(data_set: Any) -> tuple[list[Path], list[int]]:
+def _take_paths_and_labels(data_set: Any) -> tuple[list[Path], list[int]]:
     """Take the paths out of torchvision's private attributes: it has no other way to them without decoding."""
     if hasattr(data_set, "_samples"):
         return [Path(path) for path, _ in data_set._samples], [int(label) for _, label in data_set._samples]
     paths = data_set._images if hasattr(data_set, "_images") else data_set._image_files
     return [Path(path) for path in paths], list(data_set._labels)
+
+
+def _check_entries(
+    listing: Path, entry: str, folder: Path, names: Sequence[str], labels: Sequence[int], num_classes: int
+) -> None:
+    """Refuse a list that is empty, has an unknown class, leaves the folder, or names a file that is not there."""
+    if len(names) == 0:
+        raise ValueError(f"{listing} lists no images; replace it with the original file")
+    for number, (name, label) in enumerate(zip(names, labels, strict=True), start=1):
+        check_name(name, folder, f"{listing}, {entry} {number}")
+        if not 0 <= label < num_classes:
+            raise ValueError(
+                f"{listing}, {entry} {number}: the class {label + 1} is not one of 1 to {num_classes}; "
+                "replace the file with the original one"
+            )
+    missing = np.flatnonzero(~are_files(folder, names))
+    if len(missing):
+        raise ValueError(
+            f"{len(missing):,} of the {len(names):,} images in {listing} are not in {folder}, the first is "
+            f"{names[missing[0]]}; unpack the set's archive again"
+        )

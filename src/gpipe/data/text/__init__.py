@@ -1,1 +1,1 @@
-"""Tokens and pairs of sentences: corpora by name, tokenizers, caches, and their mini-batches."""
+"""Tokens and pairs of sentences: corpora by name, tokenizers, caches and mini-batches."""

@@ -1,4 +1,4 @@
-"""Folders made by fairseq-preprocess: the dictionary through fairseq's own, the ids mapped where they lie."""
+"""Text binarised by fairseq-preprocess: fairseq reads the dictionary, and the ids are mapped from its files."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -9,17 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe._compat.fairseq import VERSION, import_fairseq
-from gpipe.data.text.parallel_corpus import LanguagePairs
+from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
+from gpipe.data.text.parallel_text import long_pairs
 from gpipe.data.text.sentences import Sentences, starts_of
-from gpipe.data.text.special_tokens import BEGIN, END, PADDING, UNKNOWN
+from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
+from gpipe.data.text.tokenizer import BEGIN, END, PADDING, UNKNOWN
 
-TARGET_LANGUAGE = "en"
 _MAGIC = b"MMIDIDX\x00\x00"  # of the index of fairseq's mmap format
 _HEADER = struct.Struct("<9sQBQ")  # magic, version, kind of number, number of sentences
-# Of fairseq's codes of a number's type (data/indexed_dataset.py), those that an id may have.
+# fairseq's codes of number types (data/indexed_dataset.py), without those that no id has.
 _INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 _ENTRY_BYTES = 4 + 8  # a sentence's length, and where it starts
-_BLOCK = 1 << 20  # sentences that are read, and tokens that are checked, at a time
+_BLOCK = 1 << 20  # sentences to read, and tokens to check, at a time
 
 
 def binarized_languages(root: Path) -> Sequence[str]:
@@ -31,7 +32,9 @@ def binarized_languages(root: Path) -> Sequence[str]:
 def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
     """Return the symbols of the vocabulary that all languages and English share, in the order of their ids.
 
-    Raises ValueError where a dictionary is missing or differs from the English one, FairseqMissing without fairseq.
+    Raises:
+        ValueError: a dictionary is missing or differs from the English one.
+        FairseqMissing: fairseq is not installed.
     """
     joined: list[str] | None = None
     for language in (TARGET_LANGUAGE, *languages):
@@ -58,7 +61,11 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
 
 
 def binarized_files(root: Path, split: str, language: str) -> list[Path]:
-    """Return the .bin of the language and of English, and the .idx of both. Raises ValueError for a missing one."""
+    """Return the .bin of the language and of English, and the .idx of both.
+
+    Raises:
+        ValueError: a file is missing.
+    """
     stem = f"{split}.{language}-{TARGET_LANGUAGE}"
     paths = [root / f"{stem}.{side}.{ending}" for ending in ("bin", "idx") for side in (language, TARGET_LANGUAGE)]
     for path in paths:
@@ -67,15 +74,11 @@ def binarized_files(root: Path, split: str, language: str) -> list[Path]:
     return paths
 
 
-def number_type(index: Path) -> np.dtype[Any]:
-    """Return the type of the ids of a .bin, given its .idx. Raises ValueError for an index that is damaged."""
-    return _read_header(index)[0]
-
-
 def binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
-    """Yield the pairs <split>.<language>-en, some at a time; tokens and starts are those of the whole .bin, mapped.
+    """Yield the pairs <split>.<language>-en in blocks; tokens and starts are those of the whole .bin, mapped.
 
-    Raises ValueError for missing or damaged files, sides of unequal length, and an id outside the vocabulary.
+    Raises:
+        ValueError: a file is missing or damaged, the sides are of unequal length, or an id is outside the vocabulary.
     """
     *bins, source_index, target_index = binarized_files(root, split, language)
     sources, targets = (_Side(path, index) for path, index in zip(bins, (source_index, target_index), strict=True))
@@ -91,8 +94,31 @@ def binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int
         side.finish()
 
 
+def open_binarized(
+    cache: TokenCache, root: Path, split: str, language: str, vocabulary_size: int, max_tokens: int
+) -> CachedPairs:
+    """Return a binarised language, whose ids stay in its .bin files; its first opening checks every id."""
+
+    def fill(writer: PairsWriter) -> Sequence[Skipped]:
+        long = long_pairs(max_tokens)
+        num_read = 0
+        for block in binarized_blocks(root, split, language, vocabulary_size):
+            fits = np.maximum(block.sources.lengths, block.targets.lengths) <= max_tokens
+            if not fits.all():
+                first = num_read + int(np.argmin(fits)) + 1
+                long.add(int(np.count_nonzero(~fits)), f"{root / f'{split}.{language}-en'}:{first}")
+            writer.add(block.select(np.flatnonzero(fits)))
+            num_read += len(block)
+        return [long]
+
+    *bins, source_index, target_index = files = binarized_files(root, split, language)
+    settings = {"vocabulary_size": vocabulary_size, "max_tokens": max_tokens, "tokenizer_sha256": None}
+    tokens = [(path, _read_header(index)[0]) for path, index in zip(bins, (source_index, target_index), strict=True)]
+    return cache.open(f"{split}.{language}-en", files, settings, fill, tokens)
+
+
 class _Side:
-    """Read one side of a language from the front to the back, checking everything."""
+    """Read one side of a language from beginning to end, checking everything."""
 
     def __init__(self, path: Path, index: Path) -> None:
         kind, num = _read_header(index)
@@ -102,7 +128,7 @@ class _Side:
         self._tokens = _map(path, kind)
         self._lengths = _map(index, np.dtype("<i4"), _HEADER.size, num)
         self._pointers = _map(index, np.dtype("<i8"), _HEADER.size + num * 4, num)
-        self._end = 0  # of what was read, in tokens
+        self._end = 0  # of the tokens read so far
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -113,7 +139,7 @@ class _Side:
         starts = starts_of(lengths) + self._end
         if (lengths < 1).any() or (pointers != starts * self._tokens.itemsize).any():
             raise ValueError(
-                f"{self._index} has sentences that are empty or not one behind the other: binarise it again"
+                f"{self._index} has sentences that are empty or not stored one after the other: binarise it again"
             )
         begin, self._end = self._end, int(starts[-1] + lengths[-1])
         if self._end > len(self._tokens):
@@ -122,7 +148,7 @@ class _Side:
         return Sentences(self._tokens, starts, lengths)
 
     def finish(self) -> None:
-        """Refuse tokens behind the last sentence."""
+        """Refuse tokens after the last sentence."""
         if self._end != len(self._tokens):
             raise self._contradiction()
 
@@ -152,13 +178,13 @@ class _Side:
 
 
 def _map(path: Path, kind: np.dtype[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-    if length == 0 or path.stat().st_size == 0:  # which no system maps
+    if length == 0 or path.stat().st_size == 0:  # no system maps an empty file
         return np.empty(0, kind)
     return np.asarray(np.memmap(path, kind, "r", offset, None if length is None else (length,)))
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
-    """Return the type of the ids, and the number of sentences, of an index whose size they explain."""
+    """Return the type of the ids and the number of sentences, after checking them against the size of the index."""
     with path.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if not header.startswith(_MAGIC):

@@ -1,23 +1,21 @@
-"""The corpora of pairs of sentences by name."""
+"""The corpora of sentence pairs by name, one row each: how a corpus is read, what its files look like."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpipe.data.images.source import Place
-from gpipe.data.text.binarized import binarized_languages, read_dictionary
-from gpipe.data.text.cached_languages import add_up, open_binarized, open_text
-from gpipe.data.text.english_split import SPLITS, check_split
+from gpipe.data.location import Location, check_known
+from gpipe.data.text.binarized import binarized_languages, open_binarized, read_dictionary
 from gpipe.data.text.multilingual_text import (
+    SPLITS,
     VLC_CATALOGUES,
     embedded_languages,
     embedded_pairs,
     embedded_tokenizer_path,
     vlc_pairs,
 )
-from gpipe.data.text.parallel_corpus import Pairs, ParallelCorpus, Skipped, some_of
-from gpipe.data.text.parallel_text import text_languages, text_pairs
-from gpipe.data.text.text_pairs import Encoder, TextPair
+from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, Skipped, list_some
+from gpipe.data.text.parallel_text import Encoder, TextPair, open_text, text_languages, text_pairs
 from gpipe.data.text.token_cache import DEFAULT_NAME, CachedPairs, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
@@ -25,11 +23,13 @@ _ALTERNATIVE = "data=multilingual_embedded uses 66,197 pairs of 102 languages th
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusSource(Place):
-    """Describe one corpus: which languages a folder has, how they are read, and where it lies.
+class CorpusSource(Location):
+    """A row of the table of corpora.
 
-    languages: root -> codes, sorted. pairs: (root, split, language) -> lines; None for what is binarised. is_cached:
-    whether it may have any size, so that a token cache holds it; else it is kept in memory.
+    Attributes:
+        languages: root -> codes, sorted.
+        pairs: (root, split, language) -> lines; None for binarised text.
+        is_cached: whether a token cache holds the corpus, which may then have any size; else it is kept in memory.
     """
 
     languages: Callable[[Path], Sequence[str]]
@@ -60,7 +60,7 @@ CORPORA: dict[str, CorpusSource] = {
         tree="""\
   <data.root>/train.<language>-en.<language>
   <data.root>/train.<language>-en.en           and the same for valid and test""",
-        how_to_get="write the sentences of each language and of English into two files, one a line, in UTF-8.",
+        how_to_get="write the sentences of each language and of English into two files, one per line, in UTF-8.",
     ),
     "binarized": CorpusSource(
         languages=binarized_languages,
@@ -82,18 +82,24 @@ CORPORA: dict[str, CorpusSource] = {
 
 
 def check_corpus(name: str, root: str | Path | None = None) -> Path:
-    """Find the folder of a corpus, reading nothing. Raises DataMissing, and ValueError for an unknown name."""
-    return _source(name).find_root(name, root)
+    """Find the folder of a corpus, reading nothing.
+
+    Raises:
+        DataMissing: the corpus is not there.
+        ValueError: the name is unknown.
+    """
+    return _find_row(name).find_root(name, root)
 
 
 def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
-    """Return the tokenizer of a path, or without one that of the corpus: None for a binarised one, which has none.
+    """Return the tokenizer of a path or, without one, of the corpus; None for a binarised corpus, which has none.
 
-    Raises ValueError for a file that is no tokenizer of ours, and for an unknown name.
+    Raises:
+        ValueError: the file is no tokenizer of ours, or the name is unknown.
     """
     if path is not None:
         return Tokenizer(path)
-    return None if _source(name).pairs is None else Tokenizer(embedded_tokenizer_path())
+    return None if _find_row(name).pairs is None else Tokenizer(embedded_tokenizer_path())
 
 
 def open_corpus(
@@ -107,17 +113,27 @@ def open_corpus(
     max_pairs: int | None = None,
     cache: str | Path | None = None,
 ) -> ParallelCorpus:
-    """Open one split, "train", "valid" or "test", of a named corpus.
+    """Open one split of a named corpus.
 
-    root: the folder that holds it; None means its usual place. tokenizer: what `open_tokenizer` gives. languages: those
-    to read; None is all. max_tokens: longer sentences are left out, counted with END. max_pairs: the most pairs of a
-    language, in the train split only. cache: the folder for the ids of what is not kept in memory, which the first
-    process to open it fills while the others wait; None is token_cache in the root. Raises DataMissing, FairseqMissing,
-    and ValueError for an unknown name, split or language, for a language of which nothing is left, for damaged files,
-    and for a cache that cannot be written.
+    Args:
+        name: one of CORPORA.
+        split: "train", "valid" or "test".
+        root: the folder that holds the corpus; None is its usual place.
+        tokenizer: what `open_tokenizer` returns.
+        languages: those to read; None is all.
+        max_tokens: longer sentences, counted with END, are left out.
+        max_pairs: the most pairs per language, in the train split only.
+        cache: the folder for the ids of a corpus that is not kept in memory; None is token_cache in the root. The first
+            process to open it fills it while the others wait.
+
+    Raises:
+        DataMissing: the corpus is not there.
+        FairseqMissing: the corpus is binarised, and fairseq is not installed.
+        ValueError: a name, split or language is unknown, nothing is left of a language, a file is damaged, or the cache
+            cannot be written.
     """
-    check_split(split)
-    source = _source(name)
+    check_known("split", split, SPLITS)
+    source = _find_row(name)
     folder = source.find_root(name, root)
     chosen = _choose(name, source.languages(folder), languages)
     if max_pairs is not None and max_pairs < 1:
@@ -128,17 +144,17 @@ def open_corpus(
         )
     token_cache = TokenCache(Path(cache).expanduser() if cache is not None else folder / DEFAULT_NAME)
     cached: dict[str, CachedPairs] = {}
-    pairs: Mapping[str, Pairs] = cached
+    pairs: Mapping[str, LanguagePairs] = cached
     if source.pairs is None:
         size = _count_symbols(folder, chosen, tokenizer)
         cached |= {each: open_binarized(token_cache, folder, split, each, size, max_tokens) for each in chosen}
-        skipped = add_up(cached.values())
+        skipped = _add_up(cached.values())
     elif tokenizer is None:
         raise ValueError(f"the corpus {name} is text: give the tokenizer that open_tokenizer({name!r}, None) returns")
     elif source.is_cached:
         size = tokenizer.vocabulary_size
         cached |= {each: open_text(token_cache, folder, split, each, tokenizer, max_tokens) for each in chosen}
-        skipped = add_up(cached.values())
+        skipped = _add_up(cached.values())
     else:
         size, encoder = tokenizer.vocabulary_size, Encoder(tokenizer, max_tokens)
         pairs = {each: encoder.encode(source.pairs(folder, split, each)) for each in chosen}
@@ -147,18 +163,27 @@ def open_corpus(
         if not len(found):
             raise ValueError(
                 f"nothing is left of the language {language} in the split {split} of the corpus {name}"
-                f"{_reasons(skipped)}: leave it out of data.languages, or give it data"
+                f"{_list_reasons(skipped)}: leave it out of data.languages, or give it data"
             )
     return ParallelCorpus(pairs, size, skipped, max_pairs if split == "train" else None)
 
 
+def _add_up(languages: Iterable[CachedPairs]) -> list[Skipped]:
+    """Add up, for each reason, what was left out of all languages; `first` is of the first language."""
+    found: dict[str, Skipped] = {}
+    for language in languages:
+        for each in language.skipped:
+            found.setdefault(each.reason, replace(each, number=0)).add(each.number, each.first)
+    return list(found.values())
+
+
 def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | None) -> int:
-    """Return the size of a binarised corpus's vocabulary, which a tokenizer must have too, if there is one."""
+    """Return the size of a binarised corpus's vocabulary, after checking that a given tokenizer has it too."""
     symbols = read_dictionary(root, languages)
     if tokenizer is not None and tokenizer.pieces()[4:] != symbols[4 : tokenizer.vocabulary_size]:
         raise ValueError(
             f"the tokenizer {tokenizer.path} has other pieces than {root / 'dict.en.txt'}: binarise with the "
-            "dictionary that its write_dictionary makes, or choose the tokenizer that the text was cut with"
+            "dictionary that its write_dictionary makes, or set data.tokenizer to the one that cut the text"
         )
     return len(symbols)
 
@@ -167,22 +192,21 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
     if languages is None:
         return list(known)
     if not languages:
-        raise ValueError(f"data.languages is empty: name some of {some_of(known)}, or null for all")
+        raise ValueError(f"data.languages is empty: name some of {list_some(known)}, or null for all")
     for language in languages:
         if language not in known:
             raise ValueError(
                 f"data.languages has {language!r}, of which the corpus {name} has nothing: choose among "
-                f"{some_of(known)}"
+                f"{list_some(known)}"
             )
     return sorted(set(languages))
 
 
-def _reasons(skipped: Sequence[Skipped]) -> str:
+def _list_reasons(skipped: Sequence[Skipped]) -> str:
     reasons = [f"{each.number:,} pairs {each.reason} were skipped" for each in skipped if each.number]
     return f" ({', '.join(reasons)})" if reasons else ""
 
 
-def _source(name: str) -> CorpusSource:
-    if name not in CORPORA:
-        raise ValueError(f"unknown corpus {name!r}: choose one of {', '.join(CORPORA)}")
+def _find_row(name: str) -> CorpusSource:
+    check_known("corpus", name, CORPORA)
     return CORPORA[name]

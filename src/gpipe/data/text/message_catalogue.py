@@ -1,4 +1,4 @@
-"""Pairs of sentences from the catalogues of gettext, in which programs keep their translations."""
+"""Pairs of sentences from gettext catalogues, in which programs keep their translations."""
 
 import gettext
 import re
@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from gpipe.data.text.english_split import clean_line
+from gpipe.data.text.tokenizer import clean_line
 
 Pair = tuple[str, str]  # a sentence, and the same in English
 _MAGIC = 0x950412DE
@@ -14,7 +14,7 @@ _PLURAL_FORMS = re.compile(r"^plural-forms:.*?plural\s*=\s*([^;\n]+)", re.IGNORE
 
 
 def plural_rule(header: str) -> Callable[[int], int]:
-    """Return the function number -> index of the plural form that a catalogue's header (the entry "") states.
+    """Return the function number -> index of the plural form that a catalogue's header (the entry "") defines.
 
     A header without one means the two forms of the Germanic languages, as in gettext's manual.
     """
@@ -25,11 +25,17 @@ def plural_rule(header: str) -> Callable[[int], int]:
 def pairs_of(
     english: str, english_plural: str | None, forms: Mapping[int, str], rule: Callable[[int], int]
 ) -> Iterator[Pair]:
-    """Yield the pairs of one entry, cleaned; none for an empty or an untranslated form.
+    """Yield the cleaned pairs of one entry; none for a form that is empty or equal to the English.
 
-    forms: index -> translation. A form that means one thing and not also two goes with the English singular, every
-    other one (two, few, many, and the only form of Japanese) with the English plural. Placeholders such as %(name)s
-    are kept: they are text that a translation must carry over. A form equal to the English is no translation.
+    A form for one thing that is not also the form for two belongs to the English singular, every other form (two, few,
+    many, and the only form of Japanese) to the English plural. Placeholders such as %(name)s are kept: they are text
+    that a translation must carry over.
+
+    Args:
+        english: the singular.
+        english_plural: None for an entry without plural forms.
+        forms: index -> translation.
+        rule: what `plural_rule` returns.
     """
     for index, form in sorted(forms.items()):
         singular = english_plural is None or (index == rule(1) and index != rule(2))
@@ -39,10 +45,13 @@ def pairs_of(
 
 
 def read_mo(path: Path) -> list[Pair]:
-    """Return the pairs of a compiled catalogue, in its order, each once. Raises ValueError, which names a damaged file.
+    """Return the pairs of a compiled catalogue in its order, each once.
 
-    The format is that of gettext's manual, "The Format of GNU MO Files": two tables of (length, offset) of strings, in
-    which a zero byte parts singular from plural and a byte 4 ends the context.
+    Source of the format: gettext's manual, "The Format of GNU MO Files": two tables of (length, offset) of strings, in
+    which a zero byte separates singular and plural, and a byte 4 ends the context.
+
+    Raises:
+        ValueError: the file, which the message names, is damaged.
     """
     data = path.read_bytes()
     try:
@@ -52,7 +61,7 @@ def read_mo(path: Path) -> list[Pair]:
         for key, value in entries.items():
             english, _, plural = key.rpartition("\x04")[2].partition("\0")
             pairs.update(dict.fromkeys(pairs_of(english, plural or None, dict(enumerate(value.split("\0"))), rule)))
-    # A plural rule is a calculation, which may divide by nothing.
+    # A plural rule is an expression, which may divide by zero.
     except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} is no compiled catalogue of gettext ({error}): unpack its package again") from error
     return list(pairs)

@@ -1,24 +1,27 @@
-"""Pairs of sentences as token ids, by language: what the sources make and the loader reads."""
+"""LanguagePairs of sentences as token ids, by language: the sources make them, and the loader reads them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpipe.data.text.sentences import Sentences
 
+TARGET_LANGUAGE = "en"
 _SUBSET = 0x9A125  # keeps the choice of a subset apart from other random numbers
 
 
 @dataclass
 class Skipped:
-    """Count what was left out of a corpus for one reason, and remember the first of it.
+    """Count the pairs that were left out of a corpus for one reason, and remember the first.
 
-    reason: continues "skipped 3 pairs ". first: where it is, such as "train.de-en.de:17".
+    Attributes:
+        reason: continues "skipped 3 pairs ".
+        number: of pairs.
+        first: the place of the first of them, such as "train.de-en.de:17".
     """
 
     reason: str
@@ -26,46 +29,31 @@ class Skipped:
     first: str = ""
 
     def add(self, number: int, first: str) -> None:
-        """Count some more; `first` is where the first of them is."""
+        """Count more pairs; `first` is the place of the first of these."""
         self.first = self.first if self.number else first
         self.number += number
 
 
-class Pairs(Protocol):
-    """The pairs of one language: sentence i of sources means sentence i of targets. Both end with END."""
+class LanguagePairs:
+    """The pairs of one language: sentence i of `targets` translates sentence i of `sources`. Both end with END."""
+
+    def __init__(self, sources: Sentences, targets: Sentences) -> None:
+        self._sources, self._targets = sources, targets
 
     @property
     def sources(self) -> Sentences:
         """The sentences of the language."""
+        return self._sources
 
     @property
     def targets(self) -> Sentences:
-        """The same sentences of the target language."""
+        """The same sentences in the target language."""
+        return self._targets
 
     @property
-    def num_tokens(self) -> int:
-        """The sum, over the pairs, of the tokens of the longer side."""
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest sentence of either side."""
-
-    def __len__(self) -> int:
-        """Return the number of pairs."""
-
-    def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
-        """Return some of the pairs."""
-
-    def prefetch(self, rows: NDArray[np.int64]) -> None:
-        """Prepare for reading these pairs, all of them, soon."""
-
-
-@dataclass(frozen=True)
-class LanguagePairs:
-    """Hold the pairs of one language, as `Pairs` describes them."""
-
-    sources: Sentences
-    targets: Sentences
+    def is_in_memory(self) -> bool:
+        """Whether the token ids lie in memory, not in a file that is mapped into it."""
+        return self.sources.is_in_memory
 
     def __len__(self) -> int:
         """Return the number of pairs."""
@@ -86,7 +74,14 @@ class LanguagePairs:
         return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
 
     def prefetch(self, rows: NDArray[np.int64]) -> None:
-        """Do nothing: they are in memory, or a choice from a file that lies too far apart to be read in one piece."""
+        """Prepare to read these pairs soon. Nothing to do for pairs in memory, or scattered over a file."""
+
+    @classmethod
+    def join(cls, parts: "Sequence[LanguagePairs]") -> "LanguagePairs":
+        """Concatenate pairs that lie in memory."""
+        return LanguagePairs(
+            Sentences.join([part.sources for part in parts]), Sentences.join([part.targets for part in parts])
+        )
 
     def _longer(self) -> NDArray[np.int32]:
         everything = slice(None)
@@ -96,18 +91,25 @@ class LanguagePairs:
 class ParallelCorpus:
     """Hold one split of a corpus of several languages with one target language.
 
-    pairs: language -> its pairs, at least one each. vocabulary_size: of both sides together. skipped: what was left
-    out. max_pairs: keep so many pairs of each language; of a smaller number the pairs are also among those of a larger
-    one. To choose them takes eight bytes per pair of the language, for a moment.
+    LanguagePairs are numbered from 0 on, language after language.
 
-    languages: sorted. Pairs have numbers, from 0 on, language after language.
+    Args:
+        pairs: language -> its pairs, at least one each.
+        vocabulary_size: of both sides together.
+        skipped: what was left out.
+        max_pairs: keep that many pairs of each language; a smaller number keeps a subset of what a larger one keeps.
+            Choosing them briefly takes eight bytes per pair of the language.
 
-    Raises ValueError where there is no language.
+    Raises:
+        ValueError: there is no language.
+
+    Attributes:
+        languages: their names, sorted.
     """
 
     def __init__(
         self,
-        pairs: Mapping[str, Pairs],
+        pairs: Mapping[str, LanguagePairs],
         vocabulary_size: int,
         skipped: Sequence[Skipped] = (),
         max_pairs: int | None = None,
@@ -120,9 +122,9 @@ class ParallelCorpus:
         self._pairs = [_subset(pairs[language], max_pairs) for language in self.languages]
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
         self._blocks = self._pairs
-        if all(isinstance(each, LanguagePairs) and each.sources.is_in_memory for each in self._pairs):
+        if all(each.is_in_memory for each in self._pairs):
             # One array for all languages: a mini-batch is read at once, and the tokens need not be kept twice.
-            whole = _join(self._pairs)
+            whole = LanguagePairs.join(self._pairs)
             self._blocks = [whole]
             self._pairs = [whole.select(slice(*ends)) for ends in pairwise(self._firsts)]
         self._block_firsts = np.cumsum([0, *map(len, self._blocks)])
@@ -148,10 +150,10 @@ class ParallelCorpus:
         """Return the tokens of the longest sentence of each language, of either side."""
         return np.array([pairs.longest for pairs in self._pairs])
 
-    def pairs(self, language: str) -> Pairs:
+    def pairs(self, language: str) -> LanguagePairs:
         """Return the pairs of a language. Raises ValueError for one that is not in the corpus."""
         if language not in self.languages:
-            raise ValueError(f"no language {language!r} in this corpus: it has {some_of(self.languages)}")
+            raise ValueError(f"no language {language!r} in this corpus: it has {list_some(self.languages)}")
         return self._pairs[self.languages.index(language)]
 
     def pair(self, language: str, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -166,14 +168,14 @@ class ParallelCorpus:
     def padded_sources(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
         """Return the sources of pairs by their numbers, int64 [len(numbers), width], filled up with PADDING."""
         batch = np.empty((len(numbers), width), np.int64)
-        for here, pairs, rows in self._parts(numbers):
+        for here, pairs, rows in self._split_by_block(numbers):
             batch[here] = pairs.sources.padded(rows, width)
         return batch
 
     def padded_targets(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
         """Return the targets of pairs by their numbers, as `padded_sources` does the sources."""
         batch = np.empty((len(numbers), width), np.int64)
-        for here, pairs, rows in self._parts(numbers):
+        for here, pairs, rows in self._split_by_block(numbers):
             batch[here] = pairs.targets.padded(rows, width)
         return batch
 
@@ -181,7 +183,9 @@ class ParallelCorpus:
         """Return a sentence for each reason why something was left out."""
         return [f"skipped {each.number:,} pairs {each.reason}, the first at {each.first}" for each in self._skipped]
 
-    def _parts(self, numbers: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.bool_], Pairs, NDArray[np.int64]]]:
+    def _split_by_block(
+        self, numbers: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.bool_], LanguagePairs, NDArray[np.int64]]]:
         """Yield which of the pairs lie in one block of arrays, the block, and their rows in it."""
         blocks = np.searchsorted(self._block_firsts, numbers, side="right") - 1
         for block in np.unique(blocks):
@@ -189,18 +193,13 @@ class ParallelCorpus:
             yield here, self._blocks[block], numbers[here] - self._block_firsts[block]
 
 
-def _join(parts: Sequence[Pairs]) -> LanguagePairs:
-    sources = Sentences.join([part.sources for part in parts])
-    return LanguagePairs(sources, Sentences.join([part.targets for part in parts]))
-
-
-def _subset(pairs: Pairs, max_pairs: int | None) -> Pairs:
+def _subset(pairs: LanguagePairs, max_pairs: int | None) -> LanguagePairs:
     if max_pairs is None or max_pairs >= len(pairs):
         return pairs
     order = np.random.default_rng([_SUBSET, len(pairs)]).permutation(len(pairs))
     return pairs.select(np.sort(order[:max_pairs]))
 
 
-def some_of(names: Sequence[str], most: int = 8) -> str:
+def list_some(names: Sequence[str], most: int = 8) -> str:
     """Return the first names, and how many there are where that is not all of them."""
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"

@@ -1,13 +1,28 @@
-"""Plain parallel text: two files per language, the same sentence in the same line of both."""
+"""Plain parallel text, two files per language with one sentence per line, and its way to token ids."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
-from gpipe.data.text.text_pairs import TextPair
+from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
+from gpipe.data.text.sentences import Sentences
+from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
+from gpipe.data.text.tokenizer import Tokenizer
 
-TARGET_LANGUAGE = "en"
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is no sentence, and a file without line ends would fill the memory
+# The most pairs and characters that are held as text at a time.
+_BLOCK = 50_000
+_BLOCK_CHARACTERS = 1 << 24
+
+
+class TextPair(NamedTuple):
+    """A sentence, the same in the target language, and their place: `file` and the number of the line, from 1."""
+
+    source: str
+    target: str
+    file: str
+    line: int
 
 
 def text_languages(root: Path) -> Sequence[str]:
@@ -17,7 +32,11 @@ def text_languages(root: Path) -> Sequence[str]:
 
 
 def text_files(root: Path, split: str, language: str) -> list[Path]:
-    """Return the files of a language, its own and the English one. Raises ValueError for a missing one."""
+    """Return the files of a language: its own and the English one.
+
+    Raises:
+        ValueError: a file is missing.
+    """
     stem = f"{split}.{language}-{TARGET_LANGUAGE}"
     paths = [root / f"{stem}.{side}" for side in (language, TARGET_LANGUAGE)]
     for path in paths:
@@ -29,8 +48,9 @@ def text_files(root: Path, split: str, language: str) -> list[Path]:
 def text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
     """Yield the pairs of <split>.<language>-en.<language> and .en, line by line.
 
-    Raises ValueError for a missing file, files of unequal length, a line of more than 1 MiB, and what is not UTF-8,
-    with file and line.
+    Raises:
+        ValueError: a file is missing, the files are of unequal length, a line is longer than 1 MiB, or text is not
+            UTF-8. The message has file and line.
     """
     paths = text_files(root, split, language)
     counts = [0, 0]
@@ -40,7 +60,8 @@ def text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
             yield TextPair(source, target, str(paths[0]), counts[0])
     if counts[0] != counts[1]:
         raise ValueError(
-            f"{paths[0]} has {counts[0]:,} lines, but {paths[1]} has {counts[1]:,}: line by line they must say the same"
+            f"{paths[0]} has {counts[0]:,} lines, but {paths[1]} has {counts[1]:,}: the lines of "
+            "equal number must mean the same"
         )
 
 
@@ -56,3 +77,95 @@ def _lines(path: Path) -> Iterator[str]:
                     f"{path}:{number} is not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x}): "
                     "convert the file to UTF-8"
                 ) from error
+
+
+def open_text(
+    cache: TokenCache, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int
+) -> CachedPairs:
+    """Return a language of plain text; its first opening tokenises it, some thousand lines at a time."""
+
+    def fill(writer: PairsWriter) -> Sequence[Skipped]:
+        encoder = Encoder(tokenizer, max_tokens)
+        for block in encoder.encode_blocks(text_pairs(root, split, language)):
+            writer.add(block)
+        return encoder.empty, encoder.long
+
+    settings = {
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "max_tokens": max_tokens,
+        "tokenizer_sha256": tokenizer.sha256,
+    }
+    return cache.open(f"{split}.{language}-en", text_files(root, split, language), settings, fill)
+
+
+_Encoded = tuple[TextPair, list[int], list[int]]
+
+
+class Encoder:
+    """Encode lines as token ids, leaving out and counting pairs with an empty side and long ones.
+
+    Args:
+        tokenizer: of both sides.
+        max_tokens: the most tokens of a sentence of either side, END included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._targets: dict[str, list[int]] = {}
+        self.empty = Skipped("with an empty line")
+        self.long = long_pairs(max_tokens)
+
+    def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
+        """Return the pairs of one language as ids, none where all are left out."""
+        blocks = list(self.encode_blocks(pairs)) or [self._encode_block([])]
+        return LanguagePairs.join(blocks)
+
+    def encode_blocks(self, pairs: Iterable[TextPair]) -> Iterator[LanguagePairs]:
+        """Yield the pairs of one language as ids, some at a time."""
+        return map(self._encode_block, _blocks(pairs))
+
+    def _encode_block(self, block: list[TextPair]) -> LanguagePairs:
+        sources = self._tokenizer.encode_lines([pair.source for pair in block])
+        targets = self._encode_targets([pair.target for pair in block])
+        encoded = list(zip(block, sources, targets, strict=True))
+        full = [each for each in encoded if each[1] and each[2]]
+        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # and END
+        _count(self.empty, encoded, full)
+        _count(self.long, full, short)
+        size = self._tokenizer.vocabulary_size
+        kept = Sentences.pack([ids for _, ids, _ in short], size), Sentences.pack([ids for _, _, ids in short], size)
+        return LanguagePairs(*kept)
+
+    def _encode_targets(self, lines: list[str]) -> list[list[int]]:
+        """Encode English lines, remembering some: a corpus of many languages has each of them many times."""
+        if len(self._targets) > _BLOCK:
+            self._targets.clear()
+        new = [line for line in dict.fromkeys(lines) if line not in self._targets]
+        self._targets.update(zip(new, self._tokenizer.encode_lines(new), strict=True))
+        return [self._targets[line] for line in lines]
+
+
+def _count(skipped: Skipped, before: list[_Encoded], after: list[_Encoded]) -> None:
+    """Count what is in `before` but not in `after`; both are in order."""
+    if len(after) < len(before):
+        first = next((old for old, new in zip(before, after, strict=False) if old is not new), before[len(after)])[0]
+        skipped.add(len(before) - len(after), f"{first.file}:{first.line}")
+
+
+def long_pairs(max_tokens: int) -> Skipped:
+    """Return a counter of the pairs that are too long."""
+    return Skipped(f"longer than {max_tokens} tokens (data.max_tokens)")
+
+
+def _blocks(pairs: Iterable[TextPair]) -> Iterator[list[TextPair]]:
+    block: list[TextPair] = []
+    num_characters = 0
+    for pair in pairs:
+        block.append(pair)
+        num_characters += len(pair.source) + len(pair.target)
+        if len(block) == _BLOCK or num_characters >= _BLOCK_CHARACTERS:
+            yield block
+            block, num_characters = [], 0
+    if block:
+        yield block

@@ -3,15 +3,32 @@
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from gpipe.data.index_permutation import IndexPermutation
 from gpipe.data.randomness import walk_generator
 
 # Pairs that lie side by side and are shuffled together. A pass through a larger language visits its blocks in random
 # order: so no permutation of all its pairs is needed, and the disk is read in pieces of some hundred kilobytes. With
 # 2,048 pairs, what the system maps around each piece took up to 1.7 times the memory (experiments/text_scale.py).
 BLOCK_SIZE = 1 << 14
+_NUM_ROUNDS = 8
+_WORD = (1 << 64) - 1
+
+
+def sampling_probabilities(num_pairs: ArrayLike, temperature: float) -> NDArray[np.float64]:
+    """Return the probability of drawing each language, proportional to (its share of the pairs)^(1 / temperature).
+
+    Temperature 1 draws by size, a large one evenly. The paper (section 5) takes shares to the power of 0.7, which is
+    the temperature 1 / 0.7.
+
+    Raises:
+        ValueError: the temperature is not above 0.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be above 0: 1 draws by size, more draws more evenly")
+    shares = np.asarray(num_pairs, dtype=np.float64)
+    weights = (shares / shares.max()) ** (1 / temperature)  # to the largest one, as shares of a cold draw underflow
+    return np.asarray(weights / weights.sum())
 
 
 class SentenceWalk:
@@ -22,13 +39,16 @@ class SentenceWalk:
 
         a pass through a large language    | block 2, shuffled | block 0, shuffled | block 1, shuffled | rest |
 
-    So no pair comes twice before all others of its language have come, over all epochs; and where an epoch begins
+    So no pair comes twice, over all epochs, before all others of its language have come; and where an epoch begins
     follows from its number alone. A language whose share of an epoch is 0.3 pairs is in three of ten epochs.
-
-    num_pairs: of each language. draws: pairs of each language that an epoch draws, on average; need not be whole.
 
     Deviation: the paper does not say how it shuffled 25 billion examples; here a pass through a language cuts it into
     blocks of 16,384 neighbouring pairs, shuffles the blocks, and then the pairs within each block.
+
+    Args:
+        num_pairs: pairs of each language.
+        draws: pairs of each language that an epoch draws on average; need not be whole.
+        seed: of the run.
     """
 
     def __init__(self, num_pairs: NDArray[np.int64], draws: NDArray[np.float64], seed: int) -> None:
@@ -38,9 +58,9 @@ class SentenceWalk:
         self._first = walk_generator(seed).random(len(draws))
 
     def draw(self, begin: float, end: float) -> list[NDArray[np.int64]]:
-        """Return the indices of the pairs of each language from one place of the walk to another, counted in epochs.
+        """Return the indices of each language's pairs between two points of the walk, counted in epochs.
 
-        Stretches that meet, such as from 3 to 3.5 and from 3.5 to 4, share no step and miss none.
+        Adjacent stretches, such as 3 to 3.5 and 3.5 to 4, share no step and miss none.
         """
         starts, ends = (np.floor(place * self._draws + self._first).astype(np.int64) for place in (begin, end))
         return [self._walk(number, *bounds) for number, bounds in enumerate(zip(starts, ends, strict=True))]
@@ -56,12 +76,12 @@ class SentenceWalk:
         return np.concatenate(parts)
 
     def _pass(self, language: int, number: int, size: int, first: int, last: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the steps of one pass from `first` to before `last`, block by block."""
+        """Yield the steps first .. last - 1 of one pass, block by block."""
         num_blocks = -(-size // BLOCK_SIZE)
         shift, blocks = 0, None
         if num_blocks > 1:
             generator = walk_generator(self._seed, language, number, num_blocks)
-            # What is left over makes a smaller block, which comes last; with the shift it is another one in each pass.
+            # The rest makes a smaller block, which comes last; the shift makes it another one in each pass.
             shift, blocks = int(generator.integers(size)), IndexPermutation(size // BLOCK_SIZE, generator)
         for place in range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE)):
             begin = place * BLOCK_SIZE
@@ -70,6 +90,54 @@ class SentenceWalk:
             yield (shift + rows[max(0, first - begin) : last - begin]) % size
 
     def _order(self, language: int, number: int, block: int, size: int) -> NDArray[np.int64]:
-        # Block 0 keeps the key that passes had before there were blocks: small corpora are walked as ever.
+        # Block 0 adds nothing to the key, so that the walk of a small corpus stays what it has always been.
         key = (language, number, block) if block else (language, number)
         return walk_generator(self._seed, *key).permutation(size)
+
+
+class IndexPermutation:
+    """Permute range(num) index by index, in no memory, by a Feistel network over the next even number of bits.
+
+        left | right  ->  right | left ^ hash(right, key)        a round, which is invertible for any hash
+
+    An index that leaves the range goes through the network again until it is inside. Four rounds of a random function
+    are indistinguishable from a random permutation (Luby and Rackoff 1988); the hash here is SplitMix64's (Steele et
+    al. 2014), and eight rounds make up for the few bits. The keys are drawn from `generator`.
+    """
+
+    def __init__(self, num: int, generator: np.random.Generator) -> None:
+        self._num = num
+        self._keys = [int(key) for key in generator.integers(1 << 63, size=_NUM_ROUNDS)]
+        self._half = max(1, ((num - 1).bit_length() + 1) // 2)
+
+    def __len__(self) -> int:
+        """Return the number of indices."""
+        return self._num
+
+    def __getitem__(self, index: int) -> int:
+        """Return entry `index` of the order; raises IndexError outside of range(num)."""
+        if not 0 <= index < self._num:
+            raise IndexError(f"{index} is not below {self._num}")
+        index = self._network(index)
+        while index >= self._num:
+            index = self._network(index)
+        return index
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the whole order."""
+        return map(self.__getitem__, range(self._num))
+
+    def _network(self, index: int) -> int:
+        half = self._half
+        mask = (1 << half) - 1
+        left, right = index >> half, index & mask
+        for key in self._keys:
+            left, right = right, left ^ (_hash(right + key & _WORD) & mask)
+        return left << half | right
+
+
+def _hash(word: int) -> int:
+    """Apply the finalizer of SplitMix64."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31

@@ -1,4 +1,4 @@
-"""Many sentences of token ids in one array: a few bytes per token, and a whole mini-batch is read at once."""
+"""Many sentences of token ids in one array: it takes a few bytes per token, and reads a mini-batch at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,15 +8,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe.data.text.special_tokens import END, PADDING
+from gpipe.data.text.tokenizer import END, PADDING
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """Hold sentence i as tokens[starts[i] : starts[i] + lengths[i]], END included.
-
-    tokens: ids, any integer type.
-    """
+    """Hold sentence i as tokens[starts[i] : starts[i] + lengths[i]], END included; tokens have any integer type."""
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
@@ -24,7 +21,7 @@ class Sentences:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the arrays lie in memory, and not in a file that is mapped into it."""
+        """Whether the arrays lie in memory, not in a file that is mapped into it."""
         return True
 
     def __len__(self) -> int:
@@ -45,10 +42,7 @@ class Sentences:
         return self.lengths[rows]
 
     def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return sentences by their indices, int64 [len(rows), width], filled up with PADDING on the right.
-
-        width: at least the longest of them.
-        """
+        """Return sentences by their indices, int64 [len(rows), width], padded on the right; width fits the longest."""
         columns = np.arange(width)
         inside = columns < self.lengths[rows, None]
         batch = np.full(inside.shape, PADDING, np.int64)
@@ -57,7 +51,7 @@ class Sentences:
 
     @classmethod
     def pack(cls, sentences: Sequence[Sequence[int]], vocabulary_size: int) -> "Sentences":
-        """Copy sentences without END into one array."""
+        """Copy sentences, given without END, into one array."""
         lengths = np.array([len(sentence) + 1 for sentence in sentences], np.int32)
         flat = chain.from_iterable(chain(sentence, (END,)) for sentence in sentences)
         tokens = np.fromiter(flat, token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
@@ -65,7 +59,7 @@ class Sentences:
 
     @classmethod
     def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
-        """Return the sentences of several ones in memory, in their order; the tokens are copied."""
+        """Concatenate sentences that lie in memory; the tokens are copied."""
         sizes = np.array([len(part.tokens) for part in packed])
         shifts = np.cumsum(sizes) - sizes
         starts = np.concatenate([part.starts + shift for part, shift in zip(packed, shifts, strict=True)])
@@ -74,10 +68,10 @@ class Sentences:
 
 
 def token_type(vocabulary_size: int) -> np.dtype[Any]:
-    """Return the type in which the ids of a vocabulary are kept: two bytes per token where they suffice."""
+    """Return the type that holds the ids of a vocabulary: two bytes per token where they suffice."""
     return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.int32)
 
 
 def starts_of(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return where each sentence starts when they stand one behind the other."""
+    """Return where each sentence starts when they lie one behind the other."""
     return np.cumsum(lengths, dtype=np.int64) - lengths

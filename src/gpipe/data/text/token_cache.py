@@ -1,15 +1,15 @@
-"""Token ids on the disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
+"""Token ids on disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
 
-    <folder>/.lock                                    held by the process that writes; the others wait
-    <folder>/train.de-en.<digest>/description.json    what it was made from, and its numbers
-                                  sources.tokens      the ids, one sentence behind the other
-                                  sources.starts      int64: where each sentence starts
-                                  sources.lengths     int32: its tokens, END included
+    <folder>/.lock                                    locked by the process that writes; the others wait
+    <folder>/train.de-en.<digest>/description.json    its sources and counts
+                                  sources.tokens      the ids, one sentence after the other
+                                  sources.starts      int64, where each sentence starts
+                                  sources.lengths     int32, its tokens, END included
                                   targets. ...        the same
 
-The digest is of all that the ids depend on: the text files' names, sizes and times of modification, the tokenizer, the
-longest sentence, and the version of this format. So what is stale is not found, and text that changes is tokenised
-again. The folder appears when it is complete, or not at all. Delete what no run uses at any time.
+The digest covers all that the ids depend on: the text files' names, sizes and modification times, the tokenizer, the
+longest sentence, and the version of this format. So text that changes is tokenised again. A folder appears only when it
+is complete. You may delete a folder that no run uses at any time.
 """
 
 import fcntl
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from gpipe.data.text.parallel_corpus import LanguagePairs, Skipped
 from gpipe.data.text.sentences import Sentences, token_type
@@ -39,15 +40,45 @@ _DESCRIPTION = "description.json"
 _SIDES = ("sources", "targets")
 _START, _LENGTH = np.dtype("<i8"), np.dtype("<i4")
 _NUMBERS = ("num_pairs", "num_tokens", "longest")
-_MOST_BYTES = 1 << 16  # of a description
-_PIECE = 1 << 10  # pairs: the disk is asked for that many at least
+_MAX_DESCRIPTION_BYTES = 1 << 16
+_PIECE = 1 << 10  # the fewest pairs to prefetch at a time
 
 Key = Mapping[str, Any]
 
 
+class _Description(BaseModel):
+    """What a folder's description.json says; the file may have been damaged."""
+
+    model_config = ConfigDict(strict=True)
+
+    key: dict[str, Any]
+    num_pairs: NonNegativeInt
+    num_tokens: NonNegativeInt
+    longest: NonNegativeInt
+    sources_bytes: NonNegativeInt
+    targets_bytes: NonNegativeInt
+    skipped: list[tuple[str, int, str]]
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Description":
+        """Read and check the description in a folder of the cache."""
+        try:
+            with (folder / _DESCRIPTION).open("rb") as file:
+                content = file.read(_MAX_DESCRIPTION_BYTES + 1)
+            if len(content) > _MAX_DESCRIPTION_BYTES:
+                raise ValueError("it is too long")
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            cause = error.errors()[0]
+            field = "".join(f"{part}: " for part in cause["loc"][:1])
+            raise _explain_damage(folder, f"its {_DESCRIPTION} is invalid: {field}{cause['msg']}") from error
+        except (OSError, ValueError) as error:
+            raise _explain_damage(folder, f"its {_DESCRIPTION} cannot be read: {error}") from error
+
+
 @dataclass(frozen=True)
 class CachedSentences(Sentences):
-    """Hold sentences of a cache. Nothing that comes from the files is believed: what is damaged is refused by name."""
+    """Hold sentences of a cache, checking what comes from its files; an error names the damaged folder."""
 
     folder: Path
     max_tokens: int
@@ -68,7 +99,7 @@ class CachedSentences(Sentences):
         """Return the lengths of sentences by their indices, or by a slice."""
         lengths = np.asarray(super().lengths_of(rows))
         if len(lengths) and (lengths.min() < 1 or lengths.max() > self.max_tokens):
-            raise _damaged(self.folder, "it has a sentence that is empty or too long")
+            raise _explain_damage(self.folder, "it has a sentence that is empty or too long")
         return lengths
 
     def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
@@ -76,14 +107,14 @@ class CachedSentences(Sentences):
         try:
             batch = super().padded(rows, width)
         except IndexError:
-            raise _damaged(self.folder, "it has a sentence outside of its tokens") from None
+            raise _explain_damage(self.folder, "it has a sentence outside of its tokens") from None
         if batch.size and (batch.min() < 0 or batch.max() >= self.vocabulary_size):
-            raise _damaged(self.folder, f"it has an id that is not below {self.vocabulary_size:,}")
+            raise _explain_damage(self.folder, f"it has an id that is not below {self.vocabulary_size:,}")
         return batch
 
 
 class _MappedFile:
-    """Map a file of numbers into memory: the system reads what is used of it, and may drop that again."""
+    """Map a file of numbers into memory: the system reads the parts in use, and may drop them again."""
 
     def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
         with path.open("rb") as file:
@@ -91,40 +122,51 @@ class _MappedFile:
         self.numbers = np.frombuffer(self._map, kind)
 
     def prefetch(self, first: int, end: int) -> None:
-        """Let the disk read the numbers from `first` to before `end`, as far as they exist; do not wait for it."""
+        """Start reading the numbers first .. end - 1, as far as they exist, from the disk."""
         size = self.numbers.itemsize
         begin, stop = max(0, first) * size // mmap.PAGESIZE * mmap.PAGESIZE, min(end, len(self.numbers)) * size
         if begin < stop:
             self._map.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
 
 
-class CachedPairs:
-    """The pairs of one language in a cache: `Pairs`, whose files are mapped when a sentence is first asked for.
+class CachedPairs(LanguagePairs):
+    """The pairs of one language in a cache, whose files are mapped when a sentence is first read.
 
-    tokens: the files of both sides' ids, where these are not in the cache, and the type of their numbers.
-    Raises ValueError for a cache that is damaged.
+    Args:
+        folder: of the language.
+        key: what the ids depend on.
+        tokens: the files of both sides' ids and the type of their numbers, where the ids are not in the cache.
+
+    Raises:
+        ValueError: the cache is damaged.
     """
 
     def __init__(self, folder: Path, key: Key, tokens: Sequence[tuple[Path, np.dtype[Any]]] | None) -> None:
         self._folder, self._key = folder, key
-        description = _read_description(folder)
-        if description.get("key") != json.loads(json.dumps(key)):
-            raise _damaged(folder, "it was made from something else")
-        self._num_pairs, self.num_tokens, self.longest = (_read_count(folder, description, name) for name in _NUMBERS)
+        description = _Description.read(folder)
+        if description.key != json.loads(json.dumps(key)):
+            raise _explain_damage(folder, "it was made from other files or settings")
+        self._num_pairs, self.num_tokens = description.num_pairs, description.num_tokens
+        self.longest = description.longest
         if self.longest > key["max_tokens"] or not len(self) <= self.num_tokens <= len(self) * self.longest:
-            raise _damaged(folder, f"its {_DESCRIPTION} contradicts itself")
-        self.skipped = _read_skipped(folder, description)
+            raise _explain_damage(folder, f"its {_DESCRIPTION} contradicts itself")
+        self.skipped = [Skipped(*row) for row in description.skipped]
         kind = token_type(key["vocabulary_size"])
         self._tokens = tokens or [(folder / f"{side}.tokens", kind) for side in _SIDES]
         for side in _SIDES:
             self._check_size(f"{side}.starts", self._num_pairs * _START.itemsize)
             self._check_size(f"{side}.lengths", self._num_pairs * _LENGTH.itemsize)
             if tokens is None:
-                self._check_size(f"{side}.tokens", description.get(f"{side}_bytes"))
+                self._check_size(f"{side}.tokens", getattr(description, f"{side}_bytes"))
 
     def __len__(self) -> int:
         """Return the number of pairs."""
         return self._num_pairs
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the token ids lie in memory: they do not."""
+        return False
 
     @cached_property
     def sources(self) -> Sentences:
@@ -133,15 +175,11 @@ class CachedPairs:
 
     @cached_property
     def targets(self) -> Sentences:
-        """The same sentences of the target language."""
+        """The same sentences in the target language."""
         return self._sentences(1)
 
-    def select(self, rows: NDArray[np.int64] | slice) -> LanguagePairs:
-        """Return some of the pairs."""
-        return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
-
     def prefetch(self, rows: NDArray[np.int64]) -> None:
-        """Let the disk read pairs that will be used soon, in as few pieces as they lie in; do not wait for it."""
+        """Start reading pairs that will be used soon from the disk, in as few pieces as possible."""
         pieces = np.unique(rows // _PIECE)
         runs = np.split(pieces, np.flatnonzero(np.diff(pieces) > 1) + 1) if len(pieces) else []
         ends = [(int(run[0]) * _PIECE, min(len(self), (int(run[-1]) + 1) * _PIECE)) for run in runs]
@@ -176,13 +214,16 @@ class CachedPairs:
         path = self._folder / name
         found = path.stat().st_size if path.is_file() else None
         if found is None or found != expected:
-            raise _damaged(self._folder, f"{name} has {found} bytes, expected {expected}")
+            raise _explain_damage(self._folder, f"{name} has {found} bytes, expected {expected}")
 
 
 class PairsWriter:
-    """Write the pairs of one language into a folder, some at a time.
+    """Write the pairs of one language into a folder, block by block.
 
-    keep_tokens: copy the ids too; False where they lie in files of their own, which `starts` are about.
+    Args:
+        folder: of the language.
+        files: closes the files.
+        keep_tokens: copy the ids too; False where `starts` refer to the ids' own files.
     """
 
     def __init__(self, folder: Path, files: ExitStack, *, keep_tokens: bool) -> None:
@@ -199,7 +240,7 @@ class PairsWriter:
         self._counts = dict.fromkeys(_NUMBERS, 0)
 
     def add(self, pairs: LanguagePairs) -> None:
-        """Append pairs. Where tokens are kept, those of a side are all of its array, one sentence behind the other."""
+        """Append pairs. Where tokens are kept, each side's array must hold its sentences in order, and nothing else."""
         self._counts["num_pairs"] += len(pairs)
         self._counts["num_tokens"] += pairs.num_tokens
         self._counts["longest"] = max(self._counts["longest"], pairs.longest)
@@ -214,7 +255,7 @@ class PairsWriter:
             self._files[side, "lengths"].write(np.ascontiguousarray(sentences.lengths, _LENGTH).data)
 
     def finish(self) -> dict[str, Any]:
-        """Flush all to the disk, and return the numbers of what was written."""
+        """Flush all to the disk, and return the counts of what was written."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -238,11 +279,17 @@ class TokenCache:
         fill: Fill,
         tokens: Sequence[tuple[Path, np.dtype[Any]]] | None = None,
     ) -> CachedPairs:
-        """Return the pairs of a language, after `fill` has written them, where no process has done that before.
+        """Return the pairs of a language; `fill` writes them unless a process has done that before.
 
-        name: such as train.de-en. files: what the pairs come from. settings: what they depend on beside the files, with
-        vocabulary_size and max_tokens. fill: what it returns was left out. tokens: as in `CachedPairs`.
-        Raises ValueError for a damaged cache, for a folder that cannot be written, and for what `fill` refuses.
+        Args:
+            name: such as train.de-en.
+            files: the files that the pairs come from.
+            settings: what the pairs depend on beside the files; vocabulary_size and max_tokens among them.
+            fill: writes the pairs, and returns what it left out.
+            tokens: as in `CachedPairs`.
+
+        Raises:
+            ValueError: the cache is damaged, its folder cannot be written, or `fill` raises it.
         """
         key = {"format": _FORMAT, "files": _describe(files), **settings}
         folder = self.folder / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
@@ -252,16 +299,16 @@ class TokenCache:
             except OSError as error:
                 raise ValueError(
                     f"the token cache {self.folder} cannot be written ({error}): free space there, or set data.cache "
-                    "to a folder that has it and can be written"
+                    "to a folder with free space that you may write to"
                 ) from error
         return CachedPairs(folder, key, tokens)
 
     def _build(self, folder: Path, key: Key, files: Sequence[Path], fill: Fill, *, keep_tokens: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.folder / ".lock"):
-            if folder.exists():  # another process has done it meanwhile
+            if folder.exists():  # another process has written it meanwhile
                 return
-            for left in self.folder.glob(".*.partial"):  # by a process that was killed: it would hold the lock
+            for left in self.folder.glob(".*.partial"):  # of a killed process: a living one would hold the lock
                 shutil.rmtree(left)
             partial = self.folder / f".{folder.name}.partial"
             partial.mkdir()
@@ -283,7 +330,7 @@ class TokenCache:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock; it ends with the process that holds it, however that ends."""
+    """Hold the lock, waiting for other processes; the system releases it when its process exits or is killed."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -293,34 +340,7 @@ def _describe(files: Sequence[Path]) -> list[list[Any]]:
     return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in ((path, path.stat()) for path in files)]
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
-    path = folder / _DESCRIPTION
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        description = json.loads(content) if len(content) <= _MOST_BYTES else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(folder, f"its {_DESCRIPTION} cannot be read") from error
-    if not isinstance(description, dict):
-        raise _damaged(folder, f"its {_DESCRIPTION} is none")
-    return description
-
-
-def _read_count(folder: Path, description: Mapping[str, Any], name: str) -> int:
-    number = description.get(name)
-    if not isinstance(number, int) or number < 0:
-        raise _damaged(folder, f"its {_DESCRIPTION} has {name} {number}")
-    return number
-
-
-def _read_skipped(folder: Path, description: Mapping[str, Any]) -> list[Skipped]:
-    found = description.get("skipped")
-    try:
-        rows = [(str(reason), int(number), str(first)) for reason, number, first in found or ()]
-    except (TypeError, ValueError) as error:
-        raise _damaged(folder, f"its {_DESCRIPTION} has a wrong list of what was skipped") from error
-    return [Skipped(*row) for row in rows]
-
-
-def _damaged(folder: Path, why: str) -> ValueError:
-    return ValueError(f"the token cache {folder} is damaged ({why}): delete that folder, and it is made again")
+def _explain_damage(folder: Path, why: str) -> ValueError:
+    return ValueError(
+        f"the token cache {folder} is damaged ({why}): delete that folder, and the next run makes it again"
+    )

@@ -6,19 +6,29 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from gpipe.data.text.english_split import clean_line
-from gpipe.data.text.special_tokens import BEGIN, END, NUM_SPECIAL, PADDING, UNKNOWN
+# The ids that every vocabulary begins with, in the order of fairseq's Dictionary: so the ids of a SentencePiece model
+# trained here are the ids of the fairseq Dictionary with the same pieces.
+BEGIN, PADDING, END, UNKNOWN = range(4)
+NUM_SPECIAL = 4
 
-# Of the characters of the embedded corpus; the rest are spelt in bytes. All of them would take 2,600 of its 4,000 ids,
-# mostly rare Chinese characters, and leave few for words.
+# The share of the characters that get an id; the rest are spelt in bytes. All characters of the embedded corpus would
+# take 2,600 of its 4,000 ids, mostly rare Chinese ones, and leave few for words.
 CHARACTER_COVERAGE = 0.998
+
+
+def clean_line(text: str) -> str:
+    """Return the text as one line: every run of white space becomes one space, and none is left at the ends."""
+    return " ".join(text.split())
 
 
 class Tokenizer:
     """Cut text into pieces of one vocabulary, the same for all languages and both sides.
 
-    path: a SentencePiece model. It must have the special ids of `special_tokens`, which `train` gives it.
-    Raises ValueError for a file that is no such model.
+    Args:
+        path: a SentencePiece model with the special ids above, which `train` gives it.
+
+    Raises:
+        ValueError: the file is no such model.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +55,7 @@ class Tokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """The model file's SHA-256, hexadecimal: by it a checkpoint knows its tokenizer again."""
+        """The model file's SHA-256, hexadecimal, by which a checkpoint identifies its tokenizer."""
         return sha256(self.path.read_bytes()).hexdigest()
 
     @property
@@ -54,16 +64,20 @@ class Tokenizer:
         return int(self._processor.get_piece_size())
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without END; runs of white space count as one space."""
+        """Return the ids of a text, without END; a run of white space counts as one space."""
         return self.encode_lines([text])[0]
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of many texts, as `encode` does for one; much faster than one by one."""
+        """Return the ids of many texts, as `encode` does for one, but much faster."""
         encoded: list[list[int]] = self._processor.encode([clean_line(line) for line in lines], out_type=int)
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; the special ones have none. Raises ValueError for an id outside the vocabulary."""
+        """Return the text of ids; the special ones have none.
+
+        Raises:
+            ValueError: an id lies outside the vocabulary.
+        """
         wrong = next((number for number in ids if not 0 <= number < self.vocabulary_size), None)
         if wrong is not None:
             raise ValueError(f"the id {wrong} lies outside the vocabulary of {self.vocabulary_size} tokens")
@@ -74,9 +88,10 @@ class Tokenizer:
         return [str(self._processor.id_to_piece(number)) for number in range(self.vocabulary_size)]
 
     def write_dictionary(self, path: str | Path) -> None:
-        """Write a dict.txt in which fairseq gives every piece the id that it has here.
+        """Write a dict.txt with which fairseq gives every piece the id that it has here.
 
-        For `fairseq-preprocess --srcdict ... --tgtdict ...` on text that was cut into these pieces, parted by spaces.
+        It is for `fairseq-preprocess --srcdict ... --tgtdict ...` on text that was cut into these pieces, separated by
+        spaces.
         """
         # fairseq adds its own special tokens in front; the numbers are counts, which nothing reads.
         Path(path).write_text("".join(f"{piece} 1\n" for piece in self.pieces()[NUM_SPECIAL:]), "utf-8")
@@ -85,11 +100,13 @@ class Tokenizer:
     def train(cls, lines: Iterable[str], vocabulary_size: int, path: str | Path) -> "Tokenizer":
         """Train a model on lines of text, write it to path and open it.
 
-        The same lines give the same file on every machine: byte-pair encoding merges by counts, which are whole
-        numbers; nothing is drawn at random, and one thread keeps their order. Text is not normalised (apart from white
-        space): SentencePiece's own rule would drop the joiners that Persian and the scripts of India need. What has
-        no piece of its own is spelt in bytes, so that every text can be written and read back, in any script.
-        Raises ValueError where the lines do not suffice for so large a vocabulary.
+        The same lines give the same file on every machine: byte-pair encoding merges by integer counts, nothing is
+        random, and one thread keeps the order. Only white space is normalised: SentencePiece's own rule would drop the
+        joiners that Persian and the scripts of India need. Text without a piece of its own is spelt in bytes, so that
+        any text in any script survives a round trip.
+
+        Raises:
+            ValueError: the lines do not suffice for so large a vocabulary.
         """
         import sentencepiece
 

@@ -1,44 +1,69 @@
-"""Mini-batches of token sequences for one process of the training."""
+"""Token sets, sequences of tokens looked up by index, and their mini-batches."""
 
 import time
 from collections.abc import Iterator
+from typing import Protocol, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gpipe.data.epoch_loader import EpochLoader
-from gpipe.data.text.tokens import TokenSet
+from gpipe.data.epoch_loader import EpochLoader, EpochOptions
+from gpipe.data.images.image_set import SPLITS
+from gpipe.data.location import check_known
+
+_RANDOM_TOKENS = 0x70C  # keeps these numbers apart from those of other random data
+
+
+class TokenSet(Protocol):
+    """Sequences of tokens; anything with these two members works in `TokenLoader`."""
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+
+    def sequence(self, index: int) -> NDArray[np.int64]:
+        """Return sequence `index`, [length + 1]: all but the last are inputs, all but the first are targets.
+
+        The sequences of a mini-batch have one length.
+        """
+
+
+class RandomTokens:
+    """Hold sequences of uniformly random tokens to measure speed: there is nothing to learn in them.
+
+    Sequence i, sequence_length + 1 tokens below vocabulary_size, is a function of the split and of i.
+
+    Raises:
+        ValueError: the split is unknown.
+    """
+
+    def __init__(self, split: str, num_sequences: int, sequence_length: int, vocabulary_size: int) -> None:
+        check_known("split", split, SPLITS)
+        self._split = SPLITS.index(split)
+        self._num_sequences = num_sequences
+        self._sequence_length = sequence_length
+        self._vocabulary_size = vocabulary_size
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return self._num_sequences
+
+    def sequence(self, index: int) -> NDArray[np.int64]:
+        """Draw sequence `index`."""
+        generator = np.random.default_rng([_RANDOM_TOKENS, self._split, index])
+        return generator.integers(self._vocabulary_size, size=self._sequence_length + 1)
 
 
 class TokenLoader(EpochLoader):
     """Yield the mini-batches of an epoch: (tokens, the token after each), both int64 [n, time], on every stage.
 
-    Looking tokens up costs next to nothing, so there are neither worker processes nor stages that are spared.
-    The arguments are those of EpochLoader. Raises ValueError for wrong settings.
+    Looking tokens up costs next to nothing, so there are no worker processes, and every stage loads both. Arguments and
+    errors are those of EpochLoader.
     """
 
-    def __init__(
-        self,
-        token_set: TokenSet,
-        batch_size: int,
-        seed: int,
-        *,
-        shuffle: bool,
-        replica_index: int = 0,
-        num_replicas: int = 1,
-        drop_last: bool = False,
-    ) -> None:
-        super().__init__(
-            len(token_set),
-            batch_size,
-            seed,
-            shuffle=shuffle,
-            replica_index=replica_index,
-            num_replicas=num_replicas,
-            drop_last=drop_last,
-            noun="sequence",
-        )
+    def __init__(self, token_set: TokenSet, batch_size: int, seed: int, **options: Unpack[EpochOptions]) -> None:
+        super().__init__(len(token_set), batch_size, seed, noun="sequence", **options)
         self._token_set = token_set
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

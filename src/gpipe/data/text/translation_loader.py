@@ -10,19 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpipe.data.epoch_position import EpochPosition
+from gpipe.data.epoch_loader import EpochPosition
 from gpipe.data.randomness import epoch_generator
 from gpipe.data.text.parallel_corpus import ParallelCorpus
-from gpipe.data.text.sentence_walk import SentenceWalk
-from gpipe.data.text.special_tokens import END, PADDING
-from gpipe.data.text.temperature import sampling_probabilities
-from gpipe.data.text.token_batches import Bounds, cut_by_tokens, fill_last
+from gpipe.data.text.sentence_walk import SentenceWalk, sampling_probabilities
+from gpipe.data.text.tokenizer import END, PADDING
 
-# How much of an epoch is planned at a time. Sentences of a shard that are alike in length make a mini-batch, so that a
-# few mini-batches must come from each shard, however large they are.
+# How much of an epoch is planned at a time. A mini-batch is made of the sentences of a shard that are alike in length,
+# so each shard must have a few mini-batches, however large they are.
 SHARD_SENTENCES = 1 << 19
 _SHARD_BATCHES = 16
 
+Bounds = list[tuple[int, int]]  # first of each mini-batch, and first of the next
 TranslationBatch = tuple[tuple[Tensor, Tensor] | None, dict[str, Tensor] | None]
 
 
@@ -32,30 +31,41 @@ class TranslationLoader(EpochPosition):
         source    a1 a2 a3 </s>       previous  </s> b1 b2       tokens  b1 b2 </s>       language  17
                   c1 </s>  .  .                 </s> d1  .               d1 </s>  .                 3      . is PADDING
 
-    source [n, s]; previous and tokens [n, t]; language [n], an index into `languages`.
+    source [n, s]; previous and tokens [n, t]; language [n], an index into `languages`. Sentences of like lengths come
+    together, so that there is little padding. Replica r gets the sentences r, r + R, ... of each mini-batch, padded as
+    the whole one.
 
-    batch_size: tokens of a mini-batch, all replicas together: sentences x the longest of either side, END included, is
-    at most that. Sentences of like lengths come together, so that there is little padding. Replica r gets the
-    sentences r, r + R, ... of each mini-batch, padded as the whole one.
-
-    shuffle=True, for training: an epoch has max(1, tokens of the corpus // batch_size) mini-batches. Its pairs are
-    drawn by language with `sampling_probabilities`, walking through each language without repeats; all is a function
-    of (seed, epoch). An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone, so that neither
-    memory nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
+    Training (shuffle=True): an epoch has max(1, tokens of the corpus // batch_size) mini-batches. Its pairs are drawn
+    by language with `sampling_probabilities`, walking through each language without repeats; all is a function of
+    (seed, epoch). An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone. So neither memory
+    nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
 
         walk through the pairs     | epoch 0, shard 0 | shard 1  | shard 2   | epoch 1, shard 0 | ...
         mini-batches               | 0 .. 40          | 41 .. 81 | 82 .. 121 | 0 .. 40
 
-    A shard's pairs are sorted by length, cut, and its mini-batches come in random order. Where the cut makes more than
-    the shard's share, some that are chosen at random are left out; where it makes fewer, the shard walks on into what
-    the next one begins with.
+    A shard's pairs are sorted by length and cut, and its mini-batches come in random order. Where the cut makes more
+    than the shard's share, random ones are left out; where it makes fewer, the shard walks on into the pairs that the
+    next one begins with.
 
-    shuffle=False, for evaluation: every pair once, sorted by length, in one shard.
+    Evaluation (shuffle=False): every pair once, sorted by length, in one shard.
 
-    only: the languages to draw from or to show; None is all. load_inputs, load_targets: what this process needs; None
-    stands in the place of the others, and a process that needs neither keeps nothing of the corpus and plans nothing.
+    Args:
+        corpus: the pairs.
+        batch_size: the most tokens of a mini-batch over all replicas, counted as sentences x the longest of either
+            side, END included.
+        seed: of the draws.
+        shuffle: True for training, False for evaluation.
+        temperature: of `sampling_probabilities`.
+        only: the languages to draw from or to show; None is all.
+        load_inputs: False yields None in place of the inputs. A process that loads neither inputs nor targets keeps
+            nothing of the corpus and plans nothing.
+        load_targets: False yields None in place of the targets.
+        replica_index: this process's replica.
+        num_replicas: replicas that share each mini-batch.
+        shard_sentences: about how many sentences are planned at a time.
 
-    Raises ValueError for wrong settings, also where batch_size does not hold the longest sentence for every replica.
+    Raises:
+        ValueError: a setting is wrong, or batch_size does not hold the longest sentence for every replica.
     """
 
     def __init__(
@@ -98,13 +108,12 @@ class TranslationLoader(EpochPosition):
 
     def __iter__(self) -> Iterator[TranslationBatch]:
         """Yield the mini-batches from start_batch on."""
-        self._check_start()
+        shown = self._batch_numbers()
         self.wait_seconds = 0.0
         if self._corpus is None:
-            yield from ((None, None) for _ in range(self.start_batch, len(self), self.stride))
+            yield from ((None, None) for _ in shown)
             return
         started = time.perf_counter()
-        shown = range(self.start_batch, len(self), self.stride)
         for number in range(self._num_shards):
             first, end = self._first_batch(number), self._first_batch(number + 1)
             in_shard = shown[bisect_left(shown, first) : bisect_left(shown, end)]
@@ -128,7 +137,7 @@ class TranslationLoader(EpochPosition):
             raise ValueError(f"{num_pairs} pairs do not suffice for {self._num_replicas} replicas: choose fewer")
 
     def _mean_draws(self, num_tokens: NDArray[np.int64], temperature: float) -> NDArray[np.float64]:
-        """Return how many pairs of each language make, on average, the tokens of the mini-batches of an epoch."""
+        """Return how many pairs of each language an epoch draws on average to fill its mini-batches with tokens."""
         drawn = np.flatnonzero(self._num_pairs)
         probabilities = np.zeros(len(self._num_pairs))
         probabilities[drawn] = sampling_probabilities(self._num_pairs[drawn], temperature)
@@ -136,11 +145,11 @@ class TranslationLoader(EpochPosition):
         return np.asarray(self._num_batches * self._batch_size / mean_tokens * probabilities)
 
     def _first_batch(self, shard: int) -> int:
-        """Return where a shard begins. They are as even as they can be: a short one would mix unlike lengths."""
+        """Return where a shard begins. Shards are as even as possible: a short one would mix unlike lengths."""
         return shard * self._num_batches // self._num_shards
 
     def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> "_Shard":
-        """Plan a shard of the epoch, which has the mini-batches from `first` to before `end`."""
+        """Plan a shard of the epoch, which has the mini-batches first .. end - 1."""
         if self._walk is None:
             return self._plan_evaluation(corpus)
         generator = epoch_generator(self._seed, self.epoch, number)
@@ -149,8 +158,8 @@ class TranslationLoader(EpochPosition):
         stretch = 1.0
         while True:
             drawn = _Shard.of(corpus, self._walk.draw(start, stop + (stretch - 1.0) * (stop - start)))
-            # Sentences of one length come in random order.
-            shard = drawn.take(generator.permutation(np.arange(len(drawn.numbers)))).by_length()
+            # Sentences of equal length come in random order.
+            shard = drawn.take(generator.permutation(np.arange(len(drawn.numbers)))).sort()
             bounds = [each for each in self._cut(shard) if each[1] - each[0] >= self._num_replicas]
             if len(bounds) >= num_batches:
                 chosen = generator.permutation(len(bounds))[:num_batches]
@@ -159,7 +168,7 @@ class TranslationLoader(EpochPosition):
             stretch *= 1.05 * num_batches / max(1, len(bounds))
 
     def _plan_evaluation(self, corpus: ParallelCorpus) -> "_Shard":
-        shard = _Shard.of(corpus, [np.arange(num) for num in self._num_pairs]).by_length()
+        shard = _Shard.of(corpus, [np.arange(num) for num in self._num_pairs]).sort()
         shard.bounds = fill_last(self._cut(shard), self._num_replicas)
         return shard
 
@@ -167,22 +176,69 @@ class TranslationLoader(EpochPosition):
         return cut_by_tokens(np.maximum(shard.sources, shard.targets), self._batch_size)
 
     def _batch(self, corpus: ParallelCorpus, shard: "_Shard", start: int, end: int) -> TranslationBatch:
-        """Return this replica's part of a mini-batch, as wide as the whole of it."""
+        """Return this replica's part of a mini-batch, as wide as the whole mini-batch."""
         own = shard.numbers[start:end][self._replica_index :: self._num_replicas]
         tokens = corpus.padded_targets(own, int(shard.targets[start:end].max()))
         inputs, targets = None, None
         if self._load_inputs:
             source = corpus.padded_sources(own, int(shard.sources[start:end].max()))
-            inputs = torch.from_numpy(source), torch.from_numpy(_previous(tokens))
+            inputs = torch.from_numpy(source), torch.from_numpy(_shift(tokens))
         if self._load_targets:
             languages = corpus.language_numbers(own)
             targets = {"tokens": torch.from_numpy(tokens), "language": torch.from_numpy(languages)}
         return inputs, targets
 
 
+def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
+    """Cut sentences into mini-batches, each as long as possible, in time proportional to their number.
+
+        lengths  1 1 2 2 2 3 | 4 4 5 | 7 7 | 9      batch_size 18: sentences x the longest
+
+    Args:
+        lengths: tokens of each sentence, ascending, none above batch_size.
+        batch_size: the most tokens of a mini-batch.
+    """
+    ascending = lengths.tolist()
+    bounds = []
+    start = 0
+    while start < len(ascending):
+        most = min(len(ascending), start + batch_size // ascending[start])
+        # The size grows with the end, so bisection finds the last end that fits.
+        first, last = start + 1, most
+        while first < last:
+            middle = (first + last + 1) // 2
+            fits = (middle - start) * ascending[middle - 1] <= batch_size
+            first, last = (middle, last) if fits else (first, middle - 1)
+        end = first
+        bounds.append((start, end))
+        start = end
+    return bounds
+
+
+def fill_last(bounds: Bounds, least: int) -> Bounds:
+    """Give the last mini-batch at least `least` sentences, taking those missing from the one before.
+
+    All others have as many if batch_size is at least `least` x the longest; so the last one still fits.
+
+    Raises:
+        ValueError: the two have too few sentences for both.
+    """
+    start, end = bounds[-1]
+    missing = least - (end - start)
+    if missing <= 0:
+        return bounds
+    before = bounds[-2] if len(bounds) > 1 else (start, start)
+    if before[1] - before[0] - missing < least:
+        raise ValueError(
+            f"the last {end - before[0]} sentences make no mini-batches of at least {least}, one per replica: choose "
+            "another batch_size, or fewer replicas"
+        )
+    return [*bounds[:-2], (before[0], start - missing), (start - missing, end)]
+
+
 @dataclass
 class _Shard:
-    """Hold the pairs of a part of an epoch: their numbers and lengths, and which runs of them are mini-batches."""
+    """Hold the pairs of a part of an epoch: their numbers, their lengths, and the bounds of the mini-batches."""
 
     numbers: NDArray[np.int64]
     sources: NDArray[np.int32]
@@ -191,7 +247,7 @@ class _Shard:
 
     @classmethod
     def of(cls, corpus: ParallelCorpus, drawn: list[NDArray[np.int64]]) -> "_Shard":
-        """Look up the lengths of some pairs of each language."""
+        """Look up the lengths of the drawn pairs of each language."""
         numbers = [first + rows for first, rows in zip(corpus.firsts, drawn, strict=True)]
         sources, targets = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
         shown = {language: rows for language, rows in zip(corpus.languages, drawn, strict=True) if len(rows)}
@@ -207,15 +263,15 @@ class _Shard:
         """Return the pairs in another order."""
         return _Shard(self.numbers[order], self.sources[order], self.targets[order], [])
 
-    def by_length(self) -> "_Shard":
-        """Sort the pairs by the longer side, then by the source, then by the target; equal ones stay in their order."""
+    def sort(self) -> "_Shard":
+        """Sort the pairs by the longer side, then by the source, then by the target; the sort is stable."""
         sources, targets = self.sources.astype(np.int64), self.targets.astype(np.int64)
         keys = np.maximum(sources, targets) << 42 | sources << 21 | targets
         return self.take(np.argsort(keys, kind="stable"))
 
 
-def _previous(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what the decoder has read before it tells each token: END, and then the tokens but the last END."""
+def _shift(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the token before each token, which the decoder reads: END, then the tokens without the last END."""
     previous = np.concatenate([np.full_like(tokens[:, :1], END), tokens[:, :-1]], axis=1)
     previous[tokens == PADDING] = PADDING
     return previous

@@ -17,7 +17,7 @@ from gpipe.data import (
     open_image_set,
     training_transform,
 )
-from gpipe.data.images.source import SPLITS
+from gpipe.data.images.image_set import SPLITS
 from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, softmax_names
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
 from gpipe.data import ParallelCorpus, Tokenizer, TranslationLoader, open_corpus, open_tokenizer
-from gpipe.data.text.special_tokens import PADDING
+from gpipe.data.text.tokenizer import PADDING
 from gpipe.durable_files import replacing
 from gpipe.models import translation_transformer
 from gpipe.pipeline.engine import Pipeline
