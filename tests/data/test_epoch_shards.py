@@ -204,6 +204,7 @@ class EqualPairs:
     """So many pairs of equal sentences, which take no memory."""
 
     skipped = ()
+    is_in_memory = False
 
     def __init__(self, num_pairs: int) -> None:
         shape = (num_pairs,)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import sacrebleu
 
-from gpipe.decoding.scores import Scores, average, group_averages, score_corpus, signatures
+from gpipe.decoding.scores import Scores, average, average_groups, score_corpus, signatures
 
 REFERENCES = ["The quick brown fox jumps over the lazy dog.", "Where is the next station, please?", "All is well here."]
 TRANSLATIONS = ["The quick brown fox jumped over a lazy dog.", "Where is the next station?", "All is well there."]
@@ -60,7 +60,7 @@ def test_the_library_without_smoothing_gives_0_where_no_four_words_are_right() -
 @pytest.mark.parametrize("translations", [[], ["one"], ["one", "two"]])
 def test_unequal_numbers_are_refused(translations: list[str]) -> None:
     references = ["one"] if len(translations) != 1 else []
-    with pytest.raises(ValueError, match=r"there are \d translations of \d references: give one for each"):
+    with pytest.raises(ValueError, match=r"there are \d translations of \d references: give one translation per"):
         score_corpus(translations, references)
 
 
@@ -71,7 +71,7 @@ def test_the_signatures_say_what_was_computed() -> None:
 
 def test_languages_count_alike_in_the_averages_of_their_groups() -> None:
     scores = {name: Scores(value, 2 * value, value, value) for name, value in (("de", 30.0), ("yo", 1.0), ("fr", 20.0))}
-    found = group_averages(
+    found = average_groups(
         scores, {"all": ["de", "fr", "yo"], "high": ["de", "fr"], "low": ["yo", "ta"], "none": ["la"]}
     )
     assert found == {

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.data.text.tokenizer import PADDING
 from gpipe.models import translation_transformer
-from gpipe.training.token_loss import TokenLoss, count_tokens
+from gpipe.training.losses import TokenLoss, count_tokens
 from tests.end_to_end.translation_case import CUTS, Case, Outcome, batches, run, run_in_processes
 from tests.process_pool import ProcessPool
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gpipe
 from gpipe.data import TranslationLoader, open_corpus, open_tokenizer
 from gpipe.models import translation_transformer
-from gpipe.training.token_loss import TokenLoss, count_tokens
+from gpipe.training.losses import TokenLoss, count_tokens
 
 LANGUAGES = ["ast", "km", "wo"]
 CUTS = {1: (10,), 2: (4, 6), 4: (2, 3, 2, 3)}

@@ -13,9 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.evaluation import evaluate
-from gpipe.training.metrics import EvaluationMetrics
-from gpipe.training.token_metrics import TokenMetrics
+from gpipe.training.evaluation import EvaluationMetrics, TokenMetrics, evaluate
 from tests.process_pool import ProcessPool
 
 Figures = dict[str, dict[str, float]]

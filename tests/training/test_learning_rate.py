@@ -58,7 +58,7 @@ def test_the_inverse_square_root_is_vaswanis() -> None:
 
 def test_the_inverse_square_root_needs_a_warm_up() -> None:
     with pytest.raises(
-        ValueError, match="warm_up_steps is 0, but the inverse square root falls from the warm-up's end"
+        ValueError, match="warm_up_epochs gives 0 warm-up steps, but the inverse square root needs at least 1"
     ):
         build_schedule("inverse_square_root", 1.0, steps_per_epoch=10, num_steps=100)
 
@@ -91,7 +91,7 @@ def test_epochs_become_steps() -> None:
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="'linear' is unknown"):
         build_schedule("linear", 1.0, steps_per_epoch=1, num_steps=1)
-    with pytest.raises(ValueError, match="decay_steps is 0"):
+    with pytest.raises(ValueError, match="decay_epochs gives 0 steps"):
         exponential(1.0, decay_rate=0.9, decay_steps=0)
-    with pytest.raises(ValueError, match="warm-up of 5 steps is longer"):
+    with pytest.raises(ValueError, match="gives 5 warm-up steps, but training has "):
         cosine(1.0, num_steps=4, warm_up_steps=5)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from gpipe.training.evaluation import correct_in_top
 from gpipe.training.losses import ClassificationLoss
-from gpipe.training.metrics import correct_in_top
 
 
 def random_logits(num_examples: int, num_classes: int, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from gpipe.training.metrics import EvaluationMetrics
+from gpipe.training.evaluation import EvaluationMetrics
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_classes=st.integers(2, 12))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe.training.token_loss import TokenLoss, count_tokens
-from gpipe.training.token_metrics import TokenMetrics
+from gpipe.training.evaluation import TokenMetrics
+from gpipe.training.losses import TokenLoss, count_tokens
 
 PADDING = 1
 

@@ -176,7 +176,7 @@ def test_a_run_outlives_wandbs_process(tmp_path: Path, capfd: pytest.CaptureFixt
     lines = capfd.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in lines] == ["warning: Weights & Biases failed"]
     assert lines[0].endswith(
-        f"the run goes on with {tmp_path}/first/metrics.jsonl alone; tracking=disabled leaves it out."
+        f"the run goes on with {tmp_path}/first/metrics.jsonl alone; tracking=disabled turns it off."
     )
     assert [line["step"] for line in read_lines(tmp_path / "second")] == [0]
     assert num_logged == 0 or len(read_lines(tmp_path / "first")) == num_logged
@@ -214,7 +214,7 @@ def test_an_offline_run_leaves_nothing_at_home_and_sends_nothing(tmp_path: Path,
 @pytest.mark.parametrize(("content", "shown"), [(b"../elsewhere", r"\.\./elsewhere"), (b"\xff\xfe", "\ufffd\ufffd")])
 def test_an_id_that_is_none_is_refused(tmp_path: Path, content: bytes, shown: str) -> None:
     (tmp_path / RUN_ID_FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"says '{shown}', expected a run's id: delete the file"):
+    with pytest.raises(ValueError, match=rf"has '{shown}', expected a run's id: delete the file"):
         Tracker(tmp_path, mode="offline")
 
 

@@ -14,9 +14,8 @@ from small_run import RandomImages, SmallRun, small_run, small_trainer
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
-from gpipe.training.evaluation import evaluate
+from gpipe.training.evaluation import EvaluationMetrics, evaluate
 from gpipe.training.learning_rate import constant
-from gpipe.training.metrics import EvaluationMetrics
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress
 from gpipe.training.summary import StepSpeed, Totals
@@ -197,12 +196,12 @@ def test_a_training_that_never_evaluates_has_no_accuracy(tmp_path: Path) -> None
 
 def test_the_first_steps_are_left_out_of_the_speed_unless_there_are_no_others() -> None:
     totals = Totals(speeds=[StepSpeed(8.0, 1.0, 4, 4), StepSpeed(2.0, 0.5, 4, 12), StepSpeed(1.0, 0.5, 4, 12)])
-    summary = totals.summary(3, 1, None, "sequences", 1)
+    summary = totals.summarize(3, 1, None, "sequences", 1)
     assert (summary.num_timed_steps, summary.step_seconds, summary.examples_per_second) == (2, 1.0, 3.0)
     assert (summary.examples, summary.tokens_per_second) == ("sequences", 9.0)
-    summary = totals.summary(3, 1, None, "sequences", 3)
+    summary = totals.summarize(3, 1, None, "sequences", 3)
     assert (summary.num_timed_steps, summary.step_seconds) == (3, 1.5)
-    images = Totals(speeds=[StepSpeed(2.0, 0.0, 4, 4)]).summary(1, 1, None, "images", 0)
+    images = Totals(speeds=[StepSpeed(2.0, 0.0, 4, 4)]).summarize(1, 1, None, "images", 0)
     assert (images.examples_per_second, images.tokens_per_second) == (2.0, None)
 
 

@@ -1,1 +1,1 @@
-"""Guards around other packages: what their imports need on today's machines, with the version and the reason."""
+"""Guards around the imports of other packages, each with the package's version and the reason."""

@@ -1,12 +1,12 @@
-"""Make ``import fairseq`` work on today's Python and leave no trace; fairseq 0.12.2 is its last release.
+"""Import fairseq 0.12.2, its last release, on current Python versions without side effects.
 
-What its import does to the process, and what is done about it:
+Its import affects the process in three ways, each of which is prevented:
 
-- it declares dataclasses whose defaults are other dataclasses, which Python 3.11 and later refuse unless these can be
-  hashed: while it is imported they can;
-- it registers `config`, `model`, `task` ... with Hydra, which then answer for our own configurations: it is given a
-  copy of Hydra's store;
-- it configures the root logger, logs, and warns that `torch.jit.script` is deprecated: all silenced and undone.
+- It declares dataclasses whose defaults are other dataclasses. Python 3.11 and later refuse that unless the defaults
+  are hashable: during the import they are.
+- It registers `config`, `model`, `task` ... with Hydra, which would shadow our own configurations: it gets a copy of
+  Hydra's store.
+- It configures the root logger, logs, and warns that `torch.jit.script` is deprecated: all is silenced and undone.
 """
 
 import copy
@@ -28,29 +28,28 @@ _PACKAGES = ("fairseq", "fairseq_cli")  # one installation brings both
 
 
 class FairseqMissing(ImportError):
-    """fairseq is not installed: its own requirements are outdated, so nothing installs it as a dependency."""
+    """fairseq is not installed: its requirements are outdated, so it cannot be a dependency of this package."""
 
 
 def import_fairseq(module: str = "fairseq") -> ModuleType:
     """Import fairseq, or one of its modules, such as "fairseq.data" or "fairseq_cli.preprocess", and return it.
 
-    Hydra's store, the root logger, `dataclasses.dataclass` and the filters of warnings are as before afterwards. May be
-    called again and again.
+    Afterwards Hydra's store, the root logger, `dataclasses.dataclass` and the warning filters are as before.
 
     Raises:
-        FairseqMissing: fairseq is not installed; the sentence has the command.
-        ImportError: whatever else is wrong with it, such as no module of that name.
+        FairseqMissing: fairseq is not installed; the message has the command.
+        ImportError: the import fails for another reason, such as no module of that name.
     """
     if module in sys.modules:
         return sys.modules[module]
-    import_module("torch")  # first: its own dataclasses are none of fairseq's business
+    import_module("torch")  # first, so that its own dataclasses stay as they are
     before = set(sys.modules)
     try:
         with _hashable_dataclasses(), _separate_config_store(), _untouched_logging(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return import_module(module)
     except BaseException as error:
-        # Half of it would make the next attempt fail with another error than this one.
+        # A half-imported fairseq would make the next attempt fail with another error.
         for name in set(sys.modules) - before:
             if name.partition(".")[0] in _PACKAGES:
                 del sys.modules[name]

@@ -1,8 +1,8 @@
-"""Make ``import torchvision`` work beside a CPU build of torch; import this module before timm or torchvision.
+"""Make `import torchvision` work beside a CPU build of torch; import this module before timm or torchvision.
 
-A torchvision whose compiled operators do not belong to the installed torch stops at its own import, because it
-describes the operators ``nms`` and ``qnms`` that were never declared. Declaring their schemas is enough for its data
-sets, transforms and models and for all of timm; its compiled operators (detection, ``torchvision.io``) stay absent.
+A torchvision (0.28) whose compiled operators do not match the installed torch fails to import, because it describes the
+operators `nms` and `qnms`, which were never declared. Declaring their schemas is enough for its data sets, transforms
+and models and for all of timm; its compiled operators (detection, `torchvision.io`) stay absent.
 """
 
 from importlib import import_module  # noqa: TID251 - torchvision can only be imported behind this guard
@@ -17,10 +17,7 @@ _declarations: library.Library | None = None
 
 
 def import_torchvision() -> None:
-    """Import torchvision, declaring the operators it misses if, and only if, that is why the import fails.
-
-    Raises whatever the import raises for any other reason.
-    """
+    """Import torchvision, declaring the missing operators if, and only if, they are why the import fails."""
     global _declarations
     try:
         import_module("torchvision")

@@ -1,1 +1,1 @@
-"""From a trained translation model to text and its scores; needs fairseq, sacreBLEU, and nothing of the pipeline."""
+"""Translate text with a trained model and score it; needs fairseq and sacreBLEU, but no pipeline."""

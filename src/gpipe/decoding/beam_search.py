@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.decoding.fairseq_model import FairseqModel
 
-_GRAIN = 8  # tokens: sentences whose lengths, rounded up to a multiple of this, are equal may share a batch
+_GRAIN = 8  # tokens: sentences may share a batch if their lengths, rounded up to a multiple of this, are equal
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A translation: its tokens without END, and its score.
+    """A translation.
 
-    score: the sum of the logarithms of the probabilities, END's among them, over (number of tokens, END among them) **
-    length_penalty.
+    Attributes:
+        tokens: without END.
+        score: the sum of the tokens' log-probabilities over (number of tokens) ** length_penalty, both with END.
     """
 
     tokens: list[int]
@@ -31,15 +32,21 @@ class Hypothesis:
 class BeamSearch:
     """Search for the likeliest translations of many sentences.
 
-    layers: of a `translation_transformer`, with memory; they are put into evaluation mode.
-    num_beams: hypotheses that are followed for each sentence; 1 is greedy. At most the vocabulary's size less 1.
-    length_penalty: above 1 favours long translations, below 1 short ones.
-    max_length_a, max_length_b: a translation of n tokens ends after max_length_a x n' + max_length_b tokens, END not
-        counted, where n' is n rounded up to a multiple of 8; and after `max_length` in any case.
-    batch_size: source tokens, padding included, of the sentences that are searched for together.
+    Apart from rounding, the translation of a sentence does not depend on the others. BEGIN and UNKNOWN, which have no
+    text, are never chosen.
 
-    What a sentence becomes does not depend on the others, but for rounding. BEGIN and UNKNOWN, which have no text, are
-    never chosen. Raises ValueError for layers that are no translation model; FairseqMissing without fairseq.
+    Args:
+        layers: of a `translation_transformer`, on a real device; the search puts them into evaluation mode.
+        num_beams: hypotheses per sentence, at most the vocabulary's size less 1; 1 is greedy.
+        length_penalty: above 1 favours long translations, below 1 short ones.
+        max_length_a, max_length_b: a sentence of n tokens has a translation of at most max_length_a x n' + max_length_b
+            tokens without END, where n' is n rounded up to a multiple of 8.
+        max_length: the most tokens of any translation.
+        batch_size: source tokens, padding included, of the sentences that are translated together.
+
+    Raises:
+        ValueError: the layers are no translation model, or num_beams is out of range.
+        FairseqMissing: fairseq is not installed.
     """
 
     def __init__(
@@ -55,23 +62,27 @@ class BeamSearch:
     ) -> None:
         self._model = FairseqModel(layers)
         self._device = next(layers.parameters()).device
-        self._dictionary = _dictionary(_vocabulary_size(layers))
+        self._dictionary = _make_dictionary(_vocabulary_size(layers))
         if not 1 <= num_beams < len(self._dictionary):
             raise ValueError(
                 f"num_beams is {num_beams}, expected 1 to {len(self._dictionary) - 1}, the vocabulary's size less 1: "
-                "give another number."
+                "choose a number in that range."
             )
         self._num_beams, self._length_penalty = num_beams, length_penalty
         self._max_length_a, self._max_length_b, self._max_length = max_length_a, max_length_b, max_length
         self._batch_size = batch_size
 
     def translate(self, sentences: Sequence[Sequence[int]]) -> list[Hypothesis]:
-        """Return the best translation of each sentence, given its tokens without END. Raises ValueError for none."""
+        """Return the best translation of each sentence, given its tokens without END.
+
+        Raises:
+            ValueError: a sentence has no tokens, or a token is outside the vocabulary.
+        """
         return [hypotheses[0] for hypotheses in self.search(sentences)]
 
     def search(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
-        """Return the translations of each sentence that were followed to their end, the best first."""
-        _refuse_bad_ids(sentences, len(self._dictionary))
+        """Return the finished hypotheses of each sentence, the best first."""
+        _check_ids(sentences, len(self._dictionary))
         found: dict[int, list[Hypothesis]] = {}
         for limit, batch in self._batches(sentences):
             outputs = self._generate([sentences[index] for index in batch], limit)
@@ -79,7 +90,7 @@ class BeamSearch:
         return [found[index] for index in range(len(sentences))]
 
     def _batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-        """Yield batches of sentences of about one length, the longest first, each with the limit of a translation."""
+        """Yield batches of sentences of similar lengths, the longest first, each with the limit of its translations."""
         grains: dict[int, list[int]] = {}
         for index, tokens in enumerate(sentences):
             grains.setdefault(math.ceil(len(tokens) / _GRAIN) * _GRAIN, []).append(index)
@@ -91,19 +102,19 @@ class BeamSearch:
                 yield limit, indices[start : start + size]
 
     def _generate(self, sentences: Sequence[Sequence[int]], limit: int) -> list[list[Hypothesis]]:
-        """Search for the translations, of at most `limit` tokens, of one batch."""
+        """Search for translations of at most `limit` tokens for one batch."""
         dictionary = self._dictionary
         source = torch.full((len(sentences), max(map(len, sentences)) + 1), dictionary.pad())
         for row, tokens in zip(source, sentences, strict=True):
             row[: len(tokens) + 1] = torch.tensor([*tokens, dictionary.eos()])
-        outputs = self._generator(limit).generate(None, {"net_input": {"src_tokens": source.to(self._device)}})
-        return [[_hypothesis(one) for one in hypotheses] for hypotheses in outputs]
+        outputs = self._make_generator(limit).generate(None, {"net_input": {"src_tokens": source.to(self._device)}})
+        return [[_make_hypothesis(one) for one in hypotheses] for hypotheses in outputs]
 
-    def _generator(self, limit: int) -> Any:
-        """Return fairseq's search for translations of at most `limit` tokens."""
+    def _make_generator(self, limit: int) -> Any:
+        """Make fairseq's search for translations of at most `limit` tokens."""
         sequence_generator = import_fairseq("fairseq.sequence_generator")
         ensemble = sequence_generator.EnsembleModel([self._model])
-        ensemble.has_incremental = True  # fairseq knows it by the decoder's class, which would have to be its own
+        ensemble.has_incremental = True  # fairseq would look for a decoder of its own class
         return sequence_generator.SequenceGenerator(
             ensemble,
             self._dictionary,
@@ -116,7 +127,7 @@ class BeamSearch:
         )
 
 
-def _hypothesis(output: dict[str, Tensor]) -> Hypothesis:
+def _make_hypothesis(output: dict[str, Tensor]) -> Hypothesis:
     *tokens, _ = output["tokens"].tolist()
     return Hypothesis(tokens, float(output["score"]))
 
@@ -127,15 +138,15 @@ def _vocabulary_size(layers: nn.Sequential) -> int:
     return softmax.out_features
 
 
-def _dictionary(vocabulary_size: int) -> Any:
-    """Return fairseq's table of tokens, whose special ones are ours; the search asks for nothing else."""
+def _make_dictionary(vocabulary_size: int) -> Any:
+    """Make a fairseq dictionary of that size; the search uses only its special tokens, which are ours too."""
     dictionary = import_fairseq("fairseq.data").Dictionary()
     for token in range(len(dictionary), vocabulary_size):
         dictionary.add_symbol(str(token))
     return dictionary
 
 
-def _refuse_bad_ids(sentences: Sequence[Sequence[int]], vocabulary_size: int) -> None:
+def _check_ids(sentences: Sequence[Sequence[int]], vocabulary_size: int) -> None:
     for number, tokens in enumerate(sentences, start=1):
         if not tokens:
             raise ValueError(f"sentence {number} has no tokens, so there is nothing to translate: leave it out.")

@@ -1,7 +1,7 @@
-"""Decoder layers that take one more position at a time, and remember what they need of those before it.
+"""Decoder layers that process one position at a time and cache keys and values of those before it.
 
-The forward functions are the model's own; only what feeds their attentions is exchanged, in a copy that shares the
-weights. Rows of states are hypotheses, equally many in a row for each sentence of the memory.
+The forward functions are the model's own; a copy that shares the weights replaces only the attentions' inputs. Rows of
+states are hypotheses; each sentence of the memory has equally many, in consecutive rows.
 """
 
 import copy
@@ -17,17 +17,18 @@ from gpipe.models.translation_layers import DecoderLayer, Decoding
 
 @dataclass
 class LayerCache:
-    """What a layer remembers of a batch.
+    """The cache of a layer for a batch.
 
-    past: keys and values of the positions so far, [rows, heads, time, head size] each.
-    memory: keys and values of the memory, joint, [sentences, memory time, 2 x channels].
+    Attributes:
+        past: keys and values of the positions so far, [rows, heads, time, head size] each.
+        memory: keys and values of the memory, joined, [sentences, memory time, 2 x channels].
     """
 
     past: tuple[Tensor, Tensor] | None = field(default=None)
     memory: Tensor | None = field(default=None)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a position's keys and values; return those of all positions."""
+        """Append a position's keys and values; return those of all positions."""
         if self.past is not None:
             keys, values = (torch.cat(pair, dim=2) for pair in zip(self.past, (keys, values), strict=True))
         self.past = keys, values
@@ -61,7 +62,7 @@ class CachedLayer(nn.Module):
 
 
 class _PastAttention(nn.Module):
-    """Attention of the newest position to itself and to all before it."""
+    """Attention of the newest position to itself and all before it."""
 
     cache: LayerCache
 
@@ -78,7 +79,7 @@ class _PastAttention(nn.Module):
 
 
 class _SharedMemoryAttention(nn.Module):
-    """Attention to a memory that all rows of a sentence share: to it they are so many positions."""
+    """Attention to a memory that all rows of a sentence share, as if they were positions of one sequence."""
 
     def __init__(self, attention: MemoryAttention) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class _SharedMemoryAttention(nn.Module):
 
 
 class _Once(nn.Module):
-    """The memory's keys and values, computed when a batch begins."""
+    """The memory's keys and values, computed once per batch."""
 
     cache: LayerCache
 
@@ -108,7 +109,7 @@ class _Once(nn.Module):
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a module with the same parts, of which some may be exchanged without changing the original."""
+    """Copy a module without its parts, so that replacing a part does not change the original."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
     return copied

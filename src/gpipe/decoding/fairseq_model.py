@@ -1,10 +1,10 @@
-"""A trained sequence of layers as what fairseq's SequenceGenerator calls a model: encoder and decoder.
+"""A trained sequence of layers as a model for fairseq's SequenceGenerator: an encoder and a decoder.
 
-    layers   0 ... L    encoder    once a batch
+    layers   0 ... L    encoder    once per batch
              L + 1      its norm: encoder; its embedding: decoder
-             L + 2 ...  decoder    once a token, for the newest position alone
+             L + 2 ...  decoder    once per token, for the newest position alone
 
-The decoder's rows are hypotheses, equally many in a row for each sentence; a sentence's memory is kept once.
+The decoder's rows are hypotheses, equally many for each sentence and consecutive; a sentence's memory is kept once.
 Source of the interface: fairseq 0.12.2, sequence_generator.py, EnsembleModel.
 """
 
@@ -22,9 +22,12 @@ from gpipe.models.translation_layers import DecoderLayer, TargetEmbedding
 
 @dataclass(frozen=True)
 class Memory:
-    """What the encoder made of sentences: states [sentences, time, model_size] and padding [sentences, time].
+    """The encoder's output for a batch of sentences.
 
-    num_rows: hypotheses of each sentence; None before there are any.
+    Attributes:
+        states: [sentences, time, model_size].
+        padding: bool [sentences, time].
+        num_rows: hypotheses per sentence; None before there are any.
     """
 
     states: Tensor
@@ -34,20 +37,20 @@ class Memory:
 
 @dataclass
 class DecoderState:
-    """What the decoder remembers of a batch: a cache a layer, and the number of hypotheses of each sentence."""
+    """The decoder's state for a batch: a cache per layer, and the number of hypotheses per sentence."""
 
     caches: list[LayerCache] = field(default_factory=list)
     num_rows: int = 1
 
 
 class FairseqModel(nn.Module):
-    """The layers of a `translation_transformer`, with memory; they are put into evaluation mode."""
+    """The layers of a `translation_transformer`, which it puts into evaluation mode."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         split = next((i for i, layer in enumerate(layers) if isinstance(layer, TargetEmbedding)), None)
         if split is None:
-            raise ValueError("no layer embeds a target, so this is no translation model: give one that is.")
+            raise ValueError("no layer embeds a target, so this is no translation model: load a checkpoint of one.")
         target = layers[split]
         assert isinstance(target, TargetEmbedding)
         parts = list(layers)
@@ -56,22 +59,26 @@ class FairseqModel(nn.Module):
         self.eval()
 
     def max_decoder_positions(self) -> int:
-        """Return how long a target may be: sinusoids have no end."""
+        """Return the longest target: sinusoids have no end."""
         return sys.maxsize
 
     def get_normalized_probs(
         self, net_output: tuple[Tensor, None], log_probs: bool = True, sample: None = None
     ) -> Tensor:
-        """Return the logarithms of the probabilities. Raises ValueError where the logits are not finite."""
+        """Return the log-probabilities.
+
+        Raises:
+            ValueError: the logits are not finite.
+        """
         found = net_output[0].log_softmax(dim=-1)
-        # One NaN or infinite logit makes all of its row NaN; fairseq would take that for tokens that cannot be.
+        # One NaN or infinite logit makes its whole row NaN, which fairseq would take for impossible tokens.
         if bool(found[..., 0].isnan().any()):
             raise ValueError("the model's logits are not finite, so it cannot translate: use another checkpoint.")
         return found
 
 
 class Encoder(nn.Module):
-    """The layers that see the source, with the norm behind them."""
+    """The layers that see the source, and the norm after them."""
 
     def __init__(self, layers: nn.Sequential, target: TargetEmbedding) -> None:
         super().__init__()
@@ -79,16 +86,16 @@ class Encoder(nn.Module):
         self.norm = target.memory_norm
 
     def forward_torchscript(self, net_input: dict[str, Tensor]) -> Memory:
-        """Encode source tokens, int64 [sentences, time]; the name is fairseq's, there is no TorchScript here."""
+        """Encode source tokens, int64 [sentences, time]; fairseq calls it so, though there is no TorchScript here."""
         source = net_input["src_tokens"]
         states, padding, _ = self.layers((source, source[:, :0]))
         return Memory(self.norm(states), padding)
 
     def reorder_encoder_out(self, memory: Memory, new_order: Tensor) -> Memory:
-        """Follow the hypotheses: at first each sentence gets its rows, later sentences that are done leave."""
+        """Reorder with the hypotheses: at first each sentence gets its rows, later finished sentences leave."""
         if memory.num_rows is None:
             return replace(memory, num_rows=len(new_order) // len(memory.states))
-        sentences = remaining_sentences(new_order, memory.num_rows)
+        sentences = find_remaining(new_order, memory.num_rows)
         if len(sentences) == len(memory.states):
             return memory
         return replace(memory, states=memory.states[sentences], padding=memory.padding[sentences])
@@ -99,7 +106,7 @@ class Decoder(nn.Module):
 
     def __init__(self, target: TargetEmbedding, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.embedding = copy.copy(target.embedding)  # whose first position changes
+        self.embedding = copy.copy(target.embedding)  # a copy, because its first position changes
         self.first_position = target.embedding.first_position
         self.layers = nn.ModuleList(
             CachedLayer(layer) if isinstance(layer, DecoderLayer) else layer for layer in layers
@@ -108,9 +115,9 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, encoder_out: Memory, incremental_state: dict[str, DecoderState]
     ) -> tuple[Tensor, None]:
-        """Return the logits [rows, 1, vocabulary_size] behind `tokens`, int64 [rows, time].
+        """Return the logits [rows, 1, vocabulary_size] of the token after `tokens`, int64 [rows, time].
 
-        incremental_state: empty at first; knows all but the last of the tokens.
+        `incremental_state`, empty at first, has the state of all tokens but the last.
         """
         assert encoder_out.num_rows is not None
         state = incremental_state.setdefault("decoder", DecoderState(num_rows=encoder_out.num_rows))
@@ -124,13 +131,13 @@ class Decoder(nn.Module):
     def reorder_incremental_state_scripting(
         self, incremental_state: dict[str, DecoderState], new_order: Tensor
     ) -> None:
-        """Follow the hypotheses to their new rows."""
+        """Move the caches to the hypotheses' new rows."""
         for state in incremental_state.values():
-            sentences = remaining_sentences(new_order, state.num_rows)
+            sentences = find_remaining(new_order, state.num_rows)
             for cache in state.caches:
                 cache.reorder(new_order, sentences)
 
 
-def remaining_sentences(new_order: Tensor, num_rows: int) -> Tensor:
-    """Return which sentences there still are, given the old row of every new one; their own rows stay together."""
+def find_remaining(new_order: Tensor, num_rows: int) -> Tensor:
+    """Return the unfinished sentences, given the old row of every new row; a sentence's rows stay together."""
     return new_order[::num_rows] // num_rows

@@ -1,4 +1,4 @@
-"""BLEU and chrF of translations: sacreBLEU's, which compare with other people's, and fairseq's beside."""
+"""BLEU and chrF of translations: sacreBLEU's, which are comparable across papers, and fairseq's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from gpipe._compat.fairseq import import_fairseq
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of a corpus, each from 0 to 100, or the averages of several.
+    """Scores of a corpus, each from 0 to 100, or averages over several.
 
-    bleu, chrf: sacreBLEU's, with their default settings (see `signatures`).
-    fairseq_sacrebleu: fairseq's scorer "sacrebleu", which should be the same BLEU.
-    fairseq_bleu: fairseq's scorer "bleu", its C library, on the same words; without smoothing, so 0 where no four
-        words in a row are right.
+    Attributes:
+        bleu, chrf: sacreBLEU's, with default settings (see `signatures`).
+        fairseq_sacrebleu: fairseq's scorer "sacrebleu", which should be the same BLEU.
+        fairseq_bleu: fairseq's scorer "bleu", a C library, on the same words. It does not smooth, so it is 0 where no
+            four consecutive words are right.
     """
 
     bleu: float
@@ -34,11 +35,15 @@ class Scores:
 
 
 def score_corpus(translations: Sequence[str], references: Sequence[str]) -> Scores:
-    """Score a corpus of translations, each with its reference. Raises ValueError for unequal or no sentences."""
+    """Score a corpus of translations, each with its reference.
+
+    Raises:
+        ValueError: there are no sentences, or not one reference per translation.
+    """
     if len(translations) != len(references) or not references:
         raise ValueError(
-            f"there are {len(translations)} translations of {len(references)} references: give one for each of at "
-            "least one."
+            f"there are {len(translations)} translations of {len(references)} references: give one translation per "
+            "reference, and at least one."
         )
     return Scores(
         bleu=BLEU().corpus_score(translations, [references]).score,
@@ -49,22 +54,22 @@ def score_corpus(translations: Sequence[str], references: Sequence[str]) -> Scor
 
 
 def signatures() -> dict[str, str]:
-    """Return sacreBLEU's own description of how it computes each score, without which a score means little."""
+    """Return sacreBLEU's signature of each score, which says how it is computed."""
     found = {}
     for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
-        metric.corpus_score(["a"], [["a"]])  # the number of references is known only then
+        metric.corpus_score(["a"], [["a"]])  # sets the number of references
         found[name] = metric.get_signature().format()
     return found
 
 
 def average(scores: Iterable[Scores]) -> Scores:
-    """Return the mean of each score; every language counts alike, however many sentences it has."""
+    """Average each score over languages; every language counts alike, however many sentences it has."""
     rows = [one.as_dict() for one in scores]
     return Scores(**{name: fmean(row[name] for row in rows) for name in rows[0]})
 
 
-def group_averages(scores: Mapping[str, Scores], groups: Mapping[str, Sequence[str]]) -> dict[str, Scores]:
-    """Return the average over each group's languages that were scored; a group without any is left out."""
+def average_groups(scores: Mapping[str, Scores], groups: Mapping[str, Sequence[str]]) -> dict[str, Scores]:
+    """Average over the scored languages of each group; a group without any is left out."""
     found = {
         name: [scores[language] for language in languages if language in scores] for name, languages in groups.items()
     }
@@ -80,9 +85,9 @@ def _fairseq_sacrebleu(translations: Sequence[str], references: Sequence[str]) -
 
 
 def _fairseq_bleu(translations: Sequence[str], references: Sequence[str]) -> float:
-    """Return the BLEU of fairseq's C library, which compares numbers: those of the words that sacreBLEU cuts.
+    """Return the BLEU of fairseq's C library, which compares the numbers of sacreBLEU's words.
 
-    An empty translation counts as one wrong word: the library reads beyond a sentence without any.
+    An empty translation counts as one wrong word, because the library reads beyond an empty sentence.
     """
     scoring = import_fairseq("fairseq.scoring.bleu")
     words = import_fairseq("fairseq.data").Dictionary()

@@ -28,8 +28,7 @@ from rich.table import Table
 from gpipe.config import ConfigError, Device, to_plain
 from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
-from gpipe.decoding.resource_groups import resource_groups
-from gpipe.decoding.scores import group_averages, score_corpus, signatures
+from gpipe.decoding.scores import average_groups, score_corpus, signatures
 from gpipe.launch.errors import one_message
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import find_device, translate_lines
@@ -82,7 +81,7 @@ def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs:
         }
         for language in sorted(scores, key=lambda language: (-num_pairs[language], language))
     }
-    averages = {group: average.as_dict() for group, average in group_averages(scores, groups).items()}
+    averages = {group: average.as_dict() for group, average in average_groups(scores, groups).items()}
     return {"languages": rows, "averages": averages, "signatures": signatures()}
 
 

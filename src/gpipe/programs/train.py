@@ -16,7 +16,7 @@ from gpipe.launch import collector, processes, stops
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import one_message
 from gpipe.launch.processes import Place, Processes
-from gpipe.training.stop import Stopped
+from gpipe.training.endings import Stopped
 
 if TYPE_CHECKING:
     from gpipe.pipeline.timeline import Timeline

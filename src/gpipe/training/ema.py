@@ -1,4 +1,4 @@
-"""The exponential moving average of weights and moving statistics, on which a model is evaluated."""
+"""The exponential moving average of weights and moving statistics, with which a model is evaluated."""
 
 from typing import cast
 
@@ -17,7 +17,7 @@ _WARM_UP_OFFSET = 2
 
 
 class Ema:
-    """A second set of this process's layers, holding the average of what the first ones were after each step.
+    """A second set of this process's layers, which averages the states of the first after each step.
 
     Floating-point parameters and buffers (the moving statistics too) are averaged, integer buffers copied.
     Source: the public TPU code averages weights and moving statistics with decay 0.9999.
@@ -26,11 +26,17 @@ class Ema:
     def __init__(self, layers: nn.ModuleDict, decay: float = 0.9999, *, warm_up: bool = False) -> None:
         """Start from a copy of `layers` as they are now.
 
-        With `warm_up` the decay after n steps is min(decay, (1 + n) / (10 + n)): in a run of few steps the average
-        then forgets the initial weights. Raises ValueError for a decay outside [0, 1) and for 16-bit weights.
+        Args:
+            layers: of this process, by index.
+            decay: of the average per step.
+            warm_up: make the decay after n steps min(decay, (1 + n) / (10 + n)), so that the average forgets the
+                initial weights in a run of few steps.
+
+        Raises:
+            ValueError: the decay is outside [0, 1), or weights have 16 bits.
         """
         if not 0.0 <= decay < 1.0:
-            raise ValueError(f"The EMA decay is {decay}, but it must be at least 0 and less than 1.")
+            raise ValueError(f"ema.decay is {decay}, but it must be at least 0 and less than 1.")
         for name, tensor in layers.state_dict().items():
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 # timm would round at random, from a generator whose state no checkpoint has, or stand still.
@@ -61,9 +67,9 @@ class Ema:
 
 
 class _Named(nn.Module):
-    """Put the layers below the name `layers`, with one parameter beside them.
+    """Hold the layers under the name `layers`, beside one parameter.
 
-    timm asks for the device of the first parameter, but a stage of pooling and activations has none.
+    timm needs the device of the first parameter, but a stage of pooling and activations has none.
     """
 
     def __init__(self, layers: nn.ModuleDict) -> None:

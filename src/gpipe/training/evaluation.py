@@ -1,27 +1,136 @@
-"""Evaluate a pipeline on a whole data set."""
+"""Evaluate a pipeline on a whole data set: loss and accuracies, exact for batches of uneven sizes."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.loader import Loader, loaded
-from gpipe.training.metrics import EvaluationMetrics, Metrics
+from gpipe.training.loader import Loader, iterate
+
+
+def correct_in_top(logits: Tensor, targets: Tensor, k: int) -> Tensor:
+    """Tell for each target whether it is among the k largest logits: [..., classes], [...] -> bool [...]."""
+    return (logits.topk(k, dim=-1).indices == targets[..., None]).any(dim=-1)
+
+
+def has_top5(num_classes: int) -> bool:
+    """Tell whether top-5 exists: it needs at least 5 classes."""
+    return num_classes >= 5
+
+
+class Metrics(Protocol):
+    """Measures the batches of an evaluation set, on any process; it has no state."""
+
+    def measure(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the sums of a batch, given the model's outputs: float64, of one shape for all batches."""
+
+    def compute(self, sums: Tensor) -> dict[str, float]:
+        """Return the figures, "loss" and "top1" at least, given the sum of all batches' sums.
+
+        "<part>/<figure>" is the figure of a part of the set.
+        """
+
+
+class EvaluationMetrics:
+    """Mean loss and accuracies over all targets, of images or of tokens, whatever their batches."""
+
+    @torch.no_grad()
+    def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the number of targets, their loss, and how many are in the top 1 and, from 5 classes on, the top 5.
+
+        Args:
+            logits: [..., classes]; the sums stay on their device.
+            targets: class indices [...], on any device.
+        """
+        targets = targets.to(logits.device)
+        # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
+        losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
+        ranks = (1, 5) if has_top5(logits.shape[-1]) else (1,)
+        return torch.stack(
+            [
+                torch.tensor(targets.numel(), dtype=torch.float64, device=logits.device),
+                losses.double().sum(),
+                *(correct_in_top(logits, targets, rank).double().sum() for rank in ranks),
+            ]
+        )
+
+    def compute(self, sums: Tensor) -> dict[str, float]:
+        """Return the mean loss, in nats, and the fractions top1 and, from 5 classes on, top5."""
+        num_targets, *totals = sums.tolist()
+        if num_targets == 0:
+            raise ValueError("the evaluation set gave 0 targets: check its split.")
+        return {name: total / num_targets for name, total in zip(("loss", "top1", "top5"), totals, strict=False)}
+
+
+class TokenMetrics:
+    """Loss and token accuracy per language, and their averages over languages.
+
+    In a language every target token but padding counts alike. In the average every language that has tokens counts
+    alike, as in the paper's: the few sentences of a poor one weigh as much as the many of a rich one.
+
+    Args:
+        languages: their names, in the order of the targets' language numbers.
+        padding_index: the token that pads the targets.
+    """
+
+    def __init__(self, languages: Sequence[str], padding_index: int = 1) -> None:
+        self._languages = tuple(languages)
+        self._padding_index = padding_index
+
+    @torch.no_grad()
+    def measure(self, logits: Tensor, targets: Mapping[str, Tensor]) -> Tensor:
+        """Return [languages, 3]: the number of tokens of each language, their loss, and how many were predicted right.
+
+        Args:
+            logits: [batch, time, vocabulary].
+            targets: "tokens" [batch, time] and "language" [batch].
+        """
+        tokens = targets["tokens"].to(logits.device)
+        counts = tokens != self._padding_index
+        # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
+        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+        right = correct_in_top(logits, tokens, 1)
+        rows = torch.stack([(values * counts).double().sum(1) for values in (counts, losses, right)], dim=1)
+        sums = torch.zeros(len(self._languages), 3, dtype=torch.float64, device=logits.device)
+        return sums.index_add(0, targets["language"].to(logits.device), rows)
+
+    def compute(self, sums: Tensor) -> dict[str, float]:
+        """Return "<language>/loss", in nats per token, and "<language>/top1", and their means over the languages."""
+        rows = zip(self._languages, sums.tolist(), strict=True)
+        found = {name: (loss / count, right / count) for name, (count, loss, right) in rows if count}
+        if not found:
+            raise ValueError("the evaluation set gave 0 tokens: check its split and its languages.")
+        loss, top1 = (fmean(column) for column in zip(*found.values(), strict=True))
+        losses = {f"{name}/loss": value for name, (value, _) in found.items()}
+        return {"loss": loss, "top1": top1, **losses, **{f"{name}/top1": value for name, (_, value) in found.items()}}
 
 
 def evaluate(
     pipeline: Pipeline, loader: Loader, layers: nn.ModuleDict | None = None, metrics: Metrics | None = None
 ) -> dict[str, float]:
-    """Return the figures of `metrics` over all of `loader`, the same on every process, to the last bit for every R.
+    """Return the figures over a whole data set, bitwise the same on every process and for every number of replicas.
 
-    Every process calls it, with the same loader. `layers` are evaluated in place of the pipeline's own, such as their
-    moving average. Replica r of R takes the mini-batches r, r + R, ...; the sums of each are added up in the order of
-    the mini-batches, as if one replica had taken them all. Raises ValueError where there is none.
+    Every process calls it. Replica r of R takes the mini-batches r, r + R, ...; their sums are added in the order of
+    the mini-batches, as if one replica had taken them all.
+
+    Args:
+        pipeline: to evaluate.
+        loader: the same on every process.
+        layers: evaluated in place of the pipeline's own, such as their moving average.
+        metrics: EvaluationMetrics by default.
+
+    Raises:
+        ValueError: the loader has no mini-batches.
     """
     metrics = metrics or EvaluationMetrics()
     loader.set_epoch(0)
     loader.start_batch, loader.stride = min(pipeline.job.replica_index, len(loader)), pipeline.job.num_replicas
     sums: list[Tensor] = []
-    for inputs, targets in loaded(loader, pipeline):
+    for inputs, targets in iterate(loader, pipeline):
         outputs = pipeline.evaluate(inputs, layers=layers)
         if pipeline.is_last:
             sums.append(metrics.measure(outputs, targets))
@@ -29,5 +138,5 @@ def evaluate(
     shares = [share for share in pipeline.job.gather_all(own) if share is not None]
     rows = [shares[number % len(shares)][number // len(shares)] for number in range(len(loader))]
     if not rows:
-        raise ValueError("The evaluation set gave 0 mini-batches: check its split.")
+        raise ValueError("the evaluation set gave 0 mini-batches: check its split.")
     return metrics.compute(torch.tensor(rows, dtype=torch.float64).sum(0))

@@ -1,6 +1,6 @@
-"""Learning rates as pure functions of the number of finished steps: there is nothing to save and nothing to resume.
+"""Learning rates as pure functions of the number of finished steps: there is nothing to save or resume.
 
-timm.scheduler has the same curves as objects that hold an optimiser; here they are its oracle in the tests.
+timm.scheduler has the same curves as objects that hold an optimiser; the tests use them as an oracle.
 """
 
 import math
@@ -10,7 +10,7 @@ Schedule = Callable[[int], float]
 
 
 def constant(base: float, *, warm_up_steps: int = 0) -> Schedule:
-    """Return `base` for ever, after a linear warm-up."""
+    """Stay at `base` after a linear warm-up."""
     return lambda step: base * _warm_up(step, warm_up_steps)
 
 
@@ -20,7 +20,9 @@ def exponential(base: float, *, decay_rate: float, decay_steps: int, warm_up_ste
     The staircase counts from the first step of training, not from the end of the warm-up, as in the public TPU code.
     """
     if decay_steps < 1:
-        raise ValueError(f"decay_steps is {decay_steps}, but a stair needs at least 1 step: raise decay_epochs.")
+        raise ValueError(
+            f"schedule.decay_epochs gives {decay_steps} steps per stair, but a stair needs at least 1: raise it."
+        )
 
     def rate(step: int) -> float:
         if step < warm_up_steps:
@@ -34,7 +36,8 @@ def cosine(base: float, *, num_steps: int, warm_up_steps: int = 0, final: float 
     """Fall along half a cosine from `base` after the warm-up to `final` at `num_steps`, and stay there."""
     if warm_up_steps > num_steps:
         raise ValueError(
-            f"The warm-up of {warm_up_steps} steps is longer than the training of {num_steps}: shorten it."
+            f"schedule.warm_up_epochs or schedule.warm_up_steps gives {warm_up_steps} warm-up steps, but training has "
+            f"{num_steps} (trainer.max_steps, trainer.num_epochs): lower it; 0 means none."
         )
 
     def rate(step: int) -> float:
@@ -47,11 +50,11 @@ def cosine(base: float, *, num_steps: int, warm_up_steps: int = 0, final: float 
 
 
 def inverse_square_root(base: float, *, warm_up_steps: int) -> Schedule:
-    """Rise linearly to `base` in the warm-up, then fall with the square root of the steps (Vaswani et al. 2017)."""
+    """Rise linearly to `base` in the warm-up, then fall as 1 / sqrt(steps) (Vaswani et al. 2017)."""
     if warm_up_steps < 1:
         raise ValueError(
-            f"warm_up_steps is {warm_up_steps}, but the inverse square root falls from the warm-up's end on: raise "
-            "warm_up_epochs."
+            f"schedule.warm_up_epochs gives {warm_up_steps} warm-up steps, but the inverse square root needs at least "
+            "1: raise schedule.warm_up_epochs."
         )
     return lambda step: base * min(_warm_up(step, warm_up_steps), math.sqrt(warm_up_steps / (step + 1)))
 
@@ -67,10 +70,10 @@ def build_schedule(
     decay_rate: float = 0.97,
     decay_epochs: float = 3.0,
 ) -> Schedule:
-    """Build the schedule called `name`: exponential, cosine, inverse_square_root or constant; epochs become steps here.
+    """Build the schedule called `name`: exponential, cosine, inverse_square_root or constant.
 
-    `warm_up_steps` take the place of `warm_up_epochs`. The defaults are the paper's: x0.97 every 3 epochs (paper, press
-    summary of version 1).
+    Epochs become steps here; `warm_up_steps` overrides `warm_up_epochs`. The defaults are the paper's: x0.97 every 3
+    epochs (paper, press summary of version 1).
     """
     warm_up_steps = round(warm_up_epochs * steps_per_epoch) if warm_up_steps is None else warm_up_steps
     if name == "exponential":
@@ -83,8 +86,7 @@ def build_schedule(
     if name == "constant":
         return constant(base, warm_up_steps=warm_up_steps)
     raise ValueError(
-        f"The learning-rate schedule {name!r} is unknown: choose one of exponential, cosine, "
-        "inverse_square_root, constant."
+        f"schedule.name is {name!r}, which is unknown: choose exponential, cosine, inverse_square_root or constant."
     )
 
 

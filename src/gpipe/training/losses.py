@@ -1,21 +1,24 @@
-"""The loss of classification, of images or of next tokens: smoothed labels, and the auxiliary head's share."""
+"""The losses of a micro-batch: of classification, of images or of next tokens, and of translation."""
+
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpipe.training.metrics import correct_in_top, has_top5
+from gpipe.training.evaluation import correct_in_top, has_top5
 
 
 class ClassificationLoss:
     """Cross-entropy with smoothed labels, plus a share of the auxiliary head's where the model has one.
 
-    Source: paper.md section 4, after Real et al.: label smoothing 0.1, auxiliary weight 0.4. Both heads are smoothed.
+    Source: Real et al. 2019, which section 4 of the paper follows: label smoothing 0.1, auxiliary weight 0.4. Both
+    heads are smoothed.
     """
 
     def __init__(self, label_smoothing: float = 0.0, auxiliary_weight: float = 0.0) -> None:
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing is {label_smoothing}, but it must be at least 0 and less than 1.")
+        _check_smoothing(label_smoothing)
         if auxiliary_weight < 0.0:
             raise ValueError(f"auxiliary_weight is {auxiliary_weight}, but a weight must be 0 or more.")
         self.label_smoothing = label_smoothing
@@ -24,24 +27,86 @@ class ClassificationLoss:
     def __call__(self, outputs: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss of a micro-batch and the fractions {"top1", "top5"}, all 0-dimensional.
 
-        `outputs` are logits [..., classes], or (logits, auxiliary logits); `targets` are class indices [...], one an
-        image, or one a token. The metrics are detached and stay on the device: nothing here waits for it. "top5"
-        exists from 5 classes on.
+        The metrics are detached and stay on the device: nothing here waits for it. "top5" exists from 5 classes on.
+
+        Args:
+            outputs: logits [..., classes], or (logits, auxiliary logits).
+            targets: class indices [...], one per image or per token.
         """
         logits, auxiliary_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
         loss = self._cross_entropy(logits, targets)
         if auxiliary_logits is not None:
             loss = loss + self.auxiliary_weight * self._cross_entropy(auxiliary_logits, targets)
-        return loss, _accuracies(logits.detach(), targets)
+        return loss, _measure_accuracies(logits.detach(), targets)
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        # Half precision has too few digits for the sum over classes.
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing)
+        return F.cross_entropy(_widen(logits).flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing)
 
 
-def _accuracies(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def _measure_accuracies(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     accuracies = {"top1": correct_in_top(logits, targets, 1).float().mean()}
     if has_top5(logits.shape[-1]):
         accuracies["top5"] = correct_in_top(logits, targets, 5).float().mean()
     return accuracies
+
+
+class TokenLoss:
+    """Cross-entropy with smoothed labels, averaged over all target tokens but padding.
+
+    Args:
+        label_smoothing: 0.1 is usual, 0 is none.
+        padding_index: the token that pads the targets.
+        logit_limit: the model's limit of its logits, None where it has none. This loss only counts clipped logits.
+        soft: whether the model limits logits by a tanh.
+    """
+
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        *,
+        padding_index: int = 1,
+        logit_limit: float | None = None,
+        soft: bool = False,
+    ) -> None:
+        _check_smoothing(label_smoothing)
+        self.label_smoothing = label_smoothing
+        self.padding_index = padding_index
+        self._limit = logit_limit if logit_limit is None or not soft else logit_limit * math.tanh(1.0)
+
+    def __call__(self, logits: Tensor, targets: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss of a micro-batch, and {"nll", "top1"} and, where logits are clipped, "clipped".
+
+        "nll" is the loss without smoothing, in nats per token; "top1" the fraction of tokens that were predicted right;
+        "clipped" the fraction of logits at or beyond the limit. All are 0-dimensional and stay on the device; all but
+        the loss are detached. A micro-batch of padding alone gives not-a-number: its weight is 0.
+
+        Args:
+            logits: [batch, time, vocabulary].
+            targets: "tokens", int64 [batch, time]; other entries are ignored.
+        """
+        tokens = targets["tokens"].flatten()
+        rows = _widen(logits).flatten(0, -2)
+        loss = F.cross_entropy(rows, tokens, ignore_index=self.padding_index, label_smoothing=self.label_smoothing)
+        rows, counts = rows.detach(), tokens != self.padding_index
+        num_tokens = counts.sum()
+        metrics = {"nll": loss.detach(), "top1": (correct_in_top(rows, tokens, 1) & counts).sum() / num_tokens}
+        if self.label_smoothing > 0:
+            metrics["nll"] = F.cross_entropy(rows, tokens, ignore_index=self.padding_index)
+        if self._limit is not None:
+            metrics["clipped"] = ((rows.abs() >= self._limit).float().mean(1) * counts).sum() / num_tokens
+        return loss, metrics
+
+
+def _check_smoothing(label_smoothing: float) -> None:
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}, but it must be at least 0 and less than 1.")
+
+
+def _widen(logits: Tensor) -> Tensor:
+    """Return logits in float32 at least: 16 bits have too few digits for a sum over classes or a vocabulary."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def count_tokens(targets: Mapping[str, Tensor], padding_index: int = 1) -> int:
+    """Return the number of target tokens that are not padding."""
+    return int((targets["tokens"] != padding_index).sum())

@@ -1,4 +1,4 @@
-"""Optimisers whose state is addressed by parameter names, so that it can be saved and loaded with any partitioning."""
+"""Optimisers whose state is addressed by parameter names, so that it saves and loads with any partitioning."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -21,7 +21,7 @@ def rmsprop(
     epsilon: float = 1.0,
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Build RMSProp as TensorFlow has it: epsilon inside the root, the mean square starting at one.
+    """Build TensorFlow's RMSProp: epsilon is inside the root, and the mean square starts at one.
 
     The learning rate is part of the momentum buffer. Source: the public AmoebaNet TPU code (momentum 0.9, epsilon 1.0).
     """
@@ -62,9 +62,15 @@ def adafactor(
 ) -> torch.optim.Optimizer:
     """Build Adafactor (Shazeer and Stern 2018), which keeps a row and a column of mean squares for each kernel.
 
-    A step is lr, or 1 / sqrt(steps) where that is smaller, times the root mean square of the parameter, or `epsilon`
-    where that is larger. `decay` is the exponent of the mean squares' decay. An update whose root mean square exceeds
-    `clip_threshold` is scaled down to it.
+    The step size is min(lr, 1 / sqrt(steps)) x max(epsilon, root mean square of the parameter).
+
+    Args:
+        named_parameters: (name, parameter) pairs.
+        lr: the largest relative step size.
+        decay: the exponent of the mean squares' decay.
+        epsilon: the smallest scale of a parameter.
+        clip_threshold: an update with a larger root mean square is scaled down to it.
+        weight_decay: of kernels.
     """
     groups = _decay_groups(named_parameters, weight_decay)
     return torch.optim.Adafactor(groups, lr=lr, beta2_decay=-decay, eps=(None, epsilon), d=clip_threshold)
@@ -83,15 +89,20 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimiser called `name`, one of OPTIMIZERS; `settings` are that function's keyword arguments.
 
-    Frozen parameters (requires_grad False) are left out. Raises ValueError for an unknown name.
+    Frozen parameters (requires_grad False) are left out.
+
+    Raises:
+        ValueError: the name is unknown.
     """
     if name not in OPTIMIZERS:
-        raise ValueError(f"The optimiser {name!r} is unknown: choose one of {', '.join(sorted(OPTIMIZERS))}.")
+        raise ValueError(
+            f"optimizer.name is {name!r}, which is unknown: choose one of {', '.join(sorted(OPTIMIZERS))}."
+        )
     return OPTIMIZERS[name](named_parameters, lr, **settings)
 
 
 def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, object]]:
-    """Split parameters into kernels, which decay, and the rest: biases and batch norm, one-dimensional, do not."""
+    """Split parameters into kernels, which decay, and one-dimensional biases and norms, which do not."""
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     kernels = [(name, parameter) for name, parameter in trained if parameter.ndim > 1]
     others = [(name, parameter) for name, parameter in trained if parameter.ndim <= 1]
@@ -109,7 +120,7 @@ def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         names = group.get("param_names", [])
         if len(names) != len(group["params"]):
             raise TypeError(
-                f"This {type(optimizer).__name__} does not know its parameters' names: "
+                f"this {type(optimizer).__name__} does not know its parameters' names: "
                 "build it from (name, parameter) pairs such as pipeline.named_parameters()."
             )
         parameters.update(zip(names, group["params"], strict=True))
@@ -117,7 +128,7 @@ def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state as tensors called `<parameter name>/<slot>`; numbers become 0-dimensional tensors.
+    """Return the state as tensors named `<parameter name>/<slot>`; numbers become 0-dimensional tensors.
 
     A parameter that never had a gradient has no state and does not appear.
     """
@@ -131,10 +142,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Replace the whole state by what `optimizer_state` returned, for this optimiser's own parameters only.
+    """Replace the whole state by what `optimizer_state` returned for the parameters of this optimiser.
 
-    0-dimensional tensors (step counts) stay on the CPU, as torch and timm keep them; the rest goes to its parameter's
-    device. Raises KeyError for a parameter that the optimiser does not have.
+    0-dimensional tensors (step counts) stay on the CPU, as in torch and timm; the rest goes to its parameter's device.
+
+    Raises:
+        KeyError: the optimiser lacks a parameter.
     """
     parameters = named_parameters_of(optimizer)
     optimizer.state.clear()

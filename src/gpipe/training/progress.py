@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines in a file or pipe."""
+"""The progress that a person sees: a bar on a terminal, plain lines in a file or pipe."""
 
 import sys
 import time
@@ -14,9 +14,13 @@ from rich.progress import Progress as RichProgress
 
 @dataclass(frozen=True)
 class StepStatus:
-    """The figures of one step; `step` counts finished steps, `epoch` from 0, `top1` and `bubble` are fractions.
+    """The figures of one step.
 
-    `examples` says what the data call them.
+    Attributes:
+        step: the number of finished steps.
+        epoch: from 0.
+        top1, bubble: fractions.
+        examples: what to call the data's examples.
     """
 
     step: int
@@ -29,7 +33,7 @@ class StepStatus:
     examples: str = "examples"
 
     def __str__(self) -> str:
-        """Write what is known on one line."""
+        """Write the known figures on one line."""
         parts = [f"loss {self.loss:.4f}"]
         if self.top1 is not None:
             parts.append(f"top-1 {self.top1:.1%}")
@@ -45,7 +49,7 @@ class StepStatus:
 class Progress:
     """Show the steps of a training, on a terminal as a bar, elsewhere as a line every `interval_seconds`.
 
-    Where `enabled` is False (on all processes but one) nothing is written.
+    With `enabled` False, as on all processes but one, nothing is written.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Progress:
             self._bar.start()
 
     def update(self, status: StepStatus, *, ends_epoch: bool = False) -> None:
-        """Show a finished step; plain lines appear every so many seconds, and at the end of each epoch."""
+        """Show a finished step; plain lines appear at intervals, and at the end of each epoch."""
         if not self._enabled:
             return
         epoch = f"epoch {status.epoch + 1}/{self._num_epochs}"
@@ -81,7 +85,7 @@ class Progress:
             self._last_line = self._clock()
 
     def message(self, text: str) -> None:
-        """Write a line, above the bar where there is one."""
+        """Write a line, above the bar if there is one."""
         if not self._enabled:
             return
         if self._bar is not None:
@@ -90,7 +94,7 @@ class Progress:
             print(text, file=self._console.file, flush=True)
 
     def close(self) -> None:
-        """Take the bar away; later calls do nothing."""
+        """Remove the bar; later calls do nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""What a training came to, and the figures of its steps until then."""
+"""The outcome of a training, and the running totals that it is made from."""
 
 import math
 import statistics
@@ -9,18 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcome of a training; accuracies are fractions of the evaluation set, None where there was no evaluation.
+    """The outcome of a training; accuracies are fractions of the evaluation set, None without an evaluation.
 
-    `evaluation` has the last figures of every evaluation set, `top1`, `top5` and `best_top1` are of the first one.
-    `least_loss` has the first set's figures when its loss was least, and the "step" after which that was.
-    `num_skipped_steps` of the steps updated nothing, because a number was not finite.
-    `seconds` is the time of training and evaluation, of earlier sessions too. `examples` says what the data call them;
-    `examples_per_second` and `tokens_per_second` (None where an example has one target), which include the update and
-    the wait for data, and `step_seconds`, which leaves the wait out, are medians over this session's `num_timed_steps`
-    last steps.
-    `num_replaced` broken training examples had others in their places, in the part of the data that the first replica
-    sees, one counted in each epoch.
-    `peak_memory_bytes` is that of the fullest process of the pipeline.
+    Attributes:
+        seconds: of training and evaluation, in earlier sessions too.
+        top1, top5, best_top1: of the first evaluation set.
+        examples: what the data's examples are called.
+        examples_per_second: the median over this session's last `num_timed_steps` steps, the update and the wait for
+            data included.
+        tokens_per_second: the same; None where an example has one target.
+        step_seconds: the same, without the wait for data.
+        peak_memory_bytes: of the process of the pipeline that uses most.
+        num_replaced: broken training examples that were replaced, counted in each epoch, in the first replica's data.
+        evaluation: the last figures of every evaluation set.
+        least_loss: the first set's figures at its least loss, and the "step" after which that was.
+        num_skipped_steps: steps without an update, because a number was not finite.
     """
 
     num_steps: int
@@ -49,7 +52,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class StepSpeed:
-    """How long a step took, `wait_seconds` of it for data, and how much it did, over all replicas."""
+    """How long a step took, with `wait_seconds` for data, and how much it processed, over all replicas."""
 
     seconds: float
     wait_seconds: float
@@ -59,9 +62,10 @@ class StepSpeed:
 
 @dataclass
 class Totals:
-    """The figures of a training so far; those in `resumable` go into checkpoints.
+    """The figures of a training so far; checkpoints have those in `resumable`.
 
-    num_worse: evaluations since the first set's loss was least.
+    Attributes:
+        num_worse: evaluations since the first set's loss was least.
     """
 
     seconds: float = 0.0
@@ -77,13 +81,13 @@ class Totals:
     speeds: list[StepSpeed] = field(default_factory=list)
 
     def resumable(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from, as JSON."""
+        """Return the figures that a resumed run continues, as JSON."""
         names = ("seconds", "wait_seconds", "num_replaced", "best_top1", "evaluation", "least_loss", "num_worse")
         return {name: getattr(self, name) for name in (*names, "num_skipped_steps")}
 
     @classmethod
-    def resumed(cls, results: Mapping[str, Any]) -> "Totals":
-        """Return what `resumable` said; raises ValueError for anything else."""
+    def resume(cls, results: Mapping[str, Any]) -> "Totals":
+        """Restore what `resumable` returned; raises ValueError for anything else."""
         if set(results) != set(cls().resumable()):
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
@@ -107,10 +111,10 @@ class Totals:
         """Return a metric of the first evaluation set, None where there is none."""
         return next(iter(self.evaluation.values()), {}).get(metric)
 
-    def summary(
+    def summarize(
         self, num_steps: int, num_epochs: int, peak_memory_bytes: int | None, examples: str, num_untimed_steps: int
     ) -> Summary:
-        """Sum up a training that ends here; its speed leaves out the first steps, unless there are no others."""
+        """Summarise a training that ends here; the speed excludes the first steps, unless there are no others."""
         timed = self.speeds[num_untimed_steps:] or self.speeds
         has_tokens = any(speed.num_targets > speed.num_examples for speed in timed)
         return Summary(

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, which is the record, and Weights & Biases, its mirror."""
+"""The log of a run: metrics.jsonl is the record, Weights & Biases its mirror."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from typing import Any, Self
 import wandb
 
 from gpipe.durable_files import write_flushed
-from gpipe.training.stop import Stopped
+from gpipe.training.endings import Stopped
 
 METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "wandb_id.txt"
@@ -27,11 +27,11 @@ _TEARDOWN_SECONDS = 5.0
 
 
 class Tracker:
-    """Append one JSON object a line to `folder/metrics.jsonl`, at once, and mirror it to Weights & Biases.
+    """Append one JSON object per line to `folder/metrics.jsonl`, at once, and mirror it to Weights & Biases.
 
-    The mirror never ends a run: when it fails, whatever the reason, it is given up with one warning on stderr.
+    The mirror never ends a run: when it fails for any reason, the run goes on without it after one warning on stderr.
 
-    Used with `with`, so that a run which fails is closed as failed. Where `enabled` is False (on all processes but one)
+    Use it with `with`, so that a run that fails is closed as failed. With `enabled` False, as on all processes but one,
     every call does nothing.
     """
 
@@ -47,13 +47,21 @@ class Tracker:
         config: Mapping[str, Any] | None = None,
         resumed: Path | None = None,
     ) -> None:
-        """Begin in `folder`, or go on there; `mode` is offline (no account needed), online or disabled.
+        """Begin in `folder`, or continue there.
 
-        `group` is the experiment, `name` the run, `config` the composed configuration as a plain dict. `resumed` is the
-        folder of the run that this one goes on from: its log is continued, and for Weights & Biases both are one run.
+        Args:
+            folder: of the run.
+            enabled: whether this process tracks.
+            mode: offline (no account needed), online or disabled.
+            project: of Weights & Biases.
+            group: the experiment.
+            name: the run.
+            config: the composed configuration as a plain dict.
+            resumed: the folder of the run that this one resumes: its log is continued, and Weights & Biases sees one
+                run.
         """
         if mode not in _MODES:
-            raise ValueError(f"The tracking mode is {mode!r}: choose one of {', '.join(_MODES)}.")
+            raise ValueError(f"tracking.mode is {mode!r}: choose one of {', '.join(_MODES)}.")
         self._folder = folder
         self._path = folder / METRICS_FILE
         self._earlier = None if resumed is None else resumed / METRICS_FILE
@@ -93,11 +101,11 @@ class Tracker:
             self._give_up(error)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Write `values` as one line; they must have "step", and numbers that are not finite become null."""
+        """Write `values`, which must have "step", as one line; numbers that are not finite become null."""
         if not self._enabled:
             return
         if "step" not in values:
-            raise ValueError(f"The values {sorted(values)} lack 'step', by which the lines are ordered: add it.")
+            raise ValueError(f"the values {sorted(values)} lack 'step', which orders the lines: add it.")
         finite = self._write(values)
         known = {key: value for key, value in finite.items() if value is not None}
         self._mirror(lambda run: run.log(known, step=values["step"]))
@@ -110,33 +118,33 @@ class Tracker:
         self._mirror(lambda run: run.log({name: _table(finite)}, step=step))
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """Write where a picture in the run's folder lies as one line {"step", name: file name}."""
+        """Write the path of a picture in the run's folder as one line {"step", name: path}."""
         if not self._enabled:
             return
         self._write({"step": step, name: str(path.relative_to(self._folder))})
         self._mirror(lambda run: run.log({name: wandb.Image(str(path))}, step=step))
 
     def begin(self, plan: Sequence[Mapping[str, Any]]) -> None:
-        """Write the plan, where the log has nothing yet."""
+        """Write the plan if the log is empty."""
         if not self._path.exists() or self._path.stat().st_size == 0:
             self.log_table(0, "plan", plan)
 
     def _write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a line, and return what it says."""
+        """Append a line, and return its values."""
         finite: dict[str, Any] = jsonable(values)
-        # Opened for each line: there is nothing to flush, to lose, or to close.
+        # Opened for each line: there is nothing to flush, lose or close.
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finite, allow_nan=False) + "\n")
-        except OSError as error:  # of a full disk, which does not say where
+        except OSError as error:  # a full disk's has no path
             raise OSError(error.errno, error.strerror, str(self._path)) from None
         return finite
 
     def rewind(self, step: int) -> None:
-        """Drop the lines after `step`, which a run that resumes there writes again, and a last line cut short.
+        """Drop the lines after `step`, which a run that resumes there writes again, and a truncated last line.
 
-        The outcome is dropped in any case: the run is about to have another one. A new run takes over the lines of the
-        one that it goes on from.
+        The outcome is dropped in any case: the run will have another. A new run takes over the lines of the run that it
+        resumes.
         """
         logs = [path for path in (self._path, self._earlier) if path is not None and path.exists()]
         if not self._enabled or not logs:
@@ -145,12 +153,12 @@ class Tracker:
         write_flushed(self._path, b"".join(line + b"\n" for line in kept))
 
     def close(self, *, failed: bool = False) -> None:
-        """End the W&B run; nothing is mirrored after that."""
+        """End the W&B run; nothing is mirrored after it."""
         self._mirror(lambda run: run.finish(exit_code=int(failed)))
         self._run = None
 
     def _mirror(self, give: Callable[[wandb.Run], None]) -> None:
-        """Give something to W&B, if it is there; after its first failure it is not any more."""
+        """Give something to W&B, until its first failure."""
         if self._run is None:
             return
         try:
@@ -159,12 +167,12 @@ class Tracker:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """Go on without W&B, after a word on why."""
+        """Continue without W&B, after a warning with the reason."""
         self._run = None
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         print(
             f"warning: Weights & Biases failed ({reason}): the run goes on with {self._path} alone; "
-            "tracking=disabled leaves it out.",
+            "tracking=disabled turns it off.",
             file=sys.stderr,
             flush=True,
         )
@@ -191,9 +199,9 @@ def jsonable(value: Any) -> Any:
 
 
 def _set_environment(folder: Path, *, is_offline: bool) -> None:
-    """Let wandb write nothing outside of the run's folder, tell its makers nothing of its own accord, and be silent.
+    """Let wandb write only into the run's folder, report no errors to its makers, and print nothing.
 
-    A run has no settings for these, only the process has. Online, the account's settings stay where they always are.
+    Only the process has settings for these, not a run. Online, the account's settings stay where they are.
     """
     os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     for kind in ("DATA", "CACHE", "CONFIG") if is_offline else ("DATA", "CACHE"):
@@ -201,23 +209,23 @@ def _set_environment(folder: Path, *, is_offline: bool) -> None:
 
 
 def _forget_service() -> None:
-    """Let the next run of this process, such as a sweep's next job, start wandb's own process anew."""
+    """Let the next run of this process, such as a sweep's next job, restart wandb's own process."""
     thread = threading.Thread(target=_tear_down, name="wandb-teardown", daemon=True)
     thread.start()
-    thread.join(_TEARDOWN_SECONDS)  # it waits for that process, which may hang
+    thread.join(_TEARDOWN_SECONDS)  # teardown waits for that process, which may hang
 
 
 def _tear_down() -> None:
-    with suppress(Exception, SystemExit):  # it leaves the program where its process was killed
+    with suppress(Exception, SystemExit):  # teardown exits the program if its process was killed
         service: Any = wandb.setup()._connection
         try:
             wandb.teardown()
         finally:
-            service._proc.join()  # private: teardown itself waits for no process that was killed
+            service._proc.join()  # private: teardown itself does not wait for a killed process
 
 
 def _is_until(line: bytes, step: int) -> bool:
-    """Say whether a line belongs to the steps up to `step`; one that is damaged belongs to none."""
+    """Tell whether a line belongs to the steps up to `step`; a damaged line belongs to none."""
     try:
         values = json.loads(line)
         return int(values["step"]) <= step and OUTCOME not in values
@@ -226,12 +234,12 @@ def _is_until(line: bytes, step: int) -> bool:
 
 
 def _run_id(folder: Path | None) -> str | None:
-    """Return the id that an earlier run left in its folder for Weights & Biases, None where there is none."""
+    """Return the Weights & Biases id that an earlier run left in its folder, None if there is none."""
     if folder is None or not (folder / RUN_ID_FILE).exists():
         return None
     text = (folder / RUN_ID_FILE).read_text(encoding="utf-8", errors="replace").strip()
     if not _RUN_ID.fullmatch(text):
-        raise ValueError(f"{folder / RUN_ID_FILE} says {text!r}, expected a run's id: delete the file.")
+        raise ValueError(f"{folder / RUN_ID_FILE} has {text!r}, expected a run's id: delete the file.")
     return text
 
 

@@ -1,5 +1,6 @@
-"""The training loop: what happens in a step, at the end of an epoch, and when a run goes on where it stopped."""
+"""The training loop: a step, the end of an epoch, and resuming."""
 
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,41 +17,43 @@ from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
 from gpipe.training.ema import Ema
-from gpipe.training.evaluation import evaluate
+from gpipe.training.endings import Stopped, explain_non_finite
+from gpipe.training.evaluation import EvaluationMetrics, Metrics, evaluate
 from gpipe.training.learning_rate import Schedule
-from gpipe.training.loader import Loader, loaded
-from gpipe.training.metrics import EvaluationMetrics, Metrics
-from gpipe.training.non_finite import explain
+from gpipe.training.loader import Loader, iterate
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
-from gpipe.training.stop import Stopped
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Train a pipeline; every process of it makes one of these and calls the same methods.
+    """Train a pipeline; every process makes a trainer and calls the same methods.
 
         for each mini-batch: learning rate, drop-path rate -> pipeline.train_step -> clip -> update -> average -> log
         at the end of an epoch: evaluate on the averages; every so many steps: save
 
-    `learning_rate` and the drop-path rate, which rises linearly from 0 to `final_drop_path` at the last step, are
-    functions of the number of finished steps. `max_steps` ends the training early and counts as its length.
-    `max_gradient_norm` clips the norm over all stages. `autocast` makes the context in which layers train, such as
-    `lambda: torch.autocast("cuda", torch.bfloat16)`, `evaluation_autocast` that in which they are evaluated.
-    `evaluation_loaders` are by name; the first is the main one.
-    `evaluate_every_epochs` and `evaluate_every_steps`, both None, never evaluate; else the end of training is evaluated
-    too, with `metrics`. After `patience` evaluations in a row without a smaller loss of the main set training
-    ends; None waits for its length.
-    `examples` is what the data call them, `count_targets` says how many targets a mini-batch has, on the processes that
-    are given them; the summary's speed leaves out the first `num_untimed_steps`.
-    `checkpoint_folder` None saves nothing; else the end of training is saved. With `save_every_steps` also each so many
-    are, and an evaluation whose loss is the least so far. The newest `keep_checkpoints` stay, and the best.
-    `timeline_every_steps` records the timeline of one step in so many, and gives it to `on_timeline`.
-    `asked_to_stop` says on any process why all are to stop, None while they are not; they do at the next step boundary.
-    A loss or gradient that is not finite ends the training (`non_finite` "stop", see `explain`), or its mini-batch is
-    left out ("skip"), up to `max_skipped_steps` times: a step that updates nothing.
+    The learning rate and the drop-path rate, which rises linearly from 0, are functions of the finished steps.
+
+    Attributes:
+        max_steps: ends the training early, and counts as its length.
+        max_gradient_norm: clips the norm over all stages.
+        autocast, evaluation_autocast: make the contexts of training and of evaluation, such as torch.autocast's.
+        evaluation_loaders: by name; the first is the main one.
+        evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
+        patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.
+        final_drop_path: the drop-path rate of the last step.
+        examples: what messages call the data's examples.
+        count_targets: returns the number of targets of a mini-batch, on the processes that load them.
+        num_untimed_steps: first steps that the summary's speed leaves out.
+        checkpoint_folder: None saves nothing; else the end of training is saved, and the newest `keep_checkpoints` and
+            the best stay.
+        save_every_steps: save every n steps, and whenever the evaluation loss improves.
+        timeline_every_steps: record the timeline of every nth step, and pass it to `on_timeline`.
+        asked_to_stop: returns on any process why all are to stop, None until then; they do at the next step boundary.
+        non_finite: "stop" ends the training at a loss or gradient that is not finite (see `explain_non_finite`); "skip"
+            skips its mini-batch, up to `max_skipped_steps` times: a step without an update.
     """
 
     pipeline: Pipeline
@@ -97,9 +100,7 @@ class Trainer:
                 raise ValueError(f"{name} is {value}, but it must be at least 1.")
         if self.non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip.")
-        self._epoch = 0
-        self._batch = 0
-        self._totals = Totals()
+        self._epoch, self._batch, self._totals = 0, 0, Totals()
         self._checkpoints = Checkpoints(
             self.checkpoint_folder,
             self.pipeline,
@@ -113,8 +114,7 @@ class Trainer:
     @property
     def num_steps(self) -> int:
         """The number of steps of the whole training."""
-        steps = self.num_epochs * len(self.train_loader)
-        return steps if self.max_steps is None else min(steps, self.max_steps)
+        return min(self.num_epochs * len(self.train_loader), self.max_steps or sys.maxsize)
 
     @property
     def _position(self) -> Position:
@@ -125,15 +125,14 @@ class Trainer:
         is_out_of_patience = self.patience is not None and self._totals.num_worse >= self.patience
         return is_out_of_patience or self.pipeline.step >= self.num_steps
 
-    @property
-    def _evaluates(self) -> bool:
-        return self.evaluate_every_epochs is not None or self.evaluate_every_steps is not None
-
     def resume(self, path: Path | None = None) -> bool:
-        """Go on from a checkpoint, or from the newest good one in `checkpoint_folder`; False where there is none.
+        """Resume from a checkpoint, or from the newest good one in `checkpoint_folder`; return whether there is one.
 
-        The run then does, bit for bit, what it would have done had it never stopped. Raises CheckpointError for a
-        damaged checkpoint that was named, ValueError where it was saved with another seed or number of mini-batches.
+        The run then equals, bit for bit, one that never stopped.
+
+        Raises:
+            CheckpointError: the named checkpoint is damaged.
+            ValueError: it has another seed or number of mini-batches.
         """
         if path is not None:
             manifest = self._checkpoints.load(path)
@@ -150,23 +149,24 @@ class Trainer:
                 f"here an epoch has {len(self.train_loader)} mini-batches: resume with the same data and batch size."
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
-        self._totals = Totals.resumed(manifest.results)
+        self._totals = Totals.resume(manifest.results)
         self.tracker.rewind(position.step)
         return True
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
-        """Begin with what another run evaluated: the averages of its checkpoint, or its weights where it has none.
+        """Begin with the averages of another run's checkpoint, or its weights where it has none.
 
-        The tensors called `replaced` stay as they are.
-        Raises CheckpointError where the checkpoint is damaged, or another model's.
+        The tensors called `replaced` stay as they are. Raises CheckpointError for a damaged checkpoint, or another
+        model's.
         """
         self._checkpoints.load_weights(path, replaced)
 
     def train(self) -> Summary:
-        """Train to the end and return what it came to; an error of the pipeline ends it with nothing half updated.
+        """Train to the end and return a summary; an error of the pipeline leaves nothing half updated.
 
-        What cannot be saved ends it before the first step, by CheckpointError.
-        Raises Stopped on all processes, after the state was saved, where one of them was asked to stop.
+        Raises:
+            CheckpointError: the training cannot be saved; where possible, it is found out before the first step.
+            Stopped: a process was asked to stop; it is raised on all processes, after the state is saved.
         """
         try:
             self._stop_if_asked(self.pipeline.job.gather_all(self.asked_to_stop()))
@@ -179,13 +179,13 @@ class Trainer:
             self._close_loaders()
             raise
         except BaseException as error:
-            # Such as a broken image: the other stages would wait for this one. A CheckpointError is another's perhaps.
-            self.pipeline.job.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
+            # Such as a broken image: the other stages would wait for this one. All processes may raise CheckpointError.
+            self.pipeline.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
             self._checkpoints.abandon()
-            raise  # with loaders whose processes may hang: who ends this process ends them too
+            raise  # without closing loaders, whose processes may hang: they exit with this process
         self._close_loaders()
-        peaks = [peak for peak in self.pipeline.job.gather(self._totals.peak_memory_bytes) if peak is not None]
-        return self._totals.summary(
+        peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
+        return self._totals.summarize(
             self.pipeline.step, self._epoch, max(peaks, default=None), self.examples, self.num_untimed_steps
         )
 
@@ -194,12 +194,11 @@ class Trainer:
             loader.close()
 
     def _train_epoch(self) -> None:
-        """Train on what is left of the current epoch."""
+        """Train on the rest of the current epoch."""
         self.train_loader.set_epoch(self._epoch)
         self.train_loader.start_batch = self._batch
-        waited_seconds, num_replaced = 0.0, 0
-        started = time.perf_counter()
-        for batch in loaded(self.train_loader, self.pipeline):
+        waited_seconds, num_replaced, started = 0.0, 0, time.perf_counter()
+        for batch in iterate(self.train_loader, self.pipeline):
             values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
@@ -209,8 +208,11 @@ class Trainer:
                 num_replaced = self.train_loader.num_replaced
             self._batch += 1
             seconds = time.perf_counter() - started
+            self._totals.seconds += seconds
+            self._totals.wait_seconds += values["wait_seconds"]
             if report is None:
-                self._log_skipped(values, seconds)
+                place = {"step": self.pipeline.step, "epoch": self._epoch}
+                self.tracker.log({**place, **values, "num_skipped_steps": self._totals.num_skipped_steps})
             else:
                 num_targets = 0 if batch[1] is None else round(self.count_targets(batch[1]))
                 self._log(values, report, num_targets, seconds)
@@ -222,7 +224,7 @@ class Trainer:
             started = time.perf_counter()
 
     def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport | None]:
-        """Make one update; return its settings and norms to log, and the pipeline's report, None where skipped."""
+        """Make one update; return its settings and norms for the log, and the pipeline's report (None if skipped)."""
         step = self.pipeline.step
         values: dict[str, Any] = {"learning_rate": self.learning_rate(step)}
         set_learning_rate(self.optimizer, values["learning_rate"])
@@ -246,33 +248,26 @@ class Trainer:
         return values, report
 
     def _note(self) -> dict[str, Any]:
-        """Return what every process of the job learns of this one at the end of a step."""
+        """Return what this process tells all others at the end of a step."""
         return {"stop": self.asked_to_stop(), "save": self._checkpoints.status()}
 
     def _skip_or_stop(self, batch: tuple[Any, Any], error: NonFiniteError) -> None:
-        """Count a step without an update, or end the training with a report, and a checkpoint of the state before."""
+        """Skip the update, or end the training with an explanation and a checkpoint of the state before."""
         self.optimizer.zero_grad(set_to_none=True)
         skipped = self._totals.num_skipped_steps
         if self.non_finite == "skip" and skipped < self.max_skipped_steps:
             self._totals.num_skipped_steps += 1
-            count = f"{skipped + 1} of at most {self.max_skipped_steps}"
-            self.progress.message(f"a mini-batch is left out, {count}: {error.what}")
             self.pipeline.step += 1
+            self.progress.message(f"skipping a mini-batch, {skipped + 1} of {self.max_skipped_steps}: {error.what}")
             return
         with self.autocast():
             place = self.pipeline.first_non_finite(batch)
         self._save()
         self._checkpoints.finish()
-        raise explain(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
-
-    def _log_skipped(self, values: dict[str, Any], seconds: float) -> None:
-        self._totals.seconds += seconds
-        self._totals.wait_seconds += values["wait_seconds"]
-        skipped = self._totals.num_skipped_steps
-        self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values, "num_skipped_steps": skipped})
+        raise explain_non_finite(error, place, skipped=skipped, is_saved=self.checkpoint_folder is not None) from None
 
     def _stop_if_asked(self, reasons: Sequence[str | None]) -> None:
-        """Save and raise Stopped where a process of the job was asked to stop; all processes have the same reasons."""
+        """Save and raise Stopped if a process was asked to stop; `reasons` are those of all processes."""
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
             return
@@ -289,9 +284,7 @@ class Trainer:
                 totals.bubble = values["bubble"] = report.timeline.bubble
             if self.on_timeline is not None:
                 self.on_timeline(report.timeline)
-        totals.seconds += seconds
-        totals.wait_seconds += values["wait_seconds"]
-        replicas = self.pipeline.job.num_replicas
+        replicas = self.pipeline.num_replicas
         speed = StepSpeed(seconds, values["wait_seconds"], report.num_examples * replicas, num_targets * replicas)
         totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
@@ -305,33 +298,24 @@ class Trainer:
             peak_memory_bytes=totals.peak_memory_bytes,
             bubble=totals.bubble,
         )
-        self.tracker.log(
-            {
-                "step": status.step,
-                "epoch": status.epoch,
-                "loss": report.loss,
-                **report.metrics,
-                **values,
-                "examples_per_second": status.examples_per_second,
-                "step_seconds": report.step_seconds,
-                "peak_memory_bytes": status.peak_memory_bytes,
-            }
-        )
+        speeds = {"examples_per_second": status.examples_per_second, "step_seconds": report.step_seconds}
+        line = {"step": status.step, "epoch": status.epoch, "loss": report.loss, **report.metrics, **values, **speeds}
+        self.tracker.log({**line, "peak_memory_bytes": status.peak_memory_bytes})
         self.progress.update(status, ends_epoch=self._batch == len(self.train_loader))
 
     def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> None:
-        """Turn to the next epoch where this one ends, evaluate and save where it is time, in this order.
+        """Start the next epoch where this one ends, then evaluate and save where they are due.
 
-        A checkpoint at the end of an epoch thus has the epoch's evaluation, and a resumed run need not repeat it.
-        saves: how the save that is under way goes, on each process of the job.
+        So a checkpoint at the end of an epoch has the epoch's evaluation, and a resumed run need not repeat it.
+        `saves` are the statuses of the save under way, of all processes.
         """
         self._checkpoints.check(saves)
-        step = self.pipeline.step
+        step, every_epochs, every_steps = self.pipeline.step, self.evaluate_every_epochs, self.evaluate_every_steps
         ends_epoch = self._batch == len(self.train_loader)
         if ends_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
-        is_epoch_due = ends_epoch and _is_due(self._epoch, self.evaluate_every_epochs)
-        if is_epoch_due or _is_due(step, self.evaluate_every_steps) or (self._is_done and self._evaluates):
+        is_last = self._is_done and (every_epochs is not None or every_steps is not None)
+        if is_last or _is_due(step, every_steps) or (ends_epoch and _is_due(self._epoch, every_epochs)):
             self._evaluate()
         # An evaluation may have ended the training.
         is_best = self._totals.least_loss.get("step") == step
@@ -339,7 +323,7 @@ class Trainer:
             self._save(is_best=is_best)
 
     def _evaluate(self) -> None:
-        """Evaluate on every evaluation set, with the averaged weights where there are any, and log it."""
+        """Evaluate on every evaluation set, with the averaged weights if there are any, and log the figures."""
         started = time.perf_counter()
         layers = self.ema.module if self.ema is not None else None
         loaders = self.evaluation_loaders.items()
@@ -349,8 +333,8 @@ class Trainer:
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():
             values = {f"{name}/{metric}": value for metric, value in metrics.items()}
-            if self.evaluation_loaders[name].num_replaced:
-                values[f"{name}/replaced_{self.examples}"] = self.evaluation_loaders[name].num_replaced
+            if num_replaced := self.evaluation_loaders[name].num_replaced:
+                values[f"{name}/replaced_{self.examples}"] = num_replaced
             self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
@@ -360,5 +344,5 @@ class Trainer:
 
 
 def _is_due(count: int, every: int | None) -> bool:
-    """Say whether something is done at this count, once in `every`; None is never."""
+    """Tell whether something is due at this count, once in `every`; None is never."""
     return every is not None and count % every == 0

@@ -22,8 +22,8 @@ from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, sof
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction
+from gpipe.training.evaluation import EvaluationMetrics, Metrics
 from gpipe.training.losses import ClassificationLoss
-from gpipe.training.metrics import EvaluationMetrics, Metrics
 
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
 

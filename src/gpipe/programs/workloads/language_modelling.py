@@ -12,8 +12,8 @@ from gpipe.data import RandomTokens, TokenLoader, TokenSet
 from gpipe.models import softmax_names, transformer_lm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction
+from gpipe.training.evaluation import EvaluationMetrics, Metrics
 from gpipe.training.losses import ClassificationLoss
-from gpipe.training.metrics import EvaluationMetrics, Metrics
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from gpipe.durable_files import replacing
 from gpipe.models import translation_transformer
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction
-from gpipe.training.metrics import Metrics
-from gpipe.training.token_loss import TokenLoss, count_tokens
-from gpipe.training.token_metrics import TokenMetrics
+from gpipe.training.evaluation import Metrics, TokenMetrics
+from gpipe.training.losses import TokenLoss, count_tokens
 
 TOKENIZER_FILE = "tokenizer.model"
 

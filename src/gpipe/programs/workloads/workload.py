@@ -8,8 +8,8 @@ from torch import nn
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction, LossWeight
+from gpipe.training.evaluation import Metrics
 from gpipe.training.loader import Loader
-from gpipe.training.metrics import Metrics
 
 
 class Workload(Protocol):

@@ -1,0 +1,38 @@
+"""How a training ends before its time: a request to stop, or a number that is not finite."""
+
+from gpipe.pipeline.job.errors import NonFiniteError
+from gpipe.pipeline.probe import NonFinite
+
+
+class Stopped(Exception):
+    """The training stopped between two steps, on all processes; the message tells why, where, and how to go on.
+
+    Attributes:
+        step: the number of finished steps.
+        is_saved: whether that step has a checkpoint.
+    """
+
+    def __init__(self, reason: str, step: int, *, is_saved: bool) -> None:
+        self.step = step
+        self.is_saved = is_saved
+        where = f"after step {step}" if step else "before the first step"
+        unsaved = step and not is_saved
+        end = "nothing is saved (trainer.checkpoints.keep=null)" if unsaved else "the same command again goes on"
+        super().__init__(f"stopped by {reason} {where}: {end}.")
+
+
+def explain_non_finite(
+    error: NonFiniteError, place: NonFinite | None, *, skipped: int, is_saved: bool
+) -> NonFiniteError:
+    """Return an error that tells what is not finite, where that begins, and what is saved.
+
+    Args:
+        error: of the training step.
+        place: where a second forward of the same mini-batch first had such a number; None is nowhere.
+        skipped: the number of mini-batches that were skipped before.
+        is_saved: whether the state before the step is saved.
+    """
+    where = "all outputs of its layers and the loss are finite" if place is None else f"the first is {place}"
+    before = f"; {skipped} steps were skipped before" if skipped else ""
+    saved = "; the state before that step is saved" if is_saved else ""
+    return NonFiniteError(f"{error.what}: {where}{before}{saved}", stage=None if place is None else place.stage)
