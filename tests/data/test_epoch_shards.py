@@ -17,8 +17,7 @@ from gpipe.data.text import sentence_walk
 from gpipe.data.text.sentence_walk import IndexPermutation
 from gpipe.data.text.sentences import Sentences
 from tests.data.text.small_text import made_up_corpus
-from tests.data.text.test_token_batches import cut_one_by_one
-from tests.data.text.test_translation_loader import assert_equal
+from tests.data.text.test_translation_loader import assert_equal, cut_one_by_one
 
 SEED = 3
 Pair = tuple[int, int]  # the number of a language, and of a pair in it
@@ -101,7 +100,7 @@ def oracle(lengths: dict[str, list[tuple[int, int]]], epoch: int, num_shards: in
     return batches
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.integers(0, 9), st.integers(1, 60), st.integers(0, 5), st.integers(30, 200))
 def test_an_epoch_is_the_plan_that_holds_everything_in_memory(seed, few: int, epoch: int, shard_sentences: int) -> None:
     lengths = lengths_of({"a": 300, "b": few, "c": 90}, seed)

@@ -147,7 +147,7 @@ def test_the_learning_rate_reaches_every_group() -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="'adam' is unknown: choose one of adafactor, adamw, rmsprop, sgd"):
+    with pytest.raises(ValueError, match="'adam', which is unknown: choose one of adafactor, adamw, rmsprop, sgd"):
         build_optimizer("adam", [], 0.1)
 
 

@@ -1,4 +1,4 @@
-"""The catalogue: the numbers of Table 4, and that looking for a set loads nothing."""
+"""The table of image sets: the numbers of Table 4, the messages about missing data, and that looking loads nothing."""
 
 import subprocess
 import sys
@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import yaml
 
-from gpipe.data import IMAGE_SETS, ImageArray, count_differences, open_image_set
+from gpipe.data import (
+    IMAGE_SETS,
+    DataMissing,
+    ImageArray,
+    check_image_set,
+    count_differences,
+    open_image_set,
+)
 
 CONF = Path(__file__).parents[3] / "conf" / "data"
 # Typed from the paper's Table 4 once more: classes, training images, test images.
@@ -93,3 +100,47 @@ print(sorted({{"torch", "torchvision", "sklearn", "mlxtend", "scipy"}} & set(sys
     *missing, heavy = done.stdout.splitlines()
     assert missing == [*TABLE_4, "fashion_mnist"]
     assert heavy == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "looked_for", "tree", "how_to_get"),
+    [
+        ("fashion_mnist", "train-images-idx3-ubyte.gz", "<data.root>/t10k-labels-idx1-ubyte.gz", "dpkg-deb -x"),
+        ("imagenet", "train/*/, val/*/", "<data.root>/val/n01440764/ILSVRC2012_val", "image-net.org"),
+        ("cifar10", "/test_batch", "<data.root>/cifar-10-batches-py/data_batch_1", "cifar-10-python.tar.gz"),
+        ("cifar100", "/meta", "<data.root>/cifar-100-python/train", "cifar-100-python.tar.gz"),
+        ("stanford_cars", "/cars_meta.mat", "<data.root>/stanford_cars/cars_test/00001.jpg", "car_devkit.tgz"),
+        ("oxford_pets", "/test.txt", "<data.root>/oxford-iiit-pet/annotations/trainval.txt", "robots.ox.ac.uk"),
+        ("food101", "/test.json", "<data.root>/food-101/images/apple_pie/1005649.jpg", "food-101.tar.gz"),
+        (
+            "fgvc_aircraft",
+            "/variants.txt",
+            "<data.root>/fgvc-aircraft-2013b/data/images/",
+            "fgvc-aircraft-2013b.tar.gz",
+        ),
+        ("birdsnap", "/test_images.txt", "<data.root>/birdsnap/download/images/", "get_birdsnap.py"),
+    ],
+)
+def test_missing_data_gets_one_message(tmp_path: Path, name: str, looked_for: str, tree: str, how_to_get: str) -> None:
+    with pytest.raises(DataMissing) as raised:
+        open_image_set(name, "train", tmp_path / "nowhere")
+    first, looked_line, *rest = str(raised.value).splitlines()
+    assert name in first
+    assert looked_line.startswith("Looked for: ") and looked_for in looked_line and f"{tmp_path}/nowhere" in looked_line
+    assert rest[0] == "Expected tree:" and tree in "\n".join(rest)
+    assert rest[-2].startswith("How to get it: ") and how_to_get in rest[-2]
+    assert "data=fashion_mnist_embedded" in rest[-1]
+
+
+def test_imagenet_without_a_root_is_missing() -> None:
+    with pytest.raises(DataMissing, match=r"Looked for: the folder data\.root, which is not set"):
+        check_image_set("imagenet")
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of imagenet, cifar10, "):
+        check_image_set("mnist")
+    with pytest.raises(ValueError, match="unknown image set 'mnist'"):
+        open_image_set("mnist", "train")
+    with pytest.raises(ValueError, match="unknown split 'val': choose one of train, test"):
+        open_image_set("fashion_mnist_embedded", "val")

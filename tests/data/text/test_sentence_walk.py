@@ -1,4 +1,4 @@
-"""The walk through the pairs: no repeats, and a function of seed and epoch."""
+"""Walks through the pairs of each language, and how often each language is drawn."""
 
 from collections import Counter
 from itertools import pairwise, permutations
@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe._compat.fairseq import import_fairseq
+from gpipe.data import sampling_probabilities
 from gpipe.data.text import sentence_walk
 from gpipe.data.text.sentence_walk import IndexPermutation, SentenceWalk
+
+SIZES = [1_000_000_000, 25_000_000, 744, 60]
 
 
 def walk(num_pairs: list[int], draws: list[float], seed: int = 0) -> SentenceWalk:
@@ -90,3 +94,25 @@ def test_permutations_by_index_are_evenly_distributed() -> None:
     assert sum((counts[order] - 50) ** 2 / 50 for order in permutations(range(5))) < 173
     places = Counter(IndexPermutation(10**9, np.random.default_rng(seed))[7] * 10 // 10**9 for seed in range(2000))
     assert len(places) == 10 and min(places.values()) > 150
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1 / 0.7, 5.0, 100.0])
+def test_probabilities_are_those_of_fairseq(temperature: float) -> None:
+    sampling = import_fairseq("fairseq.data.multilingual.sampling_method")
+    ratios = np.array(sampling.make_temperature_sampling(temperature)(SIZES))
+    np.testing.assert_allclose(sampling_probabilities(SIZES, temperature), ratios / ratios.sum(), rtol=1e-12)
+
+
+def test_the_papers_rule_is_a_temperature_of_one_over_0_7() -> None:
+    shares = np.array(SIZES) / sum(SIZES)
+    np.testing.assert_allclose(sampling_probabilities(SIZES, 1 / 0.7), shares**0.7 / (shares**0.7).sum(), rtol=1e-12)
+
+
+def test_a_cold_draw_of_very_unequal_languages_does_not_underflow() -> None:
+    assert sampling_probabilities([10**9, 1], 0.01).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_not_above_0_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature {temperature} must be above 0"):
+        sampling_probabilities(SIZES, temperature)

@@ -1,10 +1,10 @@
-"""Made-up images and tokens: functions of split and index, loaded like any other data."""
+"""Random tokens: functions of split and index, loaded like any other data."""
 
 import numpy as np
 import pytest
 import torch
 
-from gpipe.data import ImageLoader, RandomTokens, TokenLoader, check_data, open_image_set, training_transform
+from gpipe.data import RandomTokens, TokenLoader, check_data
 
 
 def token_set(split: str = "train", num_sequences: int = 10) -> RandomTokens:
@@ -64,19 +64,6 @@ def test_replicas_share_a_mini_batch_and_a_resumed_epoch_goes_on() -> None:
 def test_a_mini_batch_that_leaves_a_replica_without_a_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the last mini-batch has 1 sequence\(s\) for 3 replicas"):
         loader(1, num_replicas=3)
-
-
-def test_images_of_noise_are_functions_of_split_and_index_and_go_through_the_transforms() -> None:
-    train, test = (open_image_set("random_images", split) for split in ("train", "test"))
-    assert (len(train), len(test), len(train.class_names)) == (100_000, 1_000, 1000)
-    assert (train.image(7).size, train.image(7).mode) == ((500, 375), "RGB")
-    assert train.image(7).tobytes() == open_image_set("random_images", "train").image(7).tobytes()
-    assert train.image(7).tobytes() not in (train.image(8).tobytes(), test.image(7).tobytes())
-    assert set(train.labels) == set(range(1000))
-    assert np.array_equal(train.labels, open_image_set("random_images", "train").labels)
-    images, labels = next(iter(ImageLoader(test, 2, training_transform(32), 0, shuffle=False, num_workers=0)))
-    assert images is not None and images.shape == (2, 3, 32, 32)
-    assert labels.tolist() == test.labels[:2].tolist()
 
 
 def test_what_is_made_up_is_never_missing() -> None:

@@ -1,0 +1,122 @@
+"""ImageNet in one folder per class: order, links, and what is said of folders and images that are broken."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from gpipe.data import BrokenImage, DataMissing, check_image_set, open_image_set
+from tests.data.permissions import bound_by_permissions
+
+
+@pytest.fixture
+def imagenet_root(tmp_path: Path) -> Path:
+    """Write two classes of ImageNet's layout: three training images and one validation image each."""
+    for class_index, wnid in enumerate(("n01440764", "n01443537")):
+        for folder, names in (
+            ("train", [f"{wnid}_{number}.JPEG" for number in (7, 10026, 18)]),
+            ("val", [f"ILSVRC2012_val_0000000{class_index}.JPEG"]),
+        ):
+            (tmp_path / folder / wnid).mkdir(parents=True)
+            for number, name in enumerate(names):
+                Image.new("RGB", (40 + number, 30), (100 * class_index, 0, 200)).save(tmp_path / folder / wnid / name)
+    return tmp_path
+
+
+def test_imagenet_layout(imagenet_root: Path) -> None:
+    train, test = (open_image_set("imagenet", split, imagenet_root) for split in ("train", "test"))
+    assert train.class_names == test.class_names == ["n01440764", "n01443537"]
+    assert train.labels.tolist() == [0, 0, 0, 1, 1, 1] and test.labels.tolist() == [0, 1]
+    assert {train.image(index).size for index in range(3)} == {(40, 30), (41, 30), (42, 30)}
+    assert test.image(1).mode == "RGB"
+
+
+def test_imagenet_opens_in_a_fresh_process(imagenet_root: Path) -> None:
+    """Importing torchvision needs the guard first, whoever comes first."""
+    call = f"open_image_set('imagenet', 'train', {str(imagenet_root)!r})"
+    program = f"from gpipe.data import open_image_set; print(len({call}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "6\n"
+
+
+def test_imagenet_classes_must_agree(imagenet_root: Path) -> None:
+    (imagenet_root / "val" / "n01443537").rename(imagenet_root / "val" / "n99999999")
+    with pytest.raises(ValueError, match="different in 'n01443537'; sort the val images"):
+        open_image_set("imagenet", "train", imagenet_root)
+
+
+def test_imagenet_follows_links_in_the_order_of_torchvision(imagenet_root: Path, tmp_path_factory) -> None:
+    import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
+
+    # isort: split
+    from torchvision.datasets import ImageFolder
+
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (imagenet_root / "train" / "n01440764").rename(elsewhere / "images")
+    (imagenet_root / "train" / "n01440764").symlink_to(elsewhere / "images")
+    for name in ("b", "a/c", "a"):
+        (elsewhere / "images" / name).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(elsewhere / "images" / name / "x.PNG")
+    train, expected = open_image_set("imagenet", "train", imagenet_root), ImageFolder(imagenet_root / "train")
+    assert [(str(train.path(index)), label) for index, label in enumerate(train.labels)] == expected.samples
+    assert len(train) == 9
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "../n01443537"])
+def test_a_link_that_leads_back_is_refused_by_name(imagenet_root: Path, target: str) -> None:
+    (imagenet_root / "train" / "n01443537" / "link").symlink_to(target)
+    (imagenet_root / "train" / "n01440764" / "link").symlink_to(target)
+    with pytest.raises(ValueError, match=r"train/n0144\S+ leads to \S+ again, whose images .*; remove the link"):
+        open_image_set("imagenet", "train", imagenet_root)
+
+
+def test_a_folder_that_cannot_be_read_is_refused_by_name(imagenet_root: Path) -> None:
+    open_image_set("imagenet", "train", imagenet_root)  # which loads what it needs
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+        root = shutil.copytree(imagenet_root, folder, dirs_exist_ok=True)
+        Path(root).chmod(0o755)
+        (unreadable := Path(root) / "train" / "n01440764" / "more").mkdir(0o000)
+        message = r"cannot list \S+/n01440764/more: Permission denied; make it readable"
+        with bound_by_permissions(), pytest.raises(ValueError, match=message):
+            open_image_set("imagenet", "train", root)
+        unreadable.rmdir()
+
+
+def test_a_class_without_images_is_refused_by_name(imagenet_root: Path) -> None:
+    for path in (imagenet_root / "val" / "n01443537").iterdir():
+        path.rename(path.with_suffix(".txt"))
+    with pytest.raises(FileNotFoundError, match=r"val/n01443537 has no image, expected files that end with \.jpg"):
+        open_image_set("imagenet", "test", imagenet_root)
+
+
+def test_grey_and_disguised_files_decode_to_rgb(imagenet_root: Path) -> None:
+    """ImageNet has a PNG and some CMYK pictures named .JPEG, and grey ones."""
+    train = open_image_set("imagenet", "train", imagenet_root)
+    folder = imagenet_root / "train" / "n01440764"
+    for path, mode, file_format in zip(
+        sorted(folder.iterdir()), ("L", "CMYK", "RGBA"), ("JPEG", "JPEG", "PNG"), strict=True
+    ):
+        Image.new(mode, (8, 8)).save(path, format=file_format)
+    assert [train.image(index).mode for index in range(3)] == ["RGB"] * 3
+
+
+@pytest.mark.parametrize("damage", [lambda raw: b"", lambda raw: b"no picture", lambda raw: raw[: len(raw) // 2]])
+def test_broken_image_names_its_path(imagenet_root: Path, damage) -> None:
+    train = open_image_set("imagenet", "train", imagenet_root)
+    path = imagenet_root / "train" / "n01440764" / "n01440764_18.JPEG"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(BrokenImage, match=f"cannot decode {path}: .+; remove or replace it"):
+        train.image(1)
+
+
+def test_flat_val_folder_counts_as_missing(imagenet_root: Path) -> None:
+    for folder in (imagenet_root / "val").iterdir():
+        for path in folder.iterdir():
+            path.rename(imagenet_root / "val" / path.name)
+        folder.rmdir()
+    with pytest.raises(DataMissing, match=r"Looked for: val/\*/ in"):
+        check_image_set("imagenet", imagenet_root)
