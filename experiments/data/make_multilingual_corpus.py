@@ -19,7 +19,7 @@ from statistics import median
 
 from declaration import udhr_pairs
 
-from gpipe.data.text.message_catalogue import Pair, pairs_of, plural_rule
+from gpipe.data.text.message_catalogue import Pair, pair_forms, parse_plural_rule
 from gpipe.data.text.multilingual_text import choose_variants, split_of
 from gpipe.data.text.tokenizer import Tokenizer
 
@@ -52,14 +52,14 @@ def django_pairs(folder: Path) -> dict[str, list[Pair]]:
     pairs: dict[str, list[Pair]] = defaultdict(list)
     for path in sorted(folder.rglob("*.po")):
         locale = path.parts[-3]
-        rule = plural_rule("")
+        rule = parse_plural_rule("")
         for entry in read_po(path):
             english = entry["msgid", 0]
             forms = {form: text for (keyword, form), text in entry.items() if keyword == "msgstr"}
             if english:
-                pairs[locale] += pairs_of(english, entry.get(("msgid_plural", 0)), forms, rule)
+                pairs[locale] += pair_forms(english, entry.get(("msgid_plural", 0)), forms, rule)
             else:
-                rule = plural_rule(forms[0])
+                rule = parse_plural_rule(forms[0])
     return pairs
 
 

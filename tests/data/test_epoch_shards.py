@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpipe.data import LanguagePairs, ParallelCorpus, TranslationLoader, sampling_probabilities
-from gpipe.data.randomness import epoch_generator, walk_generator
+from gpipe.data.randomness import make_epoch_generator, make_walk_generator
 from gpipe.data.text import sentence_walk
 from gpipe.data.text.sentence_walk import IndexPermutation
 from gpipe.data.text.sentences import Sentences
@@ -49,15 +49,15 @@ def pairs_of(batch) -> list[Pair]:
 def whole_pass(language: int, number: int, size: int) -> list[int]:
     """Return a whole pass through a language: its blocks in random order, each in an order of its own."""
     if size <= 16:
-        return walk_generator(SEED, language, number).permutation(size).tolist()
-    generator = walk_generator(SEED, language, number, -(-size // 16))
+        return make_walk_generator(SEED, language, number).permutation(size).tolist()
+    generator = make_walk_generator(SEED, language, number, -(-size // 16))
     shift = int(generator.integers(size))
     blocks = list(IndexPermutation(size // 16, generator)) + [size // 16] * (size % 16 > 0)
     steps = []
     for block in blocks:
         members = [(shift + row) % size for row in range(size)][16 * block : 16 * block + 16]
         key = (language, number, block) if block else (language, number)
-        steps += [members[place] for place in walk_generator(SEED, *key).permutation(len(members))]
+        steps += [members[place] for place in make_walk_generator(SEED, *key).permutation(len(members))]
     assert sorted(steps) == list(range(size))
     return steps
 
@@ -69,7 +69,7 @@ def oracle(lengths: dict[str, list[tuple[int, int]]], epoch: int, num_shards: in
     num_batches = sum(map(sum, longest)) // 60
     mean = probabilities @ [sum(each) / len(each) for each in longest]
     draws = num_batches * 60 / mean * probabilities
-    firsts = walk_generator(SEED).random(len(draws))
+    firsts = make_walk_generator(SEED).random(len(draws))
     walks = [
         [row for number in range(99 + epoch) for row in whole_pass(language, number, len(each))]
         for language, each in enumerate(longest)
@@ -78,7 +78,7 @@ def oracle(lengths: dict[str, list[tuple[int, int]]], epoch: int, num_shards: in
     for shard in range(num_shards):
         ends = [shard * num_batches // num_shards, (shard + 1) * num_batches // num_shards]
         wanted = ends[1] - ends[0]
-        generator = epoch_generator(SEED, epoch, shard)
+        generator = make_epoch_generator(SEED, epoch, shard)
         start, stop = (epoch + end / num_batches for end in ends)
         stretch, bounds = 1.0, []
         while True:
@@ -167,11 +167,11 @@ def test_languages_and_pairs_come_as_often_as_the_temperature_says() -> None:
 def test_a_large_seed_too_has_orders_of_its_own_for_each_shard() -> None:
     for seed in (0, 2**40):
         drawn = {
-            tuple(epoch_generator(seed, epoch, shard).integers(99, size=9)) for epoch in (0, 1) for shard in (0, 1)
+            tuple(make_epoch_generator(seed, epoch, shard).integers(99, size=9)) for epoch in (0, 1) for shard in (0, 1)
         }
         assert len(drawn) == 4
         one = np.random.default_rng(np.random.SeedSequence([seed, 1, 5]))
-        assert epoch_generator(seed, 5, 0).random() == one.random()  # as before there were shards
+        assert make_epoch_generator(seed, 5, 0).random() == one.random()  # as before there were shards
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -85,7 +85,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tokenizer": Tokenizer,
     "matlab": lambda path: open_image_set("stanford_cars", "train", path.parents[2]),
     "dictionary": lambda path: binarized_text.read_dictionary(path.parent, []),
-    "index": lambda path: list(binarized_text.binarized_blocks(path.parent, "train", "de", 10)),
+    "index": lambda path: list(binarized_text.read_binarized_blocks(path.parent, "train", "de", 10)),
 }
 NAMES = {
     "matlab": "stanford_cars/devkit/cars_train_annos.mat",
@@ -190,7 +190,7 @@ def test_an_index_is_read_or_refused_by_name(index: Path, place: int, content: b
     path, whole = index / "train.de-en.de.idx", (index / "train.de-en.en.idx").read_bytes()
     path.write_bytes((whole[:place] + content + whole[place + len(content) :])[:length])
     try:
-        (pairs,) = binarized_text.binarized_blocks(index, "train", "de", 10)
+        (pairs,) = binarized_text.read_binarized_blocks(index, "train", "de", 10)
     except ValueError as error:
         message = str(error)
     else:

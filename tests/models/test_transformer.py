@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.models import softmax_names, transformer_lm
-from gpipe.models.transformer_layers import sinusoids
+from gpipe.models.transformer_layers import make_sinusoids
 
 SMALL = {"vocabulary_size": 50, "model_size": 16, "feedforward_size": 24, "num_heads": 4}
 
@@ -94,9 +94,9 @@ def test_a_later_token_changes_no_earlier_output() -> None:
 def test_any_length_fits_and_positions_are_told_apart() -> None:
     model = make_model(dropout=0.3)
     assert model(tokens(2, 1)).shape == (2, 1, 50) and model(tokens(1, 300)).shape == (1, 300, 50)
-    waves = sinusoids(2000, torch.empty(0, 16, dtype=torch.bfloat16))
+    waves = make_sinusoids(2000, torch.empty(0, 16, dtype=torch.bfloat16))
     assert waves.dtype == torch.bfloat16
-    assert torch.equal(waves, sinusoids(2000, torch.empty(0, 16)).bfloat16()), "an angle was rounded"
+    assert torch.equal(waves, make_sinusoids(2000, torch.empty(0, 16)).bfloat16()), "an angle was rounded"
 
 
 def test_every_parameter_gets_a_gradient_and_can_be_reset_after_to_empty() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpipe.training.evaluation import correct_in_top
+from gpipe.training.evaluation import find_correct
 from gpipe.training.losses import ClassificationLoss
 
 
@@ -66,7 +66,7 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
 def test_undefined_logits_are_not_correct_by_luck() -> None:
     logits = torch.full((3, 10), float("nan"))
     logits[:, 4] = 1.0
-    assert correct_in_top(logits, torch.tensor([4, 4, 4]), 1).sum() == 0
+    assert find_correct(logits, torch.tensor([4, 4, 4]), 1).sum() == 0
 
 
 @pytest.mark.parametrize("settings", [{"label_smoothing": 1.0}, {"label_smoothing": -0.1}, {"auxiliary_weight": -1.0}])

@@ -6,7 +6,7 @@ from typing import Required, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe.data.randomness import epoch_order
+from gpipe.data.randomness import draw_epoch_order
 
 
 class EpochPosition:
@@ -106,7 +106,7 @@ class EpochLoader(EpochPosition):
         """Return the indices of this replica's part of each mini-batch of the next iteration."""
         num, size = self._num_examples, self._mini_batch_size
         numbers = self._batch_numbers()
-        order = epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
+        order = draw_epoch_order(self._seed, self.epoch, num) if self._shuffle else np.arange(num)
         return [order[size * n : size * (n + 1)][self._replica_index :: self._num_replicas] for n in numbers]
 
 

@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 _ORDER, _AUGMENTATION, _WALK = 1, 2, 3
 
 
-def epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
+def draw_epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
     """Return the indices of all examples in the order in which this epoch shows them."""
-    return epoch_generator(seed, epoch).permutation(num_examples)
+    return make_epoch_generator(seed, epoch).permutation(num_examples)
 
 
-def epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Generator:
+def make_epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Generator:
     """Return the generator of all that is drawn for a whole epoch, or for one shard of it."""
     # Shard 0 adds nothing to the key, so that the order of an epoch of one shard stays what it has always been.
     return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch, *[shard] * (shard > 0)]))
 
 
-def walk_generator(seed: int, *key: int) -> np.random.Generator:
+def make_walk_generator(seed: int, *key: int) -> np.random.Generator:
     """Return the generator of a walk through a language's pairs.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpipe.models.amoebanet_cells import Cell
 from gpipe.models.amoebanet_genotypes import GENOTYPES
-from gpipe.models.amoebanet_heads import STEM_CHANNELS, AuxiliaryHead, Classifier, Stem, auxiliary_map_size
+from gpipe.models.amoebanet_heads import STEM_CHANNELS, AuxiliaryHead, Classifier, Stem, compute_auxiliary_map_size
 from gpipe.models.checks import check_probability
 from gpipe.models.linear import Softmax
 
@@ -176,7 +176,7 @@ def _amoebanet(
         # Cells so far: two reductions, the first group, a reduction, the second group.
         last_of_second_group = cells[2 + 2 * (num_layers // 3)]
         last_of_second_group.auxiliary_head = AuxiliaryHead(
-            last_of_second_group.out_channels, num_classes, auxiliary_map_size(image_size), norm
+            last_of_second_group.out_channels, num_classes, compute_auxiliary_map_size(image_size), norm
         )
     return AmoebaNet(stem, *cells, Classifier(channels, num_classes, dropout))
 

@@ -82,7 +82,7 @@ def count_auxiliary_parameters(layers: nn.Module) -> int:
     return sum(parameter.numel() for head in heads for parameter in head.parameters())
 
 
-def auxiliary_map_size(image_size: tuple[int, int]) -> tuple[int, int]:
+def compute_auxiliary_map_size(image_size: tuple[int, int]) -> tuple[int, int]:
     """Return the size of the auxiliary head's input, after the stem and three reduction cells."""
     height, width = (math.ceil((size - 1) // 2 / 8) for size in image_size)
     return height, width

@@ -30,7 +30,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         states = super().forward(tokens) * math.sqrt(self.embedding_dim)
-        output: Tensor = self.dropout(states + sinusoids(tokens.shape[1], states, self.first_position))
+        output: Tensor = self.dropout(states + make_sinusoids(tokens.shape[1], states, self.first_position))
         return output
 
 
@@ -96,7 +96,7 @@ class TransformerLayer(PreNormLayer):
         return self.feed_forward(self.attend_to_itself(states))
 
 
-def sinusoids(num_positions: int, like: Tensor, first: int = 0) -> Tensor:
+def make_sinusoids(num_positions: int, like: Tensor, first: int = 0) -> Tensor:
     """Return the positions' sines and cosines, [num_positions, width], for states `like` [..., width].
 
     The first half of a row has sines, the second cosines, of wavelengths from 2 pi to 10,000 x 2 pi. The first row is

@@ -12,7 +12,7 @@ from gpipe.pipeline.engine import Pipeline
 from gpipe.training.loader import Loader, iterate
 
 
-def correct_in_top(logits: Tensor, targets: Tensor, k: int) -> Tensor:
+def find_correct(logits: Tensor, targets: Tensor, k: int) -> Tensor:
     """Tell for each target whether it is among the k largest logits: [..., classes], [...] -> bool [...]."""
     return (logits.topk(k, dim=-1).indices == targets[..., None]).any(dim=-1)
 
@@ -54,7 +54,7 @@ class EvaluationMetrics:
             [
                 torch.tensor(targets.numel(), dtype=torch.float64, device=logits.device),
                 losses.double().sum(),
-                *(correct_in_top(logits, targets, rank).double().sum() for rank in ranks),
+                *(find_correct(logits, targets, rank).double().sum() for rank in ranks),
             ]
         )
 
@@ -93,7 +93,7 @@ class TokenMetrics:
         counts = tokens != self._padding_index
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
         losses = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
-        right = correct_in_top(logits, tokens, 1)
+        right = find_correct(logits, tokens, 1)
         rows = torch.stack([(values * counts).double().sum(1) for values in (counts, losses, right)], dim=1)
         sums = torch.zeros(len(self._languages), 3, dtype=torch.float64, device=logits.device)
         return sums.index_add(0, targets["language"].to(logits.device), rows)

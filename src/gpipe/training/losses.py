@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpipe.training.evaluation import correct_in_top, has_top5
+from gpipe.training.evaluation import find_correct, has_top5
 
 
 class ClassificationLoss:
@@ -44,9 +44,9 @@ class ClassificationLoss:
 
 
 def _measure_accuracies(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    accuracies = {"top1": correct_in_top(logits, targets, 1).float().mean()}
+    accuracies = {"top1": find_correct(logits, targets, 1).float().mean()}
     if has_top5(logits.shape[-1]):
-        accuracies["top5"] = correct_in_top(logits, targets, 5).float().mean()
+        accuracies["top5"] = find_correct(logits, targets, 5).float().mean()
     return accuracies
 
 
@@ -89,7 +89,7 @@ class TokenLoss:
         loss = F.cross_entropy(rows, tokens, ignore_index=self.padding_index, label_smoothing=self.label_smoothing)
         rows, counts = rows.detach(), tokens != self.padding_index
         num_tokens = counts.sum()
-        metrics = {"nll": loss.detach(), "top1": (correct_in_top(rows, tokens, 1) & counts).sum() / num_tokens}
+        metrics = {"nll": loss.detach(), "top1": (find_correct(rows, tokens, 1) & counts).sum() / num_tokens}
         if self.label_smoothing > 0:
             metrics["nll"] = F.cross_entropy(rows, tokens, ignore_index=self.padding_index)
         if self._limit is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.data.text.message_catalogue import pairs_of, plural_rule, read_mo
+from gpipe.data.text.message_catalogue import pair_forms, parse_plural_rule, read_mo
 from tests.data.text.small_text import write_mo
 
 RUSSIAN = (
@@ -16,7 +16,7 @@ ARABIC = "Plural-Forms: nplurals=4; plural=n==0 ? 0 : n==1 ? 1 : n==2 ? 2 : 3;\n
 
 
 def pairs(header: str, *forms: str) -> list[tuple[str, str]]:
-    return list(pairs_of("%d day", "%d days", dict(enumerate(forms)), plural_rule(header)))
+    return list(pair_forms("%d day", "%d days", dict(enumerate(forms)), parse_plural_rule(header)))
 
 
 def test_a_form_goes_with_the_english_number_that_it_means() -> None:
@@ -27,9 +27,11 @@ def test_a_form_goes_with_the_english_number_that_it_means() -> None:
 
 
 def test_what_is_empty_or_untranslated_is_no_pair_and_white_space_is_one_space() -> None:
-    assert list(pairs_of("a", None, {0: ""}, plural_rule(""))) == []
-    assert list(pairs_of("OK", None, {0: " OK\n"}, plural_rule(""))) == []
-    assert list(pairs_of("  a\n b", None, {0: "c\u00a0 d\t%(name)s"}, plural_rule(""))) == [("c d %(name)s", "a b")]
+    assert list(pair_forms("a", None, {0: ""}, parse_plural_rule(""))) == []
+    assert list(pair_forms("OK", None, {0: " OK\n"}, parse_plural_rule(""))) == []
+    assert list(pair_forms("  a\n b", None, {0: "c\u00a0 d\t%(name)s"}, parse_plural_rule(""))) == [
+        ("c d %(name)s", "a b")
+    ]
 
 
 @pytest.mark.parametrize("order", ["<", ">"])

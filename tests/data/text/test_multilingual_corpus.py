@@ -14,12 +14,12 @@ import yaml
 
 from gpipe.data import SPLITS, DataMissing, Tokenizer, check_data, open_corpus, split_of
 from gpipe.data.text.multilingual_text import (
-    base_language,
     choose_variants,
     clean_line,
-    embedded_tokenizer_path,
+    find_base_language,
+    find_embedded_tokenizer,
     read_embedded,
-    vlc_pairs,
+    read_vlc_pairs,
 )
 from tests.data.permissions import bound_by_permissions
 from tests.data.text.small_text import embedded_tokenizer, ids, write_mo
@@ -63,7 +63,7 @@ def test_the_committed_files_are_small_and_have_their_licences() -> None:
 
 def test_the_tokenizer_is_the_one_on_record_and_its_training_repeats_itself(tmp_path: Path) -> None:
     script = importlib.import_module("make_multilingual_corpus")
-    committed = hashlib.sha256(embedded_tokenizer_path().read_bytes()).hexdigest()
+    committed = hashlib.sha256(find_embedded_tokenizer().read_bytes()).hexdigest()
     assert committed == embedded_tokenizer().sha256
     assert committed in (EMBEDDED / "README.md").read_text()
     corpus = {language: [(pair.source, pair.target) for pair in pairs] for language, pairs in PAIRS.items()}
@@ -109,7 +109,7 @@ def test_every_file_of_settings_has_the_size_of_the_embedded_vocabulary() -> Non
 
 
 def test_languages_and_their_variants() -> None:
-    assert [base_language(tag) for tag in ("pt_BR", "sr-Latn", "ca@valencia", "de")] == ["pt", "sr", "ca", "de"]
+    assert [find_base_language(tag) for tag in ("pt_BR", "sr-Latn", "ca@valencia", "de")] == ["pt", "sr", "ca", "de"]
     tags = ["zh_Hant", "zh_Hans", "pt_BR", "pt", "en", "en_GB", "und"]
     assert choose_variants(tags) == {"pt": ["pt"], "zh": ["zh_Hans", "zh_Hant"]}
 
@@ -141,7 +141,7 @@ def test_a_catalogue_that_cannot_be_reached_is_refused_by_name() -> None:
             write_mo(Path(folder) / "usr/share/locale" / locale / "LC_MESSAGES/vlc.mo", {"line": f"{locale} line"})
         (unreadable := Path(folder) / "usr/share/locale/fr/LC_MESSAGES").chmod(0o000)
         with bound_by_permissions(), pytest.raises(PermissionError, match=r"fr/LC_MESSAGES/vlc\.mo"):
-            list(vlc_pairs(Path(folder), "train", "de"))
+            list(read_vlc_pairs(Path(folder), "train", "de"))
         unreadable.chmod(0o755)
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from gpipe._compat.fairseq import VERSION, import_fairseq
 from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
-from gpipe.data.text.parallel_text import long_pairs
-from gpipe.data.text.sentences import Sentences, starts_of
+from gpipe.data.text.parallel_text import count_long_pairs
+from gpipe.data.text.sentences import Sentences, find_starts
 from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
 from gpipe.data.text.tokenizer import BEGIN, END, PADDING, UNKNOWN
 
@@ -23,7 +23,7 @@ _ENTRY_BYTES = 4 + 8  # a sentence's length, and where it starts
 _BLOCK = 1 << 20  # sentences to read, and tokens to check, at a time
 
 
-def binarized_languages(root: Path) -> Sequence[str]:
+def list_binarized_languages(root: Path) -> Sequence[str]:
     """Return the languages that have training data in the folder, sorted."""
     end = f"-{TARGET_LANGUAGE}.{TARGET_LANGUAGE}.idx"
     return sorted(path.name.removeprefix("train.").removesuffix(end) for path in root.glob(f"train.*{end}"))
@@ -60,7 +60,7 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
     return joined
 
 
-def binarized_files(root: Path, split: str, language: str) -> list[Path]:
+def find_binarized_files(root: Path, split: str, language: str) -> list[Path]:
     """Return the .bin of the language and of English, and the .idx of both.
 
     Raises:
@@ -74,13 +74,13 @@ def binarized_files(root: Path, split: str, language: str) -> list[Path]:
     return paths
 
 
-def binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
+def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
     """Yield the pairs <split>.<language>-en in blocks; tokens and starts are those of the whole .bin, mapped.
 
     Raises:
         ValueError: a file is missing or damaged, the sides are of unequal length, or an id is outside the vocabulary.
     """
-    *bins, source_index, target_index = binarized_files(root, split, language)
+    *bins, source_index, target_index = find_binarized_files(root, split, language)
     sources, targets = (_Side(path, index) for path, index in zip(bins, (source_index, target_index), strict=True))
     if len(sources) != len(targets):
         raise ValueError(
@@ -100,9 +100,9 @@ def open_binarized(
     """Return a binarised language, whose ids stay in its .bin files; its first opening checks every id."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
-        long = long_pairs(max_tokens)
+        long = count_long_pairs(max_tokens)
         num_read = 0
-        for block in binarized_blocks(root, split, language, vocabulary_size):
+        for block in read_binarized_blocks(root, split, language, vocabulary_size):
             fits = np.maximum(block.sources.lengths, block.targets.lengths) <= max_tokens
             if not fits.all():
                 first = num_read + int(np.argmin(fits)) + 1
@@ -111,7 +111,7 @@ def open_binarized(
             num_read += len(block)
         return [long]
 
-    *bins, source_index, target_index = files = binarized_files(root, split, language)
+    *bins, source_index, target_index = files = find_binarized_files(root, split, language)
     settings = {"vocabulary_size": vocabulary_size, "max_tokens": max_tokens, "tokenizer_sha256": None}
     tokens = [(path, _read_header(index)[0]) for path, index in zip(bins, (source_index, target_index), strict=True)]
     return cache.open(f"{split}.{language}-en", files, settings, fill, tokens)
@@ -136,7 +136,7 @@ class _Side:
     def read(self, rows: slice, vocabulary_size: int) -> Sentences:
         """Return the next sentences."""
         lengths, pointers = np.array(self._lengths[rows]), self._pointers[rows]
-        starts = starts_of(lengths) + self._end
+        starts = find_starts(lengths) + self._end
         if (lengths < 1).any() or (pointers != starts * self._tokens.itemsize).any():
             raise ValueError(
                 f"{self._index} has sentences that are empty or not stored one after the other: binarise it again"

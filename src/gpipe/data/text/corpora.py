@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpipe.data.location import Location, check_known
-from gpipe.data.text.binarized import binarized_languages, open_binarized, read_dictionary
+from gpipe.data.text.binarized import list_binarized_languages, open_binarized, read_dictionary
 from gpipe.data.text.multilingual_text import (
     SPLITS,
     VLC_CATALOGUES,
-    embedded_languages,
-    embedded_pairs,
-    embedded_tokenizer_path,
-    vlc_pairs,
+    find_embedded_tokenizer,
+    list_embedded_languages,
+    read_embedded_pairs,
+    read_vlc_pairs,
 )
 from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, Skipped, list_some
-from gpipe.data.text.parallel_text import Encoder, TextPair, open_text, text_languages, text_pairs
+from gpipe.data.text.parallel_text import Encoder, TextPair, list_text_languages, open_text, read_text_pairs
 from gpipe.data.text.token_cache import DEFAULT_NAME, CachedPairs, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
@@ -40,10 +40,10 @@ class CorpusSource(Location):
 
 
 CORPORA: dict[str, CorpusSource] = {
-    "multilingual_embedded": CorpusSource(languages=embedded_languages, pairs=embedded_pairs),
+    "multilingual_embedded": CorpusSource(languages=list_embedded_languages, pairs=read_embedded_pairs),
     "multilingual_vlc": CorpusSource(
-        languages=embedded_languages,
-        pairs=vlc_pairs,
+        languages=list_embedded_languages,
+        pairs=read_vlc_pairs,
         required=(VLC_CATALOGUES,),
         tree="  <data.root>/usr/share/locale/<locale>/LC_MESSAGES/vlc.mo",
         how_to_get=(
@@ -53,8 +53,8 @@ CORPORA: dict[str, CorpusSource] = {
         default_root=Path("/"),
     ),
     "parallel_text": CorpusSource(
-        languages=text_languages,
-        pairs=text_pairs,
+        languages=list_text_languages,
+        pairs=read_text_pairs,
         is_cached=True,
         required=tuple(f"{split}.*-en.en" for split in SPLITS),
         tree="""\
@@ -63,7 +63,7 @@ CORPORA: dict[str, CorpusSource] = {
         how_to_get="write the sentences of each language and of English into two files, one per line, in UTF-8.",
     ),
     "binarized": CorpusSource(
-        languages=binarized_languages,
+        languages=list_binarized_languages,
         pairs=None,
         is_cached=True,
         required=("dict.*.txt", *(f"{split}.*-en.en.idx" for split in SPLITS)),
@@ -99,7 +99,7 @@ def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
     """
     if path is not None:
         return Tokenizer(path)
-    return None if _find_row(name).pairs is None else Tokenizer(embedded_tokenizer_path())
+    return None if _find_row(name).pairs is None else Tokenizer(find_embedded_tokenizer())
 
 
 def open_corpus(

@@ -13,7 +13,7 @@ _MAGIC = 0x950412DE
 _PLURAL_FORMS = re.compile(r"^plural-forms:.*?plural\s*=\s*([^;\n]+)", re.IGNORECASE | re.MULTILINE)
 
 
-def plural_rule(header: str) -> Callable[[int], int]:
+def parse_plural_rule(header: str) -> Callable[[int], int]:
     """Return the function number -> index of the plural form that a catalogue's header (the entry "") defines.
 
     A header without one means the two forms of the Germanic languages, as in gettext's manual.
@@ -22,7 +22,7 @@ def plural_rule(header: str) -> Callable[[int], int]:
     return gettext.c2py(found[1].strip() if found else "n != 1")
 
 
-def pairs_of(
+def pair_forms(
     english: str, english_plural: str | None, forms: Mapping[int, str], rule: Callable[[int], int]
 ) -> Iterator[Pair]:
     """Yield the cleaned pairs of one entry; none for a form that is empty or equal to the English.
@@ -35,7 +35,7 @@ def pairs_of(
         english: the singular.
         english_plural: None for an entry without plural forms.
         forms: index -> translation.
-        rule: what `plural_rule` returns.
+        rule: what `parse_plural_rule` returns.
     """
     for index, form in sorted(forms.items()):
         singular = english_plural is None or (index == rule(1) and index != rule(2))
@@ -56,11 +56,11 @@ def read_mo(path: Path) -> list[Pair]:
     data = path.read_bytes()
     try:
         entries = dict(_mo_entries(data))
-        rule = plural_rule(entries.pop("", ""))
+        rule = parse_plural_rule(entries.pop("", ""))
         pairs: dict[Pair, None] = {}
         for key, value in entries.items():
             english, _, plural = key.rpartition("\x04")[2].partition("\0")
-            pairs.update(dict.fromkeys(pairs_of(english, plural or None, dict(enumerate(value.split("\0"))), rule)))
+            pairs.update(dict.fromkeys(pair_forms(english, plural or None, dict(enumerate(value.split("\0"))), rule)))
     # A plural rule is an expression, which may divide by zero.
     except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{path} is no compiled catalogue of gettext ({error}): unpack its package again") from error

@@ -37,7 +37,7 @@ def split_of(english: str) -> str:
     return "train" if share < _VALID_FROM else "valid" if share < _TEST_FROM else "test"
 
 
-def base_language(tag: str) -> str:
+def find_base_language(tag: str) -> str:
     """Return the language of a locale or BCP 47 tag: "pt" of "pt_BR", "sr" of "sr-Latn", "ca" of "ca@valencia"."""
     for mark in "@-":
         tag = tag.replace(mark, "_")
@@ -52,13 +52,13 @@ def choose_variants(tags: Iterable[str]) -> dict[str, list[str]]:
     tags = sorted(set(tags))
     variants: dict[str, list[str]] = {}
     for tag in tags:
-        language = base_language(tag)
+        language = find_base_language(tag)
         if language not in {"en", "und"}:  # "und" is BCP 47's undetermined
             variants.setdefault(language, []).append(tag)
     return {language: [language] if language in found else found for language, found in sorted(variants.items())}
 
 
-def embedded_tokenizer_path() -> Path:
+def find_embedded_tokenizer() -> Path:
     """Return the SentencePiece model of 4,000 pieces that was trained on the embedded corpus's train split."""
     return Path(str(files("gpipe.data").joinpath("embedded", "multilingual_tokenizer.model")))
 
@@ -78,24 +78,24 @@ def read_embedded() -> dict[str, list[TextPair]]:
     return pairs
 
 
-def embedded_languages(_root: Path) -> Sequence[str]:
+def list_embedded_languages(_root: Path) -> Sequence[str]:
     """Return the 102 languages of both corpora, sorted."""
     return tuple(read_embedded())
 
 
-def embedded_pairs(_root: Path, split: str, language: str) -> Iterator[TextPair]:
+def read_embedded_pairs(_root: Path, split: str, language: str) -> Iterator[TextPair]:
     """Yield the embedded pairs of one split and language."""
     return (pair for pair in read_embedded()[language] if split_of(pair.target) == split)
 
 
-def vlc_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
+def read_vlc_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
     """Yield the embedded pairs, and then those of VLC's catalogues below root that are not among them.
 
     Raises:
         ValueError: a catalogue, which the message names, is damaged.
         PermissionError: a catalogue cannot be reached.
     """
-    yield from embedded_pairs(root, split, language)
+    yield from read_embedded_pairs(root, split, language)
     seen = {(pair.source, pair.target) for pair in read_embedded()[language]}
     # glob would silently skip a folder that cannot be read.
     folder, _, catalogue = VLC_CATALOGUES.partition("/*/")

@@ -25,13 +25,13 @@ class TextPair(NamedTuple):
     line: int
 
 
-def text_languages(root: Path) -> Sequence[str]:
+def list_text_languages(root: Path) -> Sequence[str]:
     """Return the languages that have training files in the folder, sorted."""
     end = f"-{TARGET_LANGUAGE}.{TARGET_LANGUAGE}"
     return sorted(path.name.removeprefix("train.").removesuffix(end) for path in root.glob(f"train.*{end}"))
 
 
-def text_files(root: Path, split: str, language: str) -> list[Path]:
+def find_text_files(root: Path, split: str, language: str) -> list[Path]:
     """Return the files of a language: its own and the English one.
 
     Raises:
@@ -45,14 +45,14 @@ def text_files(root: Path, split: str, language: str) -> list[Path]:
     return paths
 
 
-def text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
+def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
     """Yield the pairs of <split>.<language>-en.<language> and .en, line by line.
 
     Raises:
         ValueError: a file is missing, the files are of unequal length, a line is longer than 1 MiB, or text is not
             UTF-8. The message has file and line.
     """
-    paths = text_files(root, split, language)
+    paths = find_text_files(root, split, language)
     counts = [0, 0]
     for source, target in zip_longest(*map(_lines, paths)):
         counts = [count + (line is not None) for count, line in zip(counts, (source, target), strict=True)]
@@ -86,7 +86,7 @@ def open_text(
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         encoder = Encoder(tokenizer, max_tokens)
-        for block in encoder.encode_blocks(text_pairs(root, split, language)):
+        for block in encoder.encode_blocks(read_text_pairs(root, split, language)):
             writer.add(block)
         return encoder.empty, encoder.long
 
@@ -95,7 +95,7 @@ def open_text(
         "max_tokens": max_tokens,
         "tokenizer_sha256": tokenizer.sha256,
     }
-    return cache.open(f"{split}.{language}-en", text_files(root, split, language), settings, fill)
+    return cache.open(f"{split}.{language}-en", find_text_files(root, split, language), settings, fill)
 
 
 _Encoded = tuple[TextPair, list[int], list[int]]
@@ -114,7 +114,7 @@ class Encoder:
         self._max_tokens = max_tokens
         self._targets: dict[str, list[int]] = {}
         self.empty = Skipped("with an empty line")
-        self.long = long_pairs(max_tokens)
+        self.long = count_long_pairs(max_tokens)
 
     def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
         """Return the pairs of one language as ids, none where all are left out."""
@@ -153,7 +153,7 @@ def _count(skipped: Skipped, before: list[_Encoded], after: list[_Encoded]) -> N
         skipped.add(len(before) - len(after), f"{first.file}:{first.line}")
 
 
-def long_pairs(max_tokens: int) -> Skipped:
+def count_long_pairs(max_tokens: int) -> Skipped:
     """Return a counter of the pairs that are too long."""
     return Skipped(f"longer than {max_tokens} tokens (data.max_tokens)")
 

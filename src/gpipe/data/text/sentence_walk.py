@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gpipe.data.randomness import walk_generator
+from gpipe.data.randomness import make_walk_generator
 
 # Pairs that lie side by side and are shuffled together. A pass through a larger language visits its blocks in random
 # order: so no permutation of all its pairs is needed, and the disk is read in pieces of some hundred kilobytes. With
@@ -55,7 +55,7 @@ class SentenceWalk:
         self._num_pairs = num_pairs
         self._draws = draws
         self._seed = seed
-        self._first = walk_generator(seed).random(len(draws))
+        self._first = make_walk_generator(seed).random(len(draws))
 
     def draw(self, begin: float, end: float) -> list[NDArray[np.int64]]:
         """Return the indices of each language's pairs between two points of the walk, counted in epochs.
@@ -80,7 +80,7 @@ class SentenceWalk:
         num_blocks = -(-size // BLOCK_SIZE)
         shift, blocks = 0, None
         if num_blocks > 1:
-            generator = walk_generator(self._seed, language, number, num_blocks)
+            generator = make_walk_generator(self._seed, language, number, num_blocks)
             # The rest makes a smaller block, which comes last; the shift makes it another one in each pass.
             shift, blocks = int(generator.integers(size)), IndexPermutation(size // BLOCK_SIZE, generator)
         for place in range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE)):
@@ -92,7 +92,7 @@ class SentenceWalk:
     def _order(self, language: int, number: int, block: int, size: int) -> NDArray[np.int64]:
         # Block 0 adds nothing to the key, so that the walk of a small corpus stays what it has always been.
         key = (language, number, block) if block else (language, number)
-        return walk_generator(self._seed, *key).permutation(size)
+        return make_walk_generator(self._seed, *key).permutation(size)
 
 
 class IndexPermutation:

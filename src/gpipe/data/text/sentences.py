@@ -54,8 +54,8 @@ class Sentences:
         """Copy sentences, given without END, into one array."""
         lengths = np.array([len(sentence) + 1 for sentence in sentences], np.int32)
         flat = chain.from_iterable(chain(sentence, (END,)) for sentence in sentences)
-        tokens = np.fromiter(flat, token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
-        return Sentences(tokens, starts_of(lengths), lengths)
+        tokens = np.fromiter(flat, choose_token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
+        return Sentences(tokens, find_starts(lengths), lengths)
 
     @classmethod
     def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
@@ -67,11 +67,11 @@ class Sentences:
         return Sentences(np.concatenate([part.tokens for part in packed]), starts, lengths)
 
 
-def token_type(vocabulary_size: int) -> np.dtype[Any]:
+def choose_token_type(vocabulary_size: int) -> np.dtype[Any]:
     """Return the type that holds the ids of a vocabulary: two bytes per token where they suffice."""
     return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.int32)
 
 
-def starts_of(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+def find_starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return where each sentence starts when they lie one behind the other."""
     return np.cumsum(lengths, dtype=np.int64) - lengths

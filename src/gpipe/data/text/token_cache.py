@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from gpipe.data.text.parallel_corpus import LanguagePairs, Skipped
-from gpipe.data.text.sentences import Sentences, token_type
+from gpipe.data.text.sentences import Sentences, choose_token_type
 from gpipe.durable_files import flush, write_flushed
 
 DEFAULT_NAME = "token_cache"
@@ -151,7 +151,7 @@ class CachedPairs(LanguagePairs):
         if self.longest > key["max_tokens"] or not len(self) <= self.num_tokens <= len(self) * self.longest:
             raise _explain_damage(folder, f"its {_DESCRIPTION} contradicts itself")
         self.skipped = [Skipped(*row) for row in description.skipped]
-        kind = token_type(key["vocabulary_size"])
+        kind = choose_token_type(key["vocabulary_size"])
         self._tokens = tokens or [(folder / f"{side}.tokens", kind) for side in _SIDES]
         for side in _SIDES:
             self._check_size(f"{side}.starts", self._num_pairs * _START.itemsize)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpipe.data.epoch_loader import EpochPosition
-from gpipe.data.randomness import epoch_generator
+from gpipe.data.randomness import make_epoch_generator
 from gpipe.data.text.parallel_corpus import ParallelCorpus
 from gpipe.data.text.sentence_walk import SentenceWalk, sampling_probabilities
 from gpipe.data.text.tokenizer import END, PADDING
@@ -152,7 +152,7 @@ class TranslationLoader(EpochPosition):
         """Plan a shard of the epoch, which has the mini-batches first .. end - 1."""
         if self._walk is None:
             return self._plan_evaluation(corpus)
-        generator = epoch_generator(self._seed, self.epoch, number)
+        generator = make_epoch_generator(self._seed, self.epoch, number)
         num_batches = end - first
         start, stop = (self.epoch + batch / self._num_batches for batch in (first, end))
         stretch = 1.0
