@@ -1,6 +1,6 @@
 """Named image sets and corpora, and mini-batches that are a function of the seed.
 
-    location.py        where data lie, and the message when they are missing
+    location.py        where data are, and the message when they are missing
     epoch_loader.py    the order of an epoch, and a replica's part of each mini-batch      randomness.py    seeds
     images/            catalogue.py     the image sets, one row each: add your own there
                        image_set.py     what a set is, and images in memory or in files

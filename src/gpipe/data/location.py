@@ -1,4 +1,4 @@
-"""Where data lie on the disk, and what a user reads when they are not there."""
+"""Where data are on the disk, and the message when they are missing."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class DataMissing(FileNotFoundError):
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Describe where a data set lies and how to get it.
+    """Describe where a data set is and how to get it.
 
     Attributes:
         required: glob patterns below the root, each of which must match something; "a/*/" is any folder in a. A set

@@ -7,9 +7,9 @@
     2L + 2              the decoder's last norm
     2L + 3              softmax layer, without bias
 
-The parameters, beside those that the paper prints, with model dimension 1,024, attention channels 64 x A, biases in all
-other fully connected layers and 64,000 rows per table. `tied` sets the number of tables: 3 with "none", 2 with "inputs"
-or "output", 1 with "all".
+The numbers of parameters next to those of the paper, with model dimension 1,024, attention channels 64 x A, biases in
+all other fully connected layers and 64,000 rows per table. `tied` sets the number of tables: 3 with "none", 2 with
+"inputs" or "output", 1 with "all".
 
                         paper      3 tables         2 tables         1 table
     T(6, 8192, 16)      400M     473,681,920      408,145,920      342,609,920

@@ -32,7 +32,7 @@ class Trainer:
     """Train a pipeline; every process makes a trainer and calls the same methods.
 
         for each mini-batch: learning rate, drop-path rate -> pipeline.train_step -> clip -> update -> average -> log
-        at the end of an epoch: evaluate on the averages; every so many steps: save
+        at the end of an epoch: evaluate on the averages; every n steps: save
 
     The learning rate and the drop-path rate, which rises linearly from 0, are functions of the finished steps.
 

@@ -19,7 +19,7 @@ from gpipe.data.location import Location, check_known
 
 @dataclass(frozen=True)
 class TableCounts:
-    """What Table 4 of the paper says of an image set.
+    """The numbers of an image set in Table 4 of the paper.
 
     Attributes:
         notes: split -> why a true copy of the set has another number of images.

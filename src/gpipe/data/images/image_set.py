@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 SPLITS = ("train", "test")
-# Of photographs only: PIL would let a file that begins like PostScript start Ghostscript, whatever its name ends with.
+# Photographs only: PIL would start Ghostscript for any file that begins like PostScript.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -42,7 +42,7 @@ class ImageSet(Protocol):
 
 
 class ImageArray:
-    """Hold images that lie in memory.
+    """Hold images in memory.
 
     Args:
         images: uint8 [n, h, w] (grey) or [n, h, w, 3].
@@ -67,7 +67,7 @@ class ImageArray:
 
 
 class ImageFiles:
-    """Hold images that lie in files below one folder and are decoded, to RGB, when asked for.
+    """Hold images in files below one folder, which are decoded to RGB on request.
 
     Args:
         root: the folder.
@@ -92,7 +92,7 @@ class ImageFiles:
         return len(self.labels)
 
     def path(self, index: int) -> Path:
-        """Return where image `index` lies."""
+        """Return the file of image `index`."""
         return self.root / os.fsdecode(self._names[index])
 
     def image(self, index: int) -> Image.Image:

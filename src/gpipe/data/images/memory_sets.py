@@ -69,7 +69,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...], max_items: int) -> NDArray
         with gzip.open(path) as stream:
             num_items = _check_header(stream.read(num_header_bytes), num_header_bytes, item_shape, max_items)
             num_bytes = num_items * math.prod(item_shape)
-            content = stream.read(num_bytes + 1)  # one more shows that the file goes on
+            content = stream.read(num_bytes + 1)  # one more byte shows that the file continues
         if len(content) != num_bytes:
             found = "more" if len(content) > num_bytes else str(len(content))
             raise ValueError(f"its header announces {num_bytes} bytes and {found} follow")

@@ -33,7 +33,7 @@ def open_cifar(class_name: str, root: Path, split: str) -> ImageArray:
 
 
 def _find_changed(cifar: Any, folder: Path) -> str:
-    """Name the file that is not the original one; torchvision says only that there is one."""
+    """Name the file that is not the original one, which torchvision does not."""
     from torchvision.datasets.utils import check_integrity
 
     checksums = [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]
@@ -146,7 +146,7 @@ def _open_listed(
 ) -> ImageFiles:
     """Let a class of torchvision.datasets read a list, and open the images in `folder` that it names.
 
-    `entry` is what a message calls a place in the list, `options` what the class takes beside `root`.
+    `entry` is a message's word for a place in the list; `options` are arguments of the class.
     """
     read = torchvision_class(class_name)
     try:

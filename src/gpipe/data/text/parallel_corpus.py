@@ -52,7 +52,7 @@ class LanguagePairs:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the token ids lie in memory, not in a file that is mapped into it."""
+        """Whether the token ids are in memory, not in a mapped file."""
         return self.sources.is_in_memory
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class LanguagePairs:
 
     @classmethod
     def join(cls, parts: "Sequence[LanguagePairs]") -> "LanguagePairs":
-        """Concatenate pairs that lie in memory."""
+        """Concatenate pairs that are in memory."""
         return LanguagePairs(
             Sentences.join([part.sources for part in parts]), Sentences.join([part.targets for part in parts])
         )
@@ -186,7 +186,7 @@ class ParallelCorpus:
     def _split_by_block(
         self, numbers: NDArray[np.int64]
     ) -> Iterator[tuple[NDArray[np.bool_], LanguagePairs, NDArray[np.int64]]]:
-        """Yield which of the pairs lie in one block of arrays, the block, and their rows in it."""
+        """Yield for each block of arrays which of the pairs it holds, the block, and their rows in it."""
         blocks = np.searchsorted(self._block_firsts, numbers, side="right") - 1
         for block in np.unique(blocks):
             here = blocks == block

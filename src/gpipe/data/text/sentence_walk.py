@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpipe.data.randomness import make_walk_generator
 
-# Pairs that lie side by side and are shuffled together. A pass through a larger language visits its blocks in random
+# Neighbouring pairs that are shuffled together. A pass through a larger language visits its blocks in random
 # order: so no permutation of all its pairs is needed, and the disk is read in pieces of some hundred kilobytes. With
 # 2,048 pairs, what the system maps around each piece took up to 1.7 times the memory (experiments/text_scale.py).
 BLOCK_SIZE = 1 << 14

@@ -21,7 +21,7 @@ class Sentences:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the arrays lie in memory, not in a file that is mapped into it."""
+        """Whether the arrays are in memory, not in a mapped file."""
         return True
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Sentences:
 
     @classmethod
     def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
-        """Concatenate sentences that lie in memory; the tokens are copied."""
+        """Concatenate sentences that are in memory; the tokens are copied."""
         sizes = np.array([len(part.tokens) for part in packed])
         shifts = np.cumsum(sizes) - sizes
         starts = np.concatenate([part.starts + shift for part, shift in zip(packed, shifts, strict=True)])
@@ -73,5 +73,5 @@ def choose_token_type(vocabulary_size: int) -> np.dtype[Any]:
 
 
 def find_starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return where each sentence starts when they lie one behind the other."""
+    """Return where each sentence starts if they follow each other."""
     return np.cumsum(lengths, dtype=np.int64) - lengths

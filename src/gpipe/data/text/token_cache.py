@@ -47,7 +47,7 @@ Key = Mapping[str, Any]
 
 
 class _Description(BaseModel):
-    """What a folder's description.json says; the file may have been damaged."""
+    """The contents of a folder's description.json, which are validated because the file may be damaged."""
 
     model_config = ConfigDict(strict=True)
 
@@ -86,7 +86,7 @@ class CachedSentences(Sentences):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the arrays lie in memory: they do not."""
+        """Whether the arrays are in memory: they are not."""
         return False
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
@@ -165,7 +165,7 @@ class CachedPairs(LanguagePairs):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the token ids lie in memory: they do not."""
+        """Whether the token ids are in memory: they are not."""
         return False
 
     @cached_property
@@ -284,7 +284,7 @@ class TokenCache:
         Args:
             name: such as train.de-en.
             files: the files that the pairs come from.
-            settings: what the pairs depend on beside the files; vocabulary_size and max_tokens among them.
+            settings: what else the pairs depend on, vocabulary_size and max_tokens among them.
             fill: writes the pairs, and returns what it left out.
             tokens: as in `CachedPairs`.
 
@@ -306,7 +306,7 @@ class TokenCache:
     def _build(self, folder: Path, key: Key, files: Sequence[Path], fill: Fill, *, keep_tokens: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with _lock(self.folder / ".lock"):
-            if folder.exists():  # another process has written it meanwhile
+            if folder.exists():  # another process has just written it
                 return
             for left in self.folder.glob(".*.partial"):  # of a killed process: a living one would hold the lock
                 shutil.rmtree(left)
