@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +59,8 @@ def serve() -> None:
 
 def load() -> None:
     """Load what programs load."""
+    for name in ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train"):
+        import_module(f"gpipe.{name}")
 
 
 def become(
