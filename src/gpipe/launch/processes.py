@@ -1,8 +1,8 @@
 """The processes of a run: adopt torchrun's, start one per stage and replica, or stay in this one.
 
-python train.py                          one process plays all stages
-python train.py launch.num_processes=4   four are started here, on this host
-torchrun --nproc-per-node 4 train.py     four are adopted, on one host or on many
+python train.py                                                   one process plays all stages
+python train.py launch=process_per_stage pipeline.num_stages=4    four are started here, on this host
+torchrun --nproc-per-node 4 train.py pipeline.num_stages=4        four are adopted, on one host or on many
 """
 
 import logging
