@@ -1,1 +1,1 @@
-"""Guards around the imports of other packages, each with the package's version and the reason."""
+"""What other packages need to be imported here, each with its version and the reason."""

@@ -1,20 +1,4 @@
-"""Named image sets and corpora, and mini-batches that are a function of the seed.
-
-    location.py        where data are, and the message when they are missing
-    epoch_loader.py    the order of an epoch, and a replica's part of each mini-batch      randomness.py    seeds
-    images/            catalogue.py     the image sets, one row each: add your own there
-                       image_set.py     what a set is, and images in memory or in files
-                       memory_sets.py, torchvision_sets.py, class_folders.py, birdsnap.py    readers of the rows
-                       augmentation.py, loader.py    from decoded images to mini-batches
-    text/              corpora.py       the corpora of sentence pairs, one row each
-                       multilingual_text.py, message_catalogue.py, parallel_text.py, binarized.py    readers of the rows
-                       tokenizer.py, sentences.py, parallel_corpus.py, token_cache.py    from text to token ids
-                       sentence_walk.py, translation_loader.py    from token ids to mini-batches
-                       tokens.py        random tokens, for language models
-
-`open_image_set`, a transform and `ImageLoader` make mini-batches of images; `open_corpus` and `TranslationLoader` make
-those of sentence pairs. To add an image set, add one row to `images/catalogue.py` and a file to `conf/data/`.
-"""
+"""Images, tokens and parallel text: sets by name, and mini-batches that are a function of the seed."""
 
 from importlib import import_module  # noqa: TID251 - of the names below
 from pathlib import Path

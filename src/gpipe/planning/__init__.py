@@ -1,1 +1,1 @@
-"""What a run will do, said before anything is launched."""
+"""Plan a run before anything is launched: memory, seconds and bubble, stage by stage."""

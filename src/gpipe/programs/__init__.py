@@ -1,1 +1,1 @@
-"""The programs: what happens between the checked settings and what a run leaves behind."""
+"""What each program does between its checked settings and the files that it leaves."""

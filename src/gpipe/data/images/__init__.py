@@ -1,1 +1,1 @@
-"""Labelled images: the sets by name, their augmentation and their mini-batches."""
+"""Labelled images: sets by name, augmentation, and mini-batches."""

@@ -1,1 +1,1 @@
-"""Tokens and pairs of sentences: corpora by name, tokenizers, caches and mini-batches."""
+"""Tokens and sentence pairs: corpora by name, tokenizers, caches, and mini-batches."""

@@ -1,6 +1,6 @@
-"""What is trained on what: a family of models with the kind of data that it sees.
+"""What is trained on what: one file per family of models, with the kind of data that it sees.
 
-Like `build`, which uses them, these files know both the settings and the objects; there is one a family.
+Like `build`, which uses them, these files know both the settings and the objects.
 """
 
 from gpipe.config import (
