@@ -57,7 +57,7 @@ def test_the_example_of_the_guide_trains_with_batch_norm_and_dropout() -> None:
 
 @pytest.mark.usefixtures("composer")
 def test_what_quickstart_trains_is_loaded_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = build_layers(to_run(compose("train", overrides=["+experiment=amoebanet_imagenet", "scale=laptop"])))
+    layers = build_layers(to_run(compose("train", overrides=["+experiment=amoebanet_imagenet_laptop"])))
     saved = {name: torch.full_like(tensor, 0.5, device="cpu") for name, tensor in layers.state_dict().items()}
     save_file(saved, tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
