@@ -31,12 +31,13 @@ from gpipe import Pipeline
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
-from gpipe.results.checkpoint_cost import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
 from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
+from reproductions import ROOT
+from reproductions.additions import add_record
+from reproductions.bubble.tables import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
 
 NUM_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
 

@@ -9,7 +9,7 @@ from small_run import NUM_LAYERS, small_trainer
 from test_trainer import assert_same_state, read_log
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.folder import latest_checkpoint
+from gpipe.checkpoint.folder import find_latest
 from gpipe.training.endings import Stopped
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer

@@ -28,8 +28,8 @@ def run_on_all(pipeline: Pipeline, work: Callable[[], T]) -> T:
     try:
         found.append(work())
     except (CheckpointError, OSError, SafetensorError) as caught:
-        error = to_json(caught, pipeline.place)
-    raise_first(pipeline.gather(error))
+        error = to_json(caught, pipeline.job.place)
+    raise_first(pipeline.job.gather(error))
     return found[0]
 
 

@@ -201,7 +201,7 @@ class _Source:
     ) -> None:
         """Refuse tensors of another model on all processes; the message names the layers of all stages that differ."""
         differing = self.compare(kind, own, {int(key) for key in pipeline.layers})
-        parts = pipeline.gather({name: how for name, how in differing.items() if name not in ignored})
+        parts = pipeline.job.gather({name: how for name, how in differing.items() if name not in ignored})
         if found := {name: how for part in parts for name, how in part.items()}:
             raise self.misfit(kind, found)
 
@@ -271,7 +271,7 @@ class _Source:
             kind: {key: checksum(value) for key, value in tensors.items() if parse_parameter(key) in tied}
             for kind, tensors in loaded.items()
         }
-        parts = pipeline.gather(own)
+        parts = pipeline.job.gather(own)
         for kind in loaded:
             values: dict[str, dict[str, int]] = {}  # of each parameter, or of the slots of its optimiser state
             for key, value in (item for part in parts for item in part[kind].items()):

@@ -42,11 +42,11 @@ class Saver:
         self._partial: Path | None = None
         self._num_saves = 0
         self._leads = pipeline.is_first
-        self._writes = pipeline.replica_index == 0
+        self._writes = pipeline.job.replica_index == 0
         if self._writes:
             self._lead(lambda: clean(folder))
             # No other process, not even one of this run that was believed dead, writes to a folder of this name.
-            self._token: str = pipeline.gather(secrets.token_hex(4))[0]
+            self._token: str = pipeline.job.gather(secrets.token_hex(4))[0]
             self._process = min(pipeline.stages)
             self._processes: list[int] = pipeline.job.gather(self._process)
 
@@ -62,7 +62,7 @@ class Saver:
         try:
             self._lead(partial.mkdir)
             num_bytes = run_on_all(self._pipeline, lambda: self._rehearse_part(partial, content.tensors))
-            total = sum(self._pipeline.gather(num_bytes))
+            total = sum(self._pipeline.job.gather(num_bytes))
             self._lead(lambda: self._rehearse_manifest(partial, content, total))
         finally:
             if self._leads:
@@ -186,6 +186,6 @@ class Saver:
             return
         self._writer.give_up(seconds=_GRACE_SECONDS)  # a disk that does not answer may hold it for ever
         self._writer = None
-        self._pipeline.gather(None)
+        self._pipeline.job.gather(None)
         if self._leads:
             shutil.rmtree(self._partial, ignore_errors=True)

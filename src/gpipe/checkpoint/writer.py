@@ -110,7 +110,7 @@ class Writer:
     ) -> None:
         self._snapshot, self._partial, self._process, self._pipeline = snapshot, partial, process, pipeline
         self._publish, self._processes = publish, processes
-        self._place, self._doing = pipeline.place, f"saving after step {pipeline.step}"
+        self._place, self._doing = pipeline.job.place, f"saving after step {pipeline.step}"
         self._last_sign = time.monotonic()
         self._given_up, self._copied = threading.Event(), threading.Event()
         self._error: dict[str, Any] | None = None
@@ -140,7 +140,7 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            with self._pipeline.doing_beside(self._doing):
+            with self._pipeline.job.doing_beside(self._doing):
                 self._write()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
             self._error = to_json(error, self._place)

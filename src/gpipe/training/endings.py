@@ -1,7 +1,7 @@
 """How a training ends before its time: a request to stop, or a number that is not finite."""
 
+from gpipe.pipeline.engine import FirstNonFinite
 from gpipe.pipeline.job.errors import NonFiniteError
-from gpipe.pipeline.probe import NonFinite
 
 
 class Stopped(Exception):
@@ -22,7 +22,7 @@ class Stopped(Exception):
 
 
 def explain_non_finite(
-    error: NonFiniteError, place: NonFinite | None, *, skipped: int, is_saved: bool
+    error: NonFiniteError, place: FirstNonFinite | None, *, skipped: int, is_saved: bool
 ) -> NonFiniteError:
     """Return an error that tells what is not finite, where that begins, and what is saved.
 

@@ -12,7 +12,7 @@ import torch
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Position
-from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.engine import Pipeline, StepReport
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
@@ -180,11 +180,11 @@ class Trainer:
             raise
         except BaseException as error:
             # Such as a broken image: the other stages would wait for this one. All processes may raise CheckpointError.
-            self.pipeline.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
+            self.pipeline.job.abort(PipelineError(str(error)) if isinstance(error, CheckpointError) else error)
             self._checkpoints.abandon()
             raise  # without closing loaders, whose processes may hang: they exit with this process
         self._close_loaders()
-        peaks = [peak for peak in self.pipeline.gather(self._totals.peak_memory_bytes) if peak is not None]
+        peaks = [peak for peak in self.pipeline.job.gather(self._totals.peak_memory_bytes) if peak is not None]
         return self._totals.summarize(
             self.pipeline.step, self._epoch, max(peaks, default=None), self.examples, self.num_untimed_steps
         )
@@ -284,7 +284,7 @@ class Trainer:
                 totals.bubble = values["bubble"] = report.timeline.bubble
             if self.on_timeline is not None:
                 self.on_timeline(report.timeline)
-        replicas = self.pipeline.num_replicas
+        replicas = self.pipeline.job.num_replicas
         speed = StepSpeed(seconds, values["wait_seconds"], report.num_examples * replicas, num_targets * replicas)
         totals.speeds.append(speed)
         totals.peak_memory_bytes = report.peak_memory_bytes
