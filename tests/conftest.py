@@ -10,7 +10,7 @@ from hydra import initialize_config_dir
 from hypothesis import settings
 
 from gpipe.config import register_schemas
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 CONF = Path(__file__).parents[1] / "conf"
 PROGRAMS = Path(__file__).parent / "programs"

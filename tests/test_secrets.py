@@ -12,7 +12,7 @@ from gpipe.config import to_run
 from gpipe.environment_secrets import find_secret, redact
 from gpipe.launch.errors import one_message
 from gpipe.programs.train import start
-from tests.foreign_config import compose_with
+from tests.support.foreign_config import compose_with
 
 ROOT = Path(__file__).parents[1]
 SECRETS = {

@@ -21,10 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe.config import ConfigError
 from gpipe.config.gate import refuse
 from gpipe.config.saved import from_plain
-from tests.foreign_config import compose_with, write_config
-from tests.listeners import listeners
+from tests.support.foreign_config import compose_with, write_config
+from tests.support.listeners import listeners
+from tests.support.train_program import TRAIN
 from tests.test_secrets import TINY
-from tests.train_program import TRAIN
 
 ROOT = Path(__file__).parents[1]
 # What a folder of configurations from elsewhere may try.

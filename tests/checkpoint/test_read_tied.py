@@ -16,8 +16,8 @@ from gpipe.checkpoint.manifest import Position
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
-from tests.process_pool import ProcessPool
-from tests.tied_model import TABLE, loss, mini_batch, tied_layers
+from tests.support.process_pool import ProcessPool
+from tests.support.tied_model import TABLE, loss, mini_batch, tied_layers
 from tests.training.small_run import SmallRun
 
 POSITION = Position(step=2, epoch=0, batch=2, seed=3)

@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 import torch
-from tiny_translation import END, VOCABULARY, Favour, log_probabilities, score, sentences, tiny_layers
 from torch import nn
 
 from gpipe.decoding.beam_search import BeamSearch
+from tests.decoding.tiny_translation import END, VOCABULARY, Favour, log_probabilities, score, sentences, tiny_layers
 
 
 def greedy(layers: nn.Sequential, source: list[int], longest: int) -> list[int]:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_translation import END, VOCABULARY, log_probabilities, sentences, tiny_layers
 from torch import nn
 
 from gpipe.decoding.fairseq_model import FairseqModel
+from tests.decoding.tiny_translation import END, VOCABULARY, log_probabilities, sentences, tiny_layers
 
 PADDING = 1
 BEAM = 3

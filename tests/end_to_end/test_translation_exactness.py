@@ -13,7 +13,7 @@ from gpipe.data.text.tokenizer import PADDING
 from gpipe.models import translation_transformer
 from gpipe.training.losses import TokenLoss, count_tokens
 from tests.end_to_end.translation_case import CUTS, Case, Outcome, batches, run, run_in_processes
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 run_once = functools.cache(run)
 TIES = ("inputs", "output", "all")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.end_to_end.transparency_case import Case, Outcome, assert_bitwise_equal, batch, cuts, run, run_in_processes
-from tests.process_pool import ProcessPool
-from tests.random_layers import DEPENDS_ON_MICROBATCH, KINDS, build
+from tests.support.process_pool import ProcessPool
+from tests.support.random_layers import DEPENDS_ON_MICROBATCH, KINDS, build
 
 MODES = ("always", "except_last", "never")
 EVERYTHING = (

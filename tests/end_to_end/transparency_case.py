@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from tests.random_layers import build
+from tests.support.random_layers import build
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.image_throughput import measurements
-from gpipe.records import Record, make_record
-from reproductions.table4_imagenet_and_transfer.tables import image_throughput
-from tests.program_server import run_program
+from gpipe.results.records import Record, make_record
+from gpipe.results.tables import TABLES
+from tests.support.program_server import run_program
 
 TINY = ("--small", "--steps", "1", "--warm-up", "0", "--backend", "eager")
 STAND_IN = """

@@ -2,9 +2,9 @@
 
 import json
 
-from gpipe.records import Record
-from reproductions.table4_imagenet_and_transfer.tables import input_pipeline
-from tests.program_server import run_program
+from gpipe.results.records import Record
+from gpipe.results.tables import TABLES
+from tests.support.program_server import run_program
 
 TINY = ("--dry", "--num-images", "6", "--batch-size", "4", "--image-sizes", "32", "48", "--rounds", "1")
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpipe.records import read_records
 from tests.experiments.peer_gradients import gradients
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 ROOT = Path(__file__).parents[2]
 TINY = (

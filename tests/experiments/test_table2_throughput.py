@@ -13,12 +13,9 @@ from gpipe.models import transformer_lm
 from gpipe.planning.device import Device
 from gpipe.planning.forecast import Setting
 from gpipe.planning.timing import LayerTiming
-from gpipe.records import Record
-from reproductions.pages import TABLES, read_paper
-from reproductions.table import make_table
-from reproductions.table2_throughput.tables import table2
-from reproductions.table3_slow_links.tables import table3
-from tests.program_server import run_program
+from gpipe.results.records import Record
+from gpipe.results.reproduction import BESIDE_PAPER, EVERY_TABLE, read_paper
+from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
 NUM_LAYERS = 6  # with embedding and softmax layer 8

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gpipe.launch import devices, processes
 from gpipe.launch.processes import Place, run
-from tests.launched import MANY_SECONDS, PYTHONPATH, ROOT, is_running, note_place, pids, two
+from tests.launch.launched import MANY_SECONDS, PYTHONPATH, ROOT, is_running, note_place, pids, two
 
 
 def fail(place: Place, folder: Path, how: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from gpipe.launch.errors import one_message
 from gpipe.launch.processes import Place, run
-from tests.launched import PYTHONPATH, ROOT, note_place, two
+from tests.launch.launched import PYTHONPATH, ROOT, note_place, two
 
 PRINTING = """
 import sys, time

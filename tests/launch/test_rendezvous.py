@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
 
 from gpipe.launch.rendezvous import LOOPBACK, SECRET, SignedBackend, serve_store, signed
-from tests.listeners import listeners
+from tests.support.listeners import listeners
 from tests.test_secrets import Trap
 
 JOB_SECRET = "known to the hosts of this job"

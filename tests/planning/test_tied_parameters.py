@@ -13,7 +13,7 @@ from gpipe.planning.forecast import Setting, forecast
 from gpipe.planning.plan import measure_seconds, plan_pipeline, print_plan
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.speed import Speed
-from tests.tied_model import SIZE, loss, mini_batch, tied_layers
+from tests.support.tied_model import SIZE, loss, mini_batch, tied_layers
 
 MODEL_PARAMETERS = sum(parameter.numel() for parameter in tied_layers().parameters())
 

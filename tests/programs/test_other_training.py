@@ -13,7 +13,7 @@ from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.manifest import MANIFEST, Position, seal, write_manifest
 from gpipe.config import RunConfig, newest_run, to_plain, to_run, to_yaml
 from gpipe.programs.train import start
-from tests.train_program import TINY
+from tests.support.train_program import TINY
 
 pytestmark = pytest.mark.usefixtures("composer")
 

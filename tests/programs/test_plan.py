@@ -12,7 +12,7 @@ from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.planning.device import DEVICES
 from gpipe.programs.plan import start
-from tests.program_server import run_program
+from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe.records import read_records
-from tests.train_program import TINY, metrics, run_folder, start, train_here, weights
+from gpipe.results.records import read_records
+from tests.support.train_program import TINY, metrics, run_folder, start, train_here, weights
 
 
 @pytest.fixture(scope="module")

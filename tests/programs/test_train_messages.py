@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.images.small_sets import write_oxford_pets
-from tests.train_program import TINY, run_folder, start, train_here
+from tests.support.train_program import TINY, run_folder, start, train_here
 
 
 def test_an_error_in_a_process_ends_the_run_with_one_message(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from gpipe.records import read_records
-from tests.train_program import TINY, start
+from gpipe.results.records import read_records
+from tests.support.train_program import TINY, start
 
 
 def test_a_sweep_skips_what_is_done_and_ends_with_its_table(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from gpipe.programs.workloads import workload_of
 from gpipe.records import read_records
 from tests.data.text.small_text import write_parallel
 from tests.programs.test_translate import TINY
-from tests.train_program import metrics, run_folder, start, weights
+from tests.support.train_program import metrics, run_folder, start, weights
 
 pytestmark = pytest.mark.usefixtures("composer")
 MODELS = {"t6_8192_16": 1, "t12_16384_32": 2, "t24_8192_16": 4, "t32_16384_32": 8, "t64_16384_32": 16}

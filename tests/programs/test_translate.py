@@ -21,9 +21,9 @@ from gpipe.programs import bleu
 from gpipe.programs.train import start as train
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import start
-from gpipe.records import read_records
-from tests.program_server import run_program
+from gpipe.results.records import read_records
 from tests.programs.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
+from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
 TINY = (

@@ -1,15 +1,12 @@
-"""Let the tests here share small_run.py with those of training, and all of them one undisturbed run."""
+"""One undisturbed run for all tests here."""
 
 import fcntl
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.reliability.session import Session, run_folder
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,9 @@ from typing import Any
 
 import yaml
 
-from tests import program_server
 from tests.reliability.session import assert_same, log_of, run_folder, saved_steps
 from tests.reliability.starts import LONG_SECONDS, Start, fill_disk, signal_of
+from tests.support import program_server
 
 BASE = (
     "model=transformer_lm_small", "model.num_layers=2", "model.model_size=8", "model.num_heads=2",

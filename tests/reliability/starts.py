@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.program_server import become
 from tests.reliability.session import ROOT, left_of
+from tests.support.program_server import become
 
 TRAIN = str(ROOT / "train.py")
 LONG_SECONDS = 60.0

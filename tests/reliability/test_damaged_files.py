@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_run import small_run
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.manifest import MANIFEST, Manifest, Position
-from gpipe.checkpoint.read import find_damage
+from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from tests.training.small_run import small_run
 
 FILES = [MANIFEST, *(f"{kind}-{stage}.safetensors" for kind in ("weights", "ema", "optimizer") for stage in (0, 2))]
 

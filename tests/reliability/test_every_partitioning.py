@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import SmallRun, small_run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe.checkpoint.manifest import Position
-from tests.process_pool import ProcessPool
+from gpipe.checkpoint.entries import Position
+from tests.support.process_pool import ProcessPool
+from tests.training.small_run import SmallRun, small_run
 
 pytestmark = pytest.mark.reliability
 

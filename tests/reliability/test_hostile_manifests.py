@@ -13,7 +13,6 @@ from hydra import compose
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from small_run import small_layers, small_run
 
 from gpipe.checkpoint import format as files
 from gpipe.checkpoint.__main__ import describe
@@ -22,6 +21,7 @@ from gpipe.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Po
 from gpipe.checkpoint.read import find_damage, load_layers
 from gpipe.config import ConfigError, to_plain, to_run
 from gpipe.config.saved import from_plain
+from tests.training.small_run import small_layers, small_run
 
 MOST_BYTES = 4 * 2**20  # of Python's memory; the manifests here have a hundredth of that
 RELAXED = settings(

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.listeners import listeners
 from tests.reliability.hosts import TRAIN, Host, two_hosts
 from tests.reliability.test_faults import GRACE_SECONDS, RUN, TIMEOUT_SECONDS, UNHURRIED_SECONDS, wait_for_file
-from tests.train_program import start
+from tests.support.listeners import listeners
+from tests.support.train_program import start
 
 pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("hosts")]  # there is one cable
 SHAPES = {

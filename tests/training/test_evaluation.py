@@ -7,14 +7,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_run import NUM_LAYERS, RandomImages, small_layers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.evaluation import EvaluationMetrics, TokenMetrics, evaluate
-from tests.process_pool import ProcessPool
+from gpipe.training.evaluation import evaluate
+from gpipe.training.metrics import EvaluationMetrics
+from gpipe.training.token_metrics import TokenMetrics
+from tests.support.process_pool import ProcessPool
+from tests.training.small_run import NUM_LAYERS, RandomImages, small_layers
 
 Figures = dict[str, dict[str, float]]
 # Mini-batches: as many for each of two replicas, one more for the first, and fewer than replicas.

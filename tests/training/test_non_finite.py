@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import RandomImages, small_run, small_trainer
-from test_trainer import assert_same_state, poison, state_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,7 +16,9 @@ from gpipe.pipeline.stage import MASKS
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.tracking import METRICS_FILE, Tracker
 from gpipe.training.trainer import Trainer
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
+from tests.training.small_run import RandomImages, small_run, small_trainer
+from tests.training.test_trainer import assert_same_state, poison, state_of
 
 
 class Fault(nn.Module):

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import SmallRun, small_run, small_trainer
 from torch.distributed.device_mesh import init_device_mesh
-from train_and_save import train
 
 from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.training.tracking import Tracker
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
+from tests.training.small_run import SmallRun, small_run, small_trainer
+from tests.training.train_and_save import train
 
 pytestmark = pytest.mark.slow
 

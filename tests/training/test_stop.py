@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import NUM_LAYERS, small_trainer
-from test_trainer import assert_same_state, read_log
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.checkpoint.folder import find_latest
 from gpipe.training.endings import Stopped
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
+from tests.training.small_run import NUM_LAYERS, small_trainer
+from tests.training.test_trainer import assert_same_state, read_log
 
 
 def ask_at(trainer: Trainer, step: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import RandomImages, SmallRun, small_run, small_trainer
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest
@@ -21,6 +20,7 @@ from gpipe.training.progress import Progress
 from gpipe.training.summary import StepSpeed, Totals
 from gpipe.training.tracking import METRICS_FILE
 from gpipe.training.trainer import Trainer
+from tests.training.small_run import RandomImages, SmallRun, small_run, small_trainer
 
 TIMES = {"examples_per_second", "step_seconds", "peak_memory_bytes", "bubble"}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from small_run import NUM_LAYERS, RandomImages, small_trainer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.training.tracking import Tracker
+from tests.training.small_run import NUM_LAYERS, RandomImages, small_trainer
 
 
 class BrokenImages(RandomImages):

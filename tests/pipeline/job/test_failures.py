@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gpipe
 from tests.pipeline.job import fresh_processes
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 pytestmark = pytest.mark.alone
 SECONDS = 5.0  # the contract's

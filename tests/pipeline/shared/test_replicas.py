@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 PADDING = -100
 MODES = ("always", "except_last", "never")

@@ -27,8 +27,8 @@ from tests.pipeline.shared.synchronized_case import (
     train,
     train_case,
 )
-from tests.process_pool import ProcessPool
-from tests.random_layers import build as random_layers
+from tests.support.process_pool import ProcessPool
+from tests.support.random_layers import build as random_layers
 
 
 @pytest.fixture(scope="module")

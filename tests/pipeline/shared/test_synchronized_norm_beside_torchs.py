@@ -22,7 +22,7 @@ from tests.pipeline.shared.synchronized_case import (
     mean_loss,
     mesh_of,
 )
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 
 def _view(values: Tensor, like: Tensor) -> Tensor:

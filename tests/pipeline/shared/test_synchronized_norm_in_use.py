@@ -27,7 +27,7 @@ from tests.pipeline.shared.synchronized_case import (
     plain,
     train_case,
 )
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 from timm.layers import BatchNormAct2d  # isort: skip
 

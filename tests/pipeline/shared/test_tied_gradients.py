@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpipe
 from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from tests.pipeline.job import fresh_processes
-from tests.process_pool import ProcessPool
-from tests.tied_model import (
+from tests.support.process_pool import ProcessPool
+from tests.support.tied_model import (
     MATRIX,
     TABLE,
     Case,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from gpipe.pipeline.shared.tied_parameters import TiedParameters
-from tests.process_pool import ProcessPool
-from tests.tied_model import MATRIX, TABLE, loss, mini_batch, tied_layers
+from gpipe.pipeline.shared.tied_parameters import Ties
+from tests.support.process_pool import ProcessPool
+from tests.support.tied_model import MATRIX, TABLE, loss, mini_batch, tied_layers
 
 CUTS = ((6,), (3, 3), (1, 4, 1), (1, 1, 1, 1, 1, 1))
 

@@ -19,7 +19,7 @@ import gpipe
 from gpipe.pipeline.job.messages import Messenger
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, dependencies
 from gpipe.pipeline.timeline import Event, Timeline
-from tests.process_pool import ProcessPool
+from tests.support.process_pool import ProcessPool
 
 MODES = ("always", "except_last", "never")
 

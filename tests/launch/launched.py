@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gpipe.launch.processes import Place, Processes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHONPATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
 MANY_SECONDS = 60  # a process that outlives this was not ended
 

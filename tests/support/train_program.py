@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from gpipe.config import to_run
 from gpipe.programs.train import start as start_run
-from tests.program_server import run_program
+from tests.support.program_server import run_program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
 TINY = (
     "trainer.max_steps=3",

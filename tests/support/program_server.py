@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-_ROOT = Path(__file__).parents[1]
-_SERVE = "from tests.program_server import serve; serve()"
+_ROOT = Path(__file__).parents[2]
+_SERVE = "from tests.support.program_server import serve; serve()"
 
 
 def run_program(
@@ -59,7 +59,8 @@ def serve() -> None:
 
 def load() -> None:
     """Load what programs load."""
-    for name in ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train"):
+    parts = ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train", "programs.translate")
+    for name in parts:
         import_module(f"gpipe.{name}")
 
 
