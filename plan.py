@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import PlanConfig
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 from gpipe.planning.device import find_device
 
 register_schemas(PlanConfig)
@@ -14,7 +14,7 @@ register_schemas(PlanConfig)
 @hydra.main(version_base="1.3", config_path="conf", config_name="plan")
 def main(composed: DictConfig) -> None:
     """Check the composed settings, then plan."""
-    with one_message(debug=composed.launch.debug):
+    with report_errors(debug=composed.launch.debug):
         plan = to_run(composed)
         assert isinstance(plan, PlanConfig)
         find_device(plan.device)

@@ -1,12 +1,12 @@
 """Train a model through a pipeline: compose the settings, start the processes, build, train. See `--help`."""
 # ruff: noqa: E402
 
-from gpipe.launch import collector, stops, terminal
+from gpipe.launch import garbage_collection, stops, terminal
 
 # Before anything that takes its time to load: a stop at any moment is one in good order.
 stops.listen()
 terminal.outlive_readers()
-collector.rest()
+garbage_collection.pause()
 
 import os
 from contextlib import suppress
@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, newest_run, register_schemas, to_run
-from gpipe.launch.errors import one_message, one_message_from_hydra
+from gpipe.launch.errors import report_errors, report_hydra_errors
 from gpipe.programs.resume import continued
 from gpipe.programs.sweep import run_job
 
@@ -36,7 +36,7 @@ def main(composed: DictConfig) -> float | None:
     if job.mode is RunMode.MULTIRUN:
         return run_job(folder, overrides, composed.data.name, partial(check, composed), train)
     try:
-        with one_message(debug=composed.launch.debug):
+        with report_errors(debug=composed.launch.debug):
             run = check(composed)
             with continued(run, folder, is_dated=is_dated(job)) as at:
                 train(run, at, overrides)
@@ -71,5 +71,5 @@ def train(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = T
 
 
 if __name__ == "__main__":
-    with one_message_from_hydra():
+    with report_hydra_errors():
         main()

@@ -6,7 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from gpipe.config.translate import register_schema, take_literally, to_settings
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 
 register_schema()
 
@@ -14,7 +14,7 @@ register_schema()
 @hydra.main(version_base="1.3", config_path="conf", config_name="translate")
 def main(composed: DictConfig) -> None:
     """Check the composed settings, then translate."""
-    with one_message(debug=composed.debug):
+    with report_errors(debug=composed.debug):
         settings = to_settings(composed)
     from gpipe.programs.translate import start
 

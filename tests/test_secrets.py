@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from gpipe.config import to_run
 from gpipe.environment_secrets import find_secret, redact
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 from gpipe.programs.train import start
 from tests.support.foreign_config import compose_with
 
@@ -110,7 +110,7 @@ def test_an_error_that_repeats_a_secret_is_shown_and_kept_without_it(elsewhere: 
     monkeypatch.setenv("WANDB_API_KEY", PLANTED["WANDB_API_KEY"])
     for debug in (False, True):
         folder = elsewhere / str(debug)
-        with pytest.raises(SystemExit), one_message(folder, debug):
+        with pytest.raises(SystemExit), report_errors(folder, debug):
             raise RuntimeError(f"the server refused the key {PLANTED['WANDB_API_KEY']} of hf_{'a1' * 15}")
         text = (folder / "error.txt").read_text() + capfd.readouterr().err
         assert PLANTED["WANDB_API_KEY"] not in text and "a1a1" not in text

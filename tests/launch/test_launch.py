@@ -145,19 +145,19 @@ def test_one_failing_process_ends_all_with_one_message(
 
 COLLECTING = """
 import gc
-from gpipe.launch import collector
+from gpipe.launch import garbage_collection
 
-collector.rest()
+garbage_collection.pause()
 assert not gc.isenabled()
-collector.work()
+garbage_collection.resume()
 kept = gc.get_freeze_count()
 assert gc.isenabled() and kept > 1000
-collector.work()
+garbage_collection.resume()
 assert gc.get_freeze_count() == kept
 """
 
 
-def test_only_what_was_loaded_while_the_collector_rested_is_never_searched(tmp_path: Path) -> None:
+def test_only_what_was_loaded_while_garbage_collection_was_paused_is_never_searched(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COLLECTING]
     done = subprocess.run(command, env=os.environ | PYTHONPATH, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -197,9 +197,9 @@ def test_a_gpu_that_is_not_there_is_named(
     [
         (
             "0",
-            r"the processes \[1\] did not come within 0\.5 s: see what keeps them, or raise pipeline\.timeout_seconds",
+            r"the processes \[1\] did not come within 0\.5 s: find out what delays them, or raise pipeline\.timeout",
         ),
-        ("1", r"process 0 did not come within 0\.6 s: see what keeps it, or raise pipeline\.timeout_seconds"),
+        ("1", r"process 0 did not come within 0\.6 s: find out what delays it, or raise pipeline\.timeout_seconds"),
     ],
 )
 def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_while_it_starts(
@@ -224,7 +224,7 @@ def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_once_all_have
     with pytest.raises(SystemExit):
         run(hang_before, two(tmp_path, timeout_seconds=1.0), what)
     assert time.monotonic() - begun < MANY_SECONDS / 2
-    said = r"error: another process did not come in time \(wait timeout after \d+ms, .*\): see what keeps it, or raise"
+    said = r"error: another process did not come in time \(wait timeout after \d+ms, .*\): find out what delays it, or"
     assert re.search(said, capfd.readouterr().err)
 
 

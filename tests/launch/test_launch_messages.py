@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place, run
 from tests.launch.launched import PYTHONPATH, ROOT, note_place, two
 
@@ -39,7 +39,7 @@ def test_a_reader_that_is_gone_ends_no_program() -> None:
 
 def test_the_second_process_that_fails_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for cause in ("the first cause", "a consequence"):
-        with pytest.raises(SystemExit), one_message(tmp_path):
+        with pytest.raises(SystemExit), report_errors(tmp_path):
             raise ValueError(cause)
     said = capsys.readouterr().err
     assert "the first cause" in said
@@ -53,7 +53,7 @@ def test_of_processes_that_have_no_folder_yet_the_first_one_to_fail_speaks(
         (tmp_path / rank).mkdir()
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
-        with pytest.raises(SystemExit), one_message():
+        with pytest.raises(SystemExit), report_errors():
             raise ValueError(f"cause in {rank}")
     assert capsys.readouterr().err == "error: cause in 1\n"
 
@@ -114,7 +114,7 @@ def test_an_error_of_a_launcher_is_told_in_one_sentence(tmp_path: Path) -> None:
 
 def test_of_a_log_in_a_message_the_last_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     dashes = "-" * 22
-    with pytest.raises(SystemExit), one_message():
+    with pytest.raises(SystemExit), report_errors():
         raise ValueError(
             f"Job failed with trace:\n{dashes}\nTraceback:\n  File x\nKeyError: 3\n\n{dashes}\nSee job.err"
         )
@@ -122,12 +122,12 @@ def test_of_a_log_in_a_message_the_last_line_is_said(capsys: pytest.CaptureFixtu
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), one_message(debug=True):
+    with pytest.raises(SystemExit), report_errors(debug=True):
         raise ValueError("cause")
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), one_message():
+    with pytest.raises(SystemExit), report_errors():
         raise KeyError("width")
     assert capsys.readouterr().err == "error: KeyError: 'width'\n"

@@ -28,7 +28,7 @@ def stop(place: Place, folder: Path) -> None:
 
 def hang_until_asked(folder: Path) -> None:
     (folder / f"process-{os.getpid()}").touch()
-    while (reason := stops.reason()) is None:
+    while (reason := stops.find_reason()) is None:
         time.sleep(0.05)
     (folder / f"asked-{os.getpid()}").write_text(reason)
 
@@ -75,9 +75,9 @@ def test_the_parent_waits_for_processes_that_it_asked_to_stop(tmp_path: Path, nu
 
 def leave_when_asked(status: int) -> None:
     with stops.listening():
-        assert stops.reason() is None
+        assert stops.find_reason() is None
         os.kill(os.getpid(), signal.SIGUSR2)
-        wait_until(lambda: stops.reason() == "SIGUSR2")
+        wait_until(lambda: stops.find_reason() == "SIGUSR2")
         raise SystemExit(status)
 
 
@@ -110,9 +110,9 @@ from gpipe.launch import stops
 
 stops.listen()
 print("listening", flush=True)
-while stops.reason() is None:
+while stops.find_reason() is None:
     time.sleep(0.01)
-print(stops.reason())
+print(stops.find_reason())
 """
 
 
@@ -162,7 +162,7 @@ def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> 
         for status, expected in ((0, []), (stops.STOPPED, [signal.SIGUSR2])):
             with pytest.raises(SystemExit):
                 leave_when_asked(status)
-            assert received == expected and stops.reason() is None
+            assert received == expected and stops.find_reason() is None
         os.kill(os.getpid(), signal.SIGUSR2)
         assert received == [signal.SIGUSR2] * 2, "the handler before is back"
     finally:
@@ -171,7 +171,7 @@ def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> 
 
 def test_nothing_is_started_after_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with stops.listening() as listener:
-        listener.ask("SIGTERM")
+        listener.request("SIGTERM")
         with pytest.raises(SystemExit) as left:
             run(note_place, two(tmp_path), "never")
     assert left.value.code == stops.STOPPED
@@ -181,5 +181,5 @@ def test_nothing_is_started_after_a_request(tmp_path: Path, capsys: pytest.Captu
 
 def test_time_is_a_request_of_its_own() -> None:
     with stops.listening():
-        assert stops.reason(max_hours=1.0) is None
-        assert stops.reason(max_hours=1e-9) == stops.reason() == "trainer.max_hours=1e-09"
+        assert stops.find_reason(max_hours=1.0) is None
+        assert stops.find_reason(max_hours=1e-9) == stops.find_reason() == "trainer.max_hours=1e-09"

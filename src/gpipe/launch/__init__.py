@@ -2,4 +2,4 @@
 
 import time
 
-BEGAN = time.monotonic()  # nearly the start of this process: it loads this before what takes seconds to load
+BEGAN = time.monotonic()  # nearly the start of this process: slow modules are imported later

@@ -1,12 +1,16 @@
-"""torch's elastic agent, with an eye for how its processes end."""
+"""torch's elastic agent, which starts the processes of a run, watches how they end, and starts them again."""
 
+import multiprocessing
 import os
+import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from multiprocessing import active_children
+from multiprocessing import active_children, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,36 +23,50 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from gpipe.launch.rendezvous import OneHost
 
 _POLL_SECONDS = 0.1
-_SHUTDOWN_SECONDS = 3  # for a process that does not end by SIGTERM
-_TELLING_SECONDS = 3.5  # for the others to find out what the one that ended was doing, and to say so
-_LEAVING_SECONDS = 0.5  # once somebody has said it
+_SHUTDOWN_SECONDS = 3  # for a process that ignores SIGTERM
+_REPORT_SECONDS = 3.5  # for the others to find out what the process that ended was doing, and to report it
+_EXIT_SECONDS = 0.5  # once one has reported it
+_MAX_BYTES = 75  # of a folder for sockets: a path has at most 107, of which Python's own names take 32
+_IS_PRIVATE = sys.version_info >= (3, 11, 1)  # before, any user of a host could send it a pickle (CVE-2022-42919)
 
 
 @dataclass(frozen=True)
 class End:
-    """How the first process of a run ended that was to go on: its rank, its process id, and its exit code."""
+    """How the first process that ended too early did so.
+
+    Attributes:
+        rank: the rank of the process.
+        pid: its process id.
+        exitcode: its exit status; of a process that was killed, minus the signal's number.
+    """
 
     rank: int
     pid: int
     exitcode: int
 
     def __str__(self) -> str:
-        """Say it in a sentence without a full stop."""
+        """Describe it in a sentence without a full stop."""
         how = f"signal {-self.exitcode}" if self.exitcode < 0 else f"exit status {self.exitcode}"
-        cause = {0: "something in it exited before the training was over", 1: "what it said stands above, if anything"}
+        cause = {0: "something in it exited before the training was over", 1: "its message, if any, is above"}
         likely = cause.get(self.exitcode, "it was killed from outside, or ran out of memory")
         return f"process {self.pid} (rank {self.rank}) ended with {how}: {likely}"
 
 
 class Agent(LocalElasticAgent):
-    """Starts the processes, and all of them again, up to `max_restarts` times, where one ends too early.
+    """Starts the processes, and restarts all of them, up to `max_restarts` times, when one ends too early.
 
-    torch's own ends the others by SIGTERM as soon as one has failed, before they can tell what that one was doing; it
-    waits 30 s for one that is stopped; and it waits for ever for one that has exited with status 0.
+    torch's own agent ends the other processes by SIGTERM as soon as one has failed, before they can report what that
+    one was doing. It waits 30 s for a stopped process, and for ever for one that has exited with status 0.
 
-    entrypoint: called as entrypoint(*args) in each process. logs: a folder for the agent. error_file: where a process
-    that fails says why. on_restart: called with the end and the number of restarts that are left, before each.
-    start_method: of multiprocessing.
+    Args:
+        entrypoint: called as entrypoint(*args) in each process.
+        args: its arguments.
+        num_processes: how many processes to start.
+        max_restarts: how many restarts are allowed.
+        logs: a folder for the agent.
+        error_file: where a process that fails writes the reason.
+        on_restart: called before each restart with the early end and the number of restarts left.
+        start_method: multiprocessing's start method.
     """
 
     def __init__(
@@ -81,15 +99,19 @@ class Agent(LocalElasticAgent):
         self._first_end: tuple[End, float] | None = None
 
     def train(self) -> dict[int, Any] | End:
-        """Start the processes and wait; return what they returned, by rank, or how the first of the last try ended."""
+        """Start the processes and wait for them.
+
+        Returns:
+            What the processes returned, by rank; or, where the last try failed, how its first process ended.
+        """
         try:
-            with _no_handlers():
+            with _without_signal_handlers():
                 result = self.run()
         finally:
             self._worker_group.spec.rdzv_handler.shutdown()
         if self._first_end is not None:
             return self._first_end[0]
-        for rank, failure in result.failures.items():  # of a process that ended between two looks at it
+        for rank, failure in result.failures.items():  # it ended between two polls
             return End(rank, failure.pid, failure.exitcode)
         return dict(result.return_values)
 
@@ -103,22 +125,23 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look after the processes; where one has ended although nobody told them to, wait a little and end the rest.
+        """Poll the processes; when one has ended too early, wait for the others' reports and kill them.
 
-        One that is done waits to be told so by torch's agent, which does it when all are done.
+        A process that is done does not end by itself: torch's agent tells it to, when all are done.
         """
         ended = [rank for rank, child in enumerate(self._children) if not child.is_alive()]
         if not ended and self._first_end is None:
             context = self._pcontext
             assert isinstance(context, MultiprocessContext)
             if any(queue.empty() for queue in context._ret_vals.values()):
-                return RunResult(state=WorkerState.HEALTHY)  # torch's would end the others of one that ends just now
+                # If a process ended right now, torch's agent would end the others.
+                return RunResult(state=WorkerState.HEALTHY)
             result: RunResult = super()._monitor_workers(worker_group)
             return result
         if self._first_end is None:
             first = max(ended, key=lambda rank: self._children[rank].exitcode != 1)
             self._first_end = self._end(first), time.monotonic()
-        seconds = _LEAVING_SECONDS if self._error_file.exists() else _TELLING_SECONDS
+        seconds = _EXIT_SECONDS if self._error_file.exists() else _REPORT_SECONDS
         if len(ended) < len(self._children) and time.monotonic() - self._first_end[1] < seconds:
             return RunResult(state=WorkerState.HEALTHY)
         for child in self._children:
@@ -140,8 +163,36 @@ class Agent(LocalElasticAgent):
 
 
 @contextmanager
-def _no_handlers() -> Iterator[None]:
-    """Leave the signals to those who handle them already, and SIGHUP ignored under nohup: torch would handle four."""
+def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
+    """Yield the name of multiprocessing's start method to use while the body runs.
+
+    New processes are copies of one that has loaded `modules`. Where that is impossible or unsafe (macOS, Python 3.11.0,
+    a temporary folder whose path is too long for a socket), each process loads what it needs by itself.
+
+    Args:
+        modules: the modules to load once, beforehand.
+    """
+    if sys.platform != "linux" or not _IS_PRIVATE or len(tempfile.gettempdir().encode()) > _MAX_BYTES:
+        yield "spawn"
+        return
+    multiprocessing.set_forkserver_preload(["gpipe.launch.paused_collection", *modules])
+    try:
+        yield "forkserver"
+    finally:
+        _kill_fork_server()
+
+
+def _kill_fork_server() -> None:
+    """Kill the process that was copied: the next run of this process has another environment and another output."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # else it waits for whatever a killed process had started
+    server._stop()
+
+
+@contextmanager
+def _without_signal_handlers() -> Iterator[None]:
+    """Keep torch from handling four signals: they have handlers already, and nohup ignores SIGHUP."""
     name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     before = os.environ.get(name)
     os.environ[name] = ""

@@ -1,10 +1,14 @@
-"""What a host has for the processes of a run: GPUs, and cores that they may be pinned to."""
+"""The GPUs and cores of this host, and the cores that a process is pinned to."""
 
 import os
 
 
 class DevicesMissing(RuntimeError):
-    """Say how many GPUs or cores the processes of a run need, and how many are here; `reason` is just that."""
+    """This host has fewer GPUs or cores than the processes of a run need.
+
+    Attributes:
+        reason: how many are needed, and how many this host has.
+    """
 
     def __init__(self, num_needed: int, noun: str, num_found: int, remedy: str) -> None:
         self.reason = f"needs {num_needed} {noun}, {num_found} {'is' if num_found == 1 else 'are'} here"
@@ -12,9 +16,18 @@ class DevicesMissing(RuntimeError):
 
 
 def check_devices(num_processes: int, device: str, num_threads: int | None, pin_cores: bool) -> None:
-    """Look whether there is a GPU for each process; on a CPU, a core for each thread where processes are pinned.
+    """Check that there is a GPU for each process; on a CPU, a core for each thread of pinned processes.
 
-    device: cpu, cuda or auto. torchrun's processes are left to whoever started them. Raises DevicesMissing.
+    torchrun's processes are not checked: whoever starts them decides.
+
+    Args:
+        num_processes: how many processes this host is to run.
+        device: cpu, cuda or auto.
+        num_threads: threads per process; None counts as one.
+        pin_cores: whether each process gets cores of its own.
+
+    Raises:
+        DevicesMissing: there are too few.
     """
     if is_adopted():
         return
@@ -40,9 +53,10 @@ def own_cores() -> list[int]:
 
 
 def pin(num_threads: int, local_rank: int) -> None:
-    """Confine this thread, and those that it starts, to as many cores of its own; neighbours get neighbouring cores.
+    """Confine this thread, and those that it starts, to `num_threads` cores; neighbours get neighbouring cores.
 
-    Raises ValueError where the system cannot do that, or has too few cores.
+    Raises:
+        ValueError: the system cannot pin processes, or has too few cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ValueError("launch.pin_cores is true, but this system pins no process: set launch.pin_cores=false.")
@@ -57,5 +71,5 @@ def pin(num_threads: int, local_rank: int) -> None:
 
 
 def is_adopted() -> bool:
-    """Say whether torchrun, or something that sets the same variables, started this process."""
+    """Return whether torchrun, or something that sets the same variables, started this process."""
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()

@@ -1,4 +1,4 @@
-"""What a user sees of an error: its message, once, however many processes fail of it. Nothing here imports torch."""
+"""Print each error as one message, however many processes raise it. Nothing here imports torch."""
 
 import errno
 import os
@@ -14,20 +14,21 @@ from typing import Any
 from gpipe.environment_secrets import redact
 
 ERROR_FILE = "error.txt"
-# A launcher's message has the log of its job in it, between lines of dashes.
+# A launcher's message contains the log of its job, between lines of dashes.
 _LOG = re.compile(r"\n-{20,}\n(?P<content>.*?)(\n-{20,}\n|\Z)", re.DOTALL)
 
 
 @contextmanager
-def one_message(
+def report_errors(
     folder: Path | None = None, debug: bool = False, unless: type[Exception] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Turn an error into its message on stderr and an exit with status 1 (130 for Ctrl-C).
+    """Print the message of an error to stderr and exit with status 1 (130 after Ctrl-C).
 
-    folder: gets error.txt with the traceback; of several processes that fail only the first one to write it speaks.
-        None is for errors before the processes of a run share a folder: the first one of each host speaks.
-    debug: print the traceback instead of the message, as the environment variable HYDRA_FULL_ERROR=1 does too.
-    unless: errors that somebody else turns into messages.
+    Args:
+        folder: gets error.txt with the traceback; of several processes that fail, only the first to write it prints.
+            Pass None before the processes of a run share a folder: then the first process of each host prints.
+        debug: print the traceback instead of the message, as the environment variable HYDRA_FULL_ERROR=1 does.
+        unless: errors that are raised to the caller.
     """
     try:
         yield
@@ -36,16 +37,16 @@ def one_message(
         raise SystemExit(128 + signal.SIGINT) from None
     except unless:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run here
-        _speak(error, folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
+    except Exception as error:  # noqa: BLE001 - any error ends the run here
+        _report(error, folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
         raise SystemExit(1) from None
 
 
 @contextmanager
-def one_message_from_hydra() -> Iterator[None]:
-    """Turn errors around a run, of Hydra and its launchers, into messages; Hydra prints a traceback of most of them.
+def report_hydra_errors() -> Iterator[None]:
+    """Print the errors of Hydra and its launchers as messages; Hydra prints the traceback of most of them.
 
-    Such are a typo in a YAML file, a place where no folder can be made, and a cluster that is not there.
+    Examples are a typo in a YAML file, a folder that cannot be made, and a cluster that cannot be reached.
     """
     from hydra._internal import utils
     from hydra.errors import CompactHydraException
@@ -54,7 +55,7 @@ def one_message_from_hydra() -> Iterator[None]:
 
     def run_and_report(func: Callable[[], Any]) -> Any:
         def run() -> Any:
-            with one_message(unless=CompactHydraException):
+            with report_errors(unless=CompactHydraException):
                 return func()
 
         return report(run)
@@ -67,14 +68,14 @@ def one_message_from_hydra() -> Iterator[None]:
 
 
 def forget_errors(folder: Path) -> None:
-    """Take away what an earlier try left in its folder, which would silence this one."""
+    """Remove the error file of an earlier try, which would silence this one."""
     (folder / ERROR_FILE).unlink(missing_ok=True)
 
 
-def _speak(error: Exception, folder: Path | None, full: bool) -> None:
-    """Print an error's message, unless another process of the run has spoken; keep its traceback.
+def _report(error: Exception, folder: Path | None, full: bool) -> None:
+    """Print an error's message, unless another process of the run has printed one; write its traceback.
 
-    A library may put into its message what it was given, even a key: secrets of the environment are left out.
+    A library's message may contain what it was given, even a key: secrets of the environment are redacted.
     """
     trace = redact(traceback.format_exc())
     message = redact(_sentence(error) + "".join(f"\n(in {note})" for note in getattr(error, "__notes__", ())))
@@ -86,17 +87,17 @@ def _speak(error: Exception, folder: Path | None, full: bool) -> None:
             message += f"\n(traceback: {folder / ERROR_FILE})"
         except FileExistsError:
             return
-        except OSError as full_disk:  # which may be what the message is about
-            message += f"\n(the traceback could not be kept: {full_disk})"
-    elif not _is_first():
+        except OSError as full_disk:  # perhaps the error itself
+            message += f"\n(the traceback could not be written: {full_disk})"
+    elif not _is_first_to_report():
         return
     print(trace if full else f"error: {message}", file=sys.stderr, flush=True)
 
 
-def _is_first() -> bool:
-    """Say whether no other process of this host and this try has spoken.
+def _is_first_to_report() -> bool:
+    """Return whether no other process of this host and this try has reported an error.
 
-    torch's agent gives each process a file for its error, in a folder that those of a host and a try have in common.
+    torch's agent gives each process a file for its error, in a folder that the processes of a host and a try share.
     """
     own_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     try:
@@ -104,25 +105,26 @@ def _is_first() -> bool:
             (Path(own_file).parents[1] / ERROR_FILE).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # nobody can tell
+    except OSError:  # unknown: better twice than never
         return True
     return True
 
 
 def _sentence(error: Exception) -> str:
-    """Return what an error says; where it is not one that speaks in sentences, with its name in front."""
+    """Return an error's message, after its class's name unless the message is a sentence of its own."""
     if (mark := getattr(error, "problem_mark", None)) is not None:  # a YAML parser's
-        problem = getattr(error, "problem", None) or "this is no YAML"
+        problem = getattr(error, "problem", None) or "this is not YAML"
         return f"{mark.name}, line {mark.line + 1}: {problem}: correct it there, or in the line before."
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return (
             f"no access to {error.filename} ({error.strerror}): change its permissions, or start where you may write."
         )
-    if type(error).__name__ == "DistStoreError":  # torch's, which takes seconds to load
-        return f"another process did not come in time ({error}): see what keeps it, or raise pipeline.timeout_seconds."
-    speaks = type(error) is ValueError or type(error).__module__ != "builtins"
+    if type(error).__name__ == "DistStoreError":  # torch's class, which takes seconds to import
+        remedy = "find out what delays it, or raise pipeline.timeout_seconds"
+        return f"another process did not come in time ({error}): {remedy}."
+    is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
-    return message if speaks and message else f"{type(error).__name__}: {message}"
+    return message if is_sentence and message else f"{type(error).__name__}: {message}"
 
 
 def _last_line(log: re.Match[str]) -> str:

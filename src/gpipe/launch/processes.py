@@ -25,26 +25,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpipe.launch import BEGAN, collector, stops
-from gpipe.launch.agent import Agent, End
-from gpipe.launch.copies import start_method
+from gpipe.launch import BEGAN, garbage_collection, stops
+from gpipe.launch.agent import Agent, End, choose_start_method
 from gpipe.launch.devices import is_adopted, own_cores, pin
-from gpipe.launch.errors import ERROR_FILE, forget_errors, one_message
-from gpipe.launch.network import choose_interface
-from gpipe.launch.store import join_store
+from gpipe.launch.errors import ERROR_FILE, forget_errors, report_errors
+from gpipe.launch.rendezvous import choose_interface, join_store
 
-# A process waits for the others as long as the time-out, or as this many times what it took itself to come: they start
-# at different speeds, the more so on a slow machine.
+# A process waits for the others for the time-out, or for this many times its own start-up time, whichever is longer:
+# processes start at different speeds, above all on a slow machine.
 _START_FACTOR = 2.0
-# The processes that wait for the first one give up later than it: it knows who is missing.
+# The first process gives up before the others: it knows which processes are missing.
 _FIRST_FACTOR = 1.2
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: `mesh` has the dimensions ("replica", "stage"), None where it plays all stages.
+    """Which stages of which replica this process runs, and on which device.
 
-    num_cores: those of this host that the run has, more than this process's where it is pinned.
+    Attributes:
+        mesh: the job's mesh with the dimensions ("replica", "stage"); None if this process plays all stages.
+        device_type: cpu or cuda.
+        num_cores: the cores of this host that the run may use; a pinned process has fewer.
     """
 
     mesh: DeviceMesh | None
@@ -53,11 +54,11 @@ class Place:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that speaks to the user and writes the run's record: the first one."""
+        """Whether this is the first process, which prints messages and writes the run's record."""
         return self.mesh is None or dist.get_rank() == 0
 
     def devices(self, num_stages: int, stages_per_device: int = 1) -> list[torch.device] | None:
-        """Return each stage's device where this process plays all stages; None means the one current device."""
+        """Return each stage's device if this process plays all stages, None if it runs on its current device."""
         if self.mesh is not None:
             return None
         if self.device_type == "cpu":
@@ -66,14 +67,19 @@ class Place:
         return [torch.device("cuda", stage % num_devices) for stage in range(num_stages)]
 
     def share(self, name: str, value: str) -> str:
-        """Return the first process's value on every process; every process calls it, once for a name."""
+        """Return the first process's value on every process; every process calls it, once per name."""
         return self.share_each(name, 1, lambda tell: tell(value))[0]
 
     def share_each(self, name: str, count: int, make: Callable[[Callable[[str], None]], Any]) -> list[str]:
-        """Return so many values, which the first process makes one by one, on every process; every process calls it.
+        """Return `count` values, which the first process makes one by one, on every process; every process calls it.
 
-        name: of the values, never used before. make: called by the first one alone, with what it calls with each value.
-        The others wait for each as long as for any message: raises DistStoreError on them where one does not come.
+        Args:
+            name: a name that was never used before.
+            count: how many values there are.
+            make: called on the first process only; it calls its argument with each value.
+
+        Raises:
+            DistStoreError: on the other processes, if a value does not come within the time-out.
         """
         found: list[str] = []
         if self.mesh is None:
@@ -88,16 +94,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes there are to be, and how each is set up.
+    """How many processes a run has, and how each is set up.
 
-    num_stages, num_replicas: K and R. num_processes: 1, or one for each `stages_per_device` stages and replica;
-    torchrun's number overrules it.
-    num_threads: of each process; None shares this host's cores out. device: cpu, cuda, or auto.
-    timeout_seconds: after which a collective operation without an answer is given up.
-    folder: for the file with an error's traceback. debug: show the traceback on the terminal too.
-    pin_cores: every process, an only one too, is a new one; on a CPU it has as many cores of its own as threads.
-    max_restarts: so many times all are started again after one has failed; more than 0 makes an only one a new one.
-    modules: what each needs, and takes time to load: new processes are copies of one that has loaded it.
+    Attributes:
+        num_stages: K.
+        num_replicas: R.
+        num_processes: 1, or one per `stages_per_device` stages and replica; torchrun's number takes precedence.
+        num_threads: threads per process; None divides this host's cores among its processes.
+        device: cpu, cuda or auto.
+        timeout_seconds: when to give up a collective operation that nobody answers.
+        folder: where the file with an error's traceback goes.
+        debug: print the traceback on the terminal too.
+        stages_per_device: how many stages each process runs.
+        pin_cores: give each process as many cores of its own as it has threads (on a CPU); a single process runs as a
+            child.
+        max_restarts: restarts allowed after a failure; with more than 0, a single process runs as a child.
+        modules: modules that take time to load: new processes are copies of one that has loaded them.
     """
 
     num_stages: int
@@ -115,40 +127,50 @@ class Processes:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return R and how many processes a pipeline has."""
+        """The number of replicas, and of processes per pipeline."""
         return self.num_replicas, self.num_stages // self.stages_per_device
 
 
 def run(function: Callable[..., None], processes: Processes, *args: Any) -> None:
     """Call function(place, folder, *args) in every process and return when all are done.
 
-    `function` and `args` must be picklable where processes are started here. `folder` is the first process's. Where one
-    fails, and there is no restart left, all are ended, one message is printed, the traceback is in error.txt in
-    `folder`, and the exit status is 1.
-    Where all raise SystemExit(75), because they were asked to stop, that is the exit status.
+    `folder` is the first process's. If a process fails and no restart is left, all processes end, one message is
+    printed, and error.txt in `folder` has the traceback.
+
+    Args:
+        function: what each process runs; `function` and `args` must be picklable if processes are started here.
+        processes: how many processes there are, and how each is set up.
+        args: further arguments of the function.
+
+    Raises:
+        SystemExit: with status 1 after a failure; with status 75 if all processes raised that, asked to stop.
     """
     with stops.listening():
         if is_adopted():
             _work(function, processes, args)
             return
-        stops.leave_if_asked()
+        stops.exit_if_requested()
         if processes.num_processes == 1 and not processes.pin_cores and not processes.max_restarts:
-            with one_message(debug=processes.debug):
+            with report_errors(debug=processes.debug):
                 forget_errors(processes.folder)
-            with one_message(processes.folder, processes.debug):
+            with report_errors(processes.folder, processes.debug):
                 _set_threads(processes)
-                function(_place_alone(processes), processes.folder, *args)
+                function(_make_single_place(processes), processes.folder, *args)
         else:
             _start(function, processes, args)
 
 
 def _start(function: Callable[..., None], processes: Processes, args: tuple[Any, ...]) -> None:
-    """Start the processes with torch's elastic agent, and wait; it ends all as soon as one fails."""
+    """Start the processes with torch's elastic agent, which ends all as soon as one fails, and wait for them."""
     error_file = processes.folder / ERROR_FILE
-    collector.work()
-    with tempfile.TemporaryDirectory(prefix="gpipe-") as logs, start_method(processes.modules) as method, _quiet():
+    garbage_collection.resume()
+    with (
+        tempfile.TemporaryDirectory(prefix="gpipe-") as logs,
+        choose_start_method(processes.modules) as method,
+        _silence_agent(),
+    ):
         note = Path(logs) / "stop"
-        stops.listen().pass_on(note)
+        stops.listen().forward_to(note)
         agent = Agent(
             _work,
             (function, processes, args, note),
@@ -162,7 +184,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         try:
             end = agent.train()
         finally:
-            stops.listen().pass_on(None)
+            stops.listen().forward_to(None)
     if isinstance(end, End):
         if end.exitcode != 1 or not error_file.exists():
             print(f"error: {end}.", file=sys.stderr)
@@ -180,33 +202,39 @@ def _announce_restart(max_restarts: int, end: End, num_left: int) -> None:
 def _work(
     function: Callable[..., None], processes: Processes, args: tuple[Any, ...], note: Path | None = None
 ) -> int | None:
-    """Be one of several processes: join the group, call the function, leave the group.
+    """Join the group, call the function, leave the group: what each of several processes does.
 
-    note: where the process that started this one says that it was asked to stop. Having stopped is no failure, so the
-        status of that is returned to it.
+    Args:
+        function: the function to call.
+        processes: how each process is set up.
+        args: further arguments of the function.
+        note: the file to which the process that started this one forwards requests to stop; None for torchrun's.
+
+    Returns:
+        The exit status 75 if this process stopped on request, which is not a failure; else None.
     """
-    # One that is a copy of another began when that was made, not when that one did.
+    # A copied process began when the copy was made.
     began = BEGAN if note is None else time.monotonic()
     listener = stops.listen()
     if note is not None:
-        listener.obey(note)
+        listener.follow(note)
     try:
-        # The processes of a launcher have the same folder from the start; torchrun's composed their own configurations.
-        with one_message(None if note is None else processes.folder, processes.debug):
+        # Processes started here know the folder from the start; torchrun's have composed their own configurations.
+        with report_errors(None if note is None else processes.folder, processes.debug):
             num_cores = len(own_cores())
             _set_threads(processes)
             place = replace(_join(processes, began), num_cores=num_cores)
             if note is None and place.is_main:
                 forget_errors(processes.folder)
             folder = Path(place.share("folder", str(processes.folder)))
-        with one_message(folder, processes.debug):
+        with report_errors(folder, processes.debug):
             function(place, folder, *args)
         if place.mesh is not None:
             dist.destroy_process_group()
     except SystemExit as end:
         if note is not None and end.code == stops.STOPPED:
             return stops.STOPPED
-        _leave(end)
+        _exit_now(end)
     return None
 
 
@@ -214,7 +242,7 @@ def _join(processes: Processes, began: float) -> Place:
     """Join the process group; neighbouring ranks are neighbouring stages."""
     size, expected = int(os.environ["WORLD_SIZE"]), math.prod(processes.shape)
     if size == 1:
-        return _place_alone(processes)
+        return _make_single_place(processes)
     if size != expected:
         raise ValueError(
             f"{size} processes were started, expected {expected} (launch.num_replicas={processes.num_replicas} x "
@@ -225,41 +253,42 @@ def _join(processes: Processes, began: float) -> Place:
         num_local, num_gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if num_local > num_gpus:
             raise ValueError(
-                f"{num_local} processes on a host with {num_gpus} GPUs, expected one a GPU: start as many, or set "
+                f"{num_local} processes on a host with {num_gpus} GPUs, expected one per GPU: start as many, or set "
                 "launch.num_processes=1, which plays several stages on one GPU."
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     choose_interface()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     store, rank, size = _meet(processes.timeout_seconds, began)
-    timeout = timedelta(seconds=_patience(processes.timeout_seconds, began))
+    timeout = timedelta(seconds=_compute_patience(processes.timeout_seconds, began))
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return Place(init_device_mesh(device_type, processes.shape, mesh_dim_names=("replica", "stage")), device_type)
 
 
-def _patience(timeout_seconds: float, began: float) -> float:
-    """Return for how many seconds a process waits for the others while all start; began: when it did."""
+def _compute_patience(timeout_seconds: float, began: float) -> float:
+    """Return the seconds that a process that began at `began` waits for the others while all start."""
     return max(timeout_seconds, _START_FACTOR * (time.monotonic() - began))
 
 
 def _meet(timeout_seconds: float, began: float) -> tuple[Store, int, int]:
-    """Wait until all processes have come; return the store that they share, this one's rank, and their number.
+    """Wait for all processes; return the store that they share, this process's rank, and their number.
 
-    Raises TimeoutError where one does not come.
+    Raises:
+        TimeoutError: a process did not come in time.
     """
-    seconds = _patience(timeout_seconds, began)
+    seconds = _compute_patience(timeout_seconds, began)
     is_first = os.environ["RANK"] == "0"
     try:
         return join_store(timedelta(seconds=seconds if is_first else _FIRST_FACTOR * seconds))
     except dist.DistStoreError:
         raise TimeoutError(
-            f"process 0 did not come within {_FIRST_FACTOR * seconds:.1f} s: see what keeps it, or raise "
+            f"process 0 did not come within {_FIRST_FACTOR * seconds:.1f} s: find out what delays it, or raise "
             "pipeline.timeout_seconds."
         ) from None
 
 
-def _place_alone(processes: Processes) -> Place:
+def _make_single_place(processes: Processes) -> Place:
     if processes.num_replicas > 1:
         raise ValueError(
             f"launch.num_replicas is {processes.num_replicas} in one process, expected 1: "
@@ -271,9 +300,9 @@ def _place_alone(processes: Processes) -> Place:
 def _set_threads(processes: Processes) -> None:
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_threads = processes.num_threads or max(1, len(own_cores()) // num_local)
-    # Not beside a GPU, where the processes that decode images would have to share the one core.
+    # Not beside a GPU, where the processes that decode images would have to share the single core.
     if processes.pin_cores and _device_type(processes.device) == "cpu":
-        # The threads that are started from here on stay on the same cores.
+        # Threads that start from here on stay on the same cores.
         pin(num_threads, int(os.environ.get("LOCAL_RANK", "0")))
     torch.set_num_threads(num_threads)
 
@@ -285,18 +314,18 @@ def _device_type(device: str) -> str:
     return "cuda" if device == "cuda" or (device == "auto" and has_cuda) else "cpu"
 
 
-def _leave(end: SystemExit) -> NoReturn:
-    """End this process now: threads that wait for other processes would hold up an ordinary exit."""
+def _exit_now(end: SystemExit) -> NoReturn:
+    """Exit now: threads that wait for other processes would delay an ordinary exit."""
     for child in multiprocessing.active_children():
-        child.kill()  # SIGTERM is blocked there: one to the whole job must not end what loads the data of a last step
+        child.kill()  # not by SIGTERM, which is blocked there: the job's data loaders serve the last step
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(end.code if isinstance(end.code, int) else 1)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the agent's own log, which repeats a worker's error several times over."""
+def _silence_agent() -> Iterator[None]:
+    """Silence the agent's log, which repeats a worker's error several times."""
     loud = ("torch.distributed", "torch.multiprocessing")
     names = [name for name in logging.root.manager.loggerDict if name.startswith(loud)]
     levels = {name: logging.getLogger(name).level for name in names}

@@ -1,18 +1,22 @@
-"""How the processes of a job find each other, with no port open further than it has to be.
+"""How the processes of a job find each other: the store they share, the interfaces they listen at, and who may join.
 
-Nothing that another host sends is unpickled, unless it is signed with a secret of the job.
+No port is open to more hosts than necessary. What another host sends is unpickled only if the job's secret signs it.
 """
 
+import fcntl
 import hmac
 import os
+import secrets
 import socket
+import struct
+import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -23,17 +27,115 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.rendezvous import rendezvous
 
 LOOPBACK = "127.0.0.1"
 SECRET = "GPIPE_JOB_SECRET"  # noqa: S105 - the name of a variable
-_SHORTEST = 16  # characters
+_MIN_LENGTH = 16  # characters
 _TIMEOUT = timedelta(minutes=1)
+_POLL_SECONDS = 0.02
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def join_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """Join the store of this process's job, which torchrun's variables describe.
+
+    Args:
+        timeout: how long to wait for the other processes.
+
+    Returns:
+        The store, this process's rank, and the number of processes.
+
+    Raises:
+        DistStoreError: the first process did not come in time.
+        TimeoutError: this is the first process, and another one did not come in time.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return share_fresh_part(store, rank, size, timeout), rank, size
+
+
+def share_fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return a part of a store that the processes of this try share, and that no earlier try has written to.
+
+    torch's agent keeps its store when it restarts the processes. A new process may then read the address of an old one
+    and fail to connect. The number of restarts does not help: hosts may count differently. So each process asks under a
+    new random name, and the first process answers with the name of the part.
+
+    Raises:
+        TimeoutError: another process did not come in time.
+    """
+    own = secrets.token_hex(8)
+    if rank != 0:
+        store.set(f"asks/{rank}", own)
+        part = store.get(f"answer/{own}").decode()  # waits for the answer
+        store.set(f"{part}/{rank}", "knows")
+        return PrefixStore(part, store)
+    part, deadline = f"part-{own}", time.monotonic() + timeout.total_seconds()
+    while unaware := [other for other in range(1, size) if not store.check([f"{part}/{other}"])]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the processes {unaware} did not come within {timeout.total_seconds():.1f} s: find out what delays "
+                "them, or raise pipeline.timeout_seconds."
+            )
+        for other in unaware:
+            if store.check([f"asks/{other}"]):  # if an old process asked, a new one will ask too
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", part)
+        time.sleep(_POLL_SECONDS)
+    return PrefixStore(part, store)
+
+
+def choose_interface() -> None:
+    """Make Gloo and NCCL listen only where the processes of this job are.
+
+    If all processes are on this host, they listen at the loopback interface, whatever the environment says. Otherwise
+    Gloo listens at the interface from which this host reaches the first one (MASTER_ADDR), unless GLOO_SOCKET_IFNAME
+    names another. By default Gloo listens at the address of this host's name, which on many systems is 127.0.1.1, where
+    no other host finds it. If no interface of Linux has the address, as with IPv6, Gloo keeps its default.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ[_GLOO] = os.environ[_NCCL] = _find_interface("127.0.0.1") or "lo0"  # macOS has that name
+    elif (
+        _GLOO not in os.environ
+        and (name := _find_interface(_find_address_towards(os.environ["MASTER_ADDR"]))) is not None
+    ):
+        os.environ[_GLOO] = name
+
+
+def _find_address_towards(host: str) -> str | None:
+    """Return the address from which this host reaches a host, without sending anything."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if address.startswith("127.") else address
+
+
+def _find_interface(address: str | None) -> str | None:
+    """Return the name of the interface that has an address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(control, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no such address, or the system is not Linux
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
 
 
 def serve_store(address: str, port: int = 0) -> TCPStore:
-    """Serve a key-value store at one of this host's addresses alone; torch's own listens at all of them.
+    """Serve a key-value store at one address of this host; torch's own listens at all of them.
 
-    port: 0 takes one that is free. Raises OSError where this host does not have the address, or the port is taken.
+    Args:
+        address: the address to listen at.
+        port: the port; 0 takes a free one.
+
+    Raises:
+        OSError: this host does not have the address, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
@@ -45,9 +147,9 @@ def serve_store(address: str, port: int = 0) -> TCPStore:
 
 
 class OneHost(RendezvousHandler):
-    """The rendezvous of an agent that is the only one: nobody to wait for, and a store on the loopback interface.
+    """The rendezvous of a job on one host: no other agent to wait for, and a store on the loopback interface.
 
-    torch's c10d rendezvous listens on all interfaces, and unpickles what it finds in its store.
+    torch's c10d rendezvous listens at all interfaces, and unpickles what it finds in its store.
     """
 
     def __init__(self) -> None:
@@ -60,7 +162,7 @@ class OneHost(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, which is the same after a restart, and where the processes reach it."""
+        """Return the store, which stays the same after a restart, and its address."""
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
     def get_backend(self) -> str:
@@ -68,34 +170,35 @@ class OneHost(RendezvousHandler):
         return "one_host"
 
     def get_run_id(self) -> str:
-        """Return a name that no other run has."""
+        """Return a name that is unique to this run."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Say that it is open: it ends with the agent."""
+        """Return that it is open: it ends with the agent."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: nobody else would come."""
+        """Do nothing: no other agent would come."""
 
     def num_nodes_waiting(self) -> int:
-        """Say that no other host wants to join."""
+        """Return that no other host wants to join."""
         return 0
 
     def shutdown(self) -> bool:
-        """Say that all is over: the store ends with the agent."""
+        """Return that it is closed: the store ends with the agent."""
         return True
 
 
 def signed() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes the rendezvous of `torchrun --rdzv-backend gpipe`; torchrun finds it by its entry point."""
+    """Return the maker of the rendezvous of `torchrun --rdzv-backend gpipe`; torchrun finds it by its entry point."""
     return _signed
 
 
 def _signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Meet the other hosts as by c10d, at one address, and with all that is unpickled signed.
+    """Meet the other hosts as c10d does, but listen at one address and sign all that is unpickled.
 
-    Raises ValueError without a secret, and where this host's name leads to the loopback interface.
+    Raises:
+        ValueError: there is no secret, or this host's name leads to the loopback interface.
     """
     store = _meet(parameters)
     handler = create_handler(store, SignedBackend(store, parameters.run_id, _secret()), parameters)
@@ -104,7 +207,7 @@ def _signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
 
 
 class SignedBackend(C10dRendezvousBackend):
-    """torch's, which keeps the hosts' state as a pickle in a store; here, with a signature in front of it."""
+    """torch's backend, which keeps the hosts' state as a pickle in a store, with a signature before each pickle."""
 
     def __init__(self, store: Store, run_id: str, secret: str) -> None:
         super().__init__(store, run_id)
@@ -116,7 +219,7 @@ class SignedBackend(C10dRendezvousBackend):
         return "gpipe"
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write a state unless somebody was faster; return what is there now, and whether it is that one."""
+        """Write a state unless another host was faster; return the state there now, and whether it is this one."""
         found = super().set_state(self._signature(state) + state, token)
         return None if found is None else (found[0], found[1], found[0] == state)
 
@@ -127,8 +230,8 @@ class SignedBackend(C10dRendezvousBackend):
         signature, state = found[0][:32], found[0][32:]
         if not hmac.compare_digest(signature, self._signature(state)):
             raise RendezvousStateError(
-                f"the rendezvous has a state that is not signed with this host's {SECRET}, expected the same secret on "
-                "all hosts and nobody else at its port: set the variable alike, and see who reaches the port."
+                f"the rendezvous has a state that is not signed with this host's {SECRET}: set the same secret on all "
+                "hosts, and make sure that no stranger reaches the port."
             )
         return state, found[1]
 
@@ -138,16 +241,16 @@ class SignedBackend(C10dRendezvousBackend):
 
 def _secret() -> str:
     secret = os.environ.get(SECRET, "")
-    if len(secret) < _SHORTEST:
+    if len(secret) < _MIN_LENGTH:
         raise ValueError(
-            f"the environment variable {SECRET} has {len(secret)} characters, expected {_SHORTEST} or more, the same "
-            f"on all hosts: set it, as with export {SECRET}=$(openssl rand -hex 32), before torchrun starts."
+            f"the environment variable {SECRET} has {len(secret)} characters, expected {_MIN_LENGTH} or more, the same "
+            f"on all hosts: set it before torchrun starts, for example export {SECRET}=$(openssl rand -hex 32)."
         )
     return secret
 
 
 def _meet(parameters: RendezvousParameters) -> TCPStore:
-    """Serve the store in which the hosts meet, or join it: the host that the endpoint names serves it."""
+    """Serve or join the store in which the hosts meet: the host that the endpoint names serves it."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     is_told = parameters.get_as_bool("is_host")
     if _matches_machine_hostname(host) if is_told is None else is_told:
@@ -160,16 +263,16 @@ def _meet(parameters: RendezvousParameters) -> TCPStore:
 
 
 def _serve_processes(host: str, port: int) -> TCPStore:
-    """Serve the store of the processes, where the other hosts reach this one."""
+    """Serve the store of the processes at the address where the other hosts reach this one."""
     return serve_store(_address(host), port)
 
 
 def _address(host: str) -> str:
-    """Return the address of this host under one of its names."""
+    """Return the address that one of this host's names leads to."""
     address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     if ip_address(address).is_loopback and host not in (address, "localhost"):
         raise ValueError(
-            f"{host} leads to {address} on this host, expected an address at which the other hosts reach it: add "
-            "--local-addr <its address> to torchrun."
+            f"{host} leads to {address}, which no other host reaches: add --local-addr to torchrun, with an address "
+            "that the other hosts reach."
         )
     return address

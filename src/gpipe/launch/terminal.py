@@ -1,12 +1,12 @@
-"""Where a run prints to: a terminal, a file or a pipe, which may be gone before the run is. Nothing imports torch."""
+"""Standard output and error that may close before the run ends. Nothing here imports torch."""
 
 import io
 import sys
 from typing import Any
 
 
-class _Lasting(io.FileIO):
-    """A file descriptor that drops what cannot be written: a `tee` that died, or a closed window, ends no training."""
+class _TolerantFile(io.FileIO):
+    """A file descriptor that drops what it cannot write: a dead `tee` or a closed window must not end the training."""
 
     def write(self, content: Any, /) -> int:
         try:
@@ -16,16 +16,16 @@ class _Lasting(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let no print of this process fail from here on; streams that are not the system's own stay as they are."""
+    """Keep every print of this process from failing; streams that replaced the system's own stay unchanged."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, _lasting(stream))
+            setattr(sys, name, _tolerate_closing(stream))
 
 
-def _lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _tolerate_closing(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     return io.TextIOWrapper(
-        io.BufferedWriter(_Lasting(stream.fileno(), "wb", closefd=False)),
+        io.BufferedWriter(_TolerantFile(stream.fileno(), "wb", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

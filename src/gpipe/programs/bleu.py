@@ -28,9 +28,8 @@ from rich.table import Table
 from gpipe.config import ConfigError, Device, to_plain
 from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
-from gpipe.decoding.resource_groups import resource_groups
-from gpipe.decoding.scores import average_groups, score_corpus, signatures
-from gpipe.launch.errors import one_message
+from gpipe.decoding.scores import group_averages, score_corpus, signatures
+from gpipe.launch.errors import report_errors
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import find_device, translate_lines
 from gpipe.records import Record, append_record, make_record, without_places
@@ -150,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.limit is not None and options.limit < 1:
         parser.error(f"--limit is {options.limit}, expected 1 or more: leave it out for all sentences.")
-    with one_message():
+    with report_errors():
         device = find_device(Device(options.device))
         for run in options.runs:
             model = open_trained(run, device)

@@ -299,7 +299,7 @@ def build_trainer(
         on_timeline=on_timeline,
         non_finite=settings.non_finite.action.value,
         max_skipped_steps=settings.non_finite.max_skipped_steps,
-        asked_to_stop=partial(stops.reason, settings.max_hours),
+        asked_to_stop=partial(stops.find_reason, settings.max_hours),
         config={**to_plain(run), **kept},
     )
     if trainer.resume():

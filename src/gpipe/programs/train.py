@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from gpipe.config import RunConfig, to_plain, to_yaml
 from gpipe.durable_files import write_flushed
-from gpipe.launch import collector, processes, stops
+from gpipe.launch import garbage_collection, processes, stops
 from gpipe.launch.devices import check_devices
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place, Processes
 from gpipe.training.endings import Stopped
 
@@ -30,7 +30,7 @@ def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = T
 
     folder: the run's. overrides: those of the command line. hints: say in the end what to try next.
     """
-    with one_message(debug=run.launch.debug):
+    with report_errors(debug=run.launch.debug):
         if (run.trainer.resume_from, run.init_from) != (None, None):
             from gpipe.programs.build import check_checkpoints
 
@@ -51,7 +51,7 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
     from gpipe.planning.plan import print_plan
     from gpipe.programs import build, outcome
 
-    collector.work()
+    garbage_collection.resume()
     build.check_earlier(run, folder)
     layers = build.build_layers(run)
     plan = build.build_plan(run, layers, place)

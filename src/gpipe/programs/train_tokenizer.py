@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from gpipe.data import CORPORA, Tokenizer
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 
 
 def lines(folder: Path, max_lines: int) -> Iterator[str]:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocabulary-size", type=int, default=64_000, help="tokens in all, four of them special")
     parser.add_argument("--max-lines", type=int, default=100_000, help="pairs of a language that count")
     options = parser.parse_args(arguments)
-    with one_message():
+    with report_errors():
         folder = CORPORA["parallel_text"].find_root("parallel_text", options.folder)
         found = lines(folder, options.max_lines)
         tokenizer = Tokenizer.train(found, options.vocabulary_size, folder / "tokenizer.model")

@@ -13,7 +13,7 @@ from gpipe.config.translate import TranslateConfig
 from gpipe.data import Tokenizer
 from gpipe.data.text.tokenizer import clean_line
 from gpipe.decoding.beam_search import BeamSearch
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 from gpipe.programs.trained import open_trained
 
 _STANDARD_INPUT = "-"
@@ -21,7 +21,7 @@ _STANDARD_INPUT = "-"
 
 def start(settings: TranslateConfig) -> None:
     """Translate and print, or write a file; an error is one message and an exit with status 1."""
-    with one_message(debug=settings.debug):
+    with report_errors(debug=settings.debug):
         assert settings.checkpoint is not None
         output = None if settings.output is None else _check_output(Path(settings.output))
         lines = _read(settings)

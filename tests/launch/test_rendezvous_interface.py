@@ -4,18 +4,18 @@ from collections.abc import Callable
 
 import pytest
 
-from gpipe.launch import network
+from gpipe.launch import rendezvous
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    assert network._interface_of("127.0.0.1") == "lo"
-    assert network._interface_of("192.0.2.1") is None  # kept for documentation: nobody has it
-    assert network._interface_of(None) is None
+    assert rendezvous._find_interface("127.0.0.1") == "lo"
+    assert rendezvous._find_interface("192.0.2.1") is None  # kept for documentation: nobody has it
+    assert rendezvous._find_interface(None) is None
 
 
 def test_an_address_that_only_this_host_knows_leads_nowhere() -> None:
-    assert network._address_towards("127.0.0.1") is None
-    assert network._address_towards("localhost") is None
+    assert rendezvous._find_address_towards("127.0.0.1") is None
+    assert rendezvous._find_address_towards("localhost") is None
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_processes_of_one_host_talk_by_the_loopback_interface(gloo: str | None, variables: Callable[..., None]) -> None:
     said = {} if gloo is None else {"GLOO_SOCKET_IFNAME": gloo}
     variables(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="192.0.2.1", **said)
-    network.choose_interface()
-    assert (network.os.environ["GLOO_SOCKET_IFNAME"], network.os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    rendezvous.choose_interface()
+    assert (rendezvous.os.environ["GLOO_SOCKET_IFNAME"], rendezvous.os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def test_processes_of_one_host_talk_by_the_loopback_interface(gloo: str | None, 
 )
 def test_gloo_is_left_alone(said: dict[str, str], variables: Callable[..., None]) -> None:
     variables(WORLD_SIZE="2", **said)
-    network.choose_interface()
-    assert network.os.environ.get("GLOO_SOCKET_IFNAME") == said.get("GLOO_SOCKET_IFNAME")
+    rendezvous.choose_interface()
+    assert rendezvous.os.environ.get("GLOO_SOCKET_IFNAME") == said.get("GLOO_SOCKET_IFNAME")

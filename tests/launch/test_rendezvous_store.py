@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gpipe.launch.store import fresh_part
+from gpipe.launch.rendezvous import share_fresh_part
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -22,7 +22,8 @@ def try_once(server: dist.TCPStore, ranks: list[int], size: int) -> list[dist.St
     stores = [dist.TCPStore("localhost", server.port, is_master=False, timeout=TIMEOUT) for _ in ranks]
     with ThreadPoolExecutor(len(ranks)) as threads:
         parts = [
-            threads.submit(fresh_part, store, rank, size, TIMEOUT) for store, rank in zip(stores, ranks, strict=True)
+            threads.submit(share_fresh_part, store, rank, size, TIMEOUT)
+            for store, rank in zip(stores, ranks, strict=True)
         ]
         return [part.result() for part in parts]
 
@@ -41,7 +42,7 @@ def test_a_try_in_which_some_never_came_leaves_no_trace(server: dist.TCPStore) -
         for rank in missing:
             store = dist.TCPStore("localhost", server.port, is_master=False, timeout=short)
             with pytest.raises((TimeoutError, dist.DistStoreError)):
-                fresh_part(store, rank, 3, short)
+                share_fresh_part(store, rank, 3, short)
         parts = try_once(server, [0, 1, 2], 3)
         parts[0].set("address", "new")
         assert parts[2].get("address") == b"new"
