@@ -5,6 +5,9 @@ FAIRSEQ := fairseq==0.12.2
 LOCK = uv pip compile pyproject.toml --extra sweeps --universal --python-version 3.11 --annotation-style line \
 	--custom-compile-command "make lock" --quiet
 
+# The tests start hundreds of processes: let Python keep what it has compiled, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart translation test reliability lint format notebooks docs lock clean
 
@@ -18,7 +21,7 @@ translation: .venv/fairseq ## set up for translation: build fairseq, which needs
 
 test: .venv/development .venv/fairseq lint ## set up, then lint and run the tests
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
-	$(BIN)/python -m pytest --numprocesses 2 -m alone
+	$(BIN)/python -m pytest --numprocesses 2 -m alone $$(grep -rl --include="*.py" "mark\.alone" tests)
 
 reliability: .venv/development ## set up, then kill, stop, starve and disconnect whole runs: ten minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m reliability

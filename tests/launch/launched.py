@@ -15,9 +15,10 @@ MANY_SECONDS = 60  # a process that outlives this was not ended
 
 
 def two(folder: Path, **changes: object) -> Processes:
+    """Return two processes, copies of one that has loaded torch."""
     settings = {
         "num_stages": 2, "num_replicas": 1, "num_processes": 2, "num_threads": 1, "device": "cpu",
-        "timeout_seconds": 30.0, "folder": folder,
+        "timeout_seconds": 30.0, "folder": folder, "modules": ("gpipe.launch.processes",),
     }  # fmt: skip
     return Processes(**(settings | changes))
 

@@ -1,13 +1,13 @@
-"""train.py with a fault in it: python -m tests.reliability.faulty_run '<fault as JSON>' <overrides>.
+"""train.py with a fault in it: GPIPE_FAULT='<fault as JSON>' python tests/reliability/faulty_run.py <overrides>.
 
 The program runs as a user starts it; in the process of one rank, at one moment, the damage is done by a hook of a
 layer, by the loader, by a worker of the loader, or while a checkpoint is flushed.
 """
 # ruff: noqa: E402
 
-from gpipe.launch import collector
+from gpipe.launch import garbage_collection
 
-collector.rest()  # as train.py does, which this stands for
+garbage_collection.pause()  # as train.py does, which this stands for
 
 import json
 import os

@@ -12,8 +12,6 @@ import ctypes
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,7 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.program_server import run_program
+
 ROOT = Path(__file__).parents[2]
+FAULTY_RUN = Path(__file__).with_name("faulty_run.py")
 TIMEOUT_SECONDS = 5.0
 UNHURRIED_SECONDS = 60.0  # where nothing is about time-outs
 WORKER_TIMEOUT_SECONDS = 15.0  # a worker of the loader loads its modules in that time, on a busy machine too
@@ -102,19 +103,15 @@ def run_with(
     may_go_on: after the damage it may take any time, and the time-out is a long one.
     """
     timeout_seconds = UNHURRIED_SECONDS if may_go_on else timeout_seconds
-    mark = f"GPIPE_TEST={uuid.uuid4().hex}"
+    mark = uuid.uuid4().hex
     fault = json.dumps({"rank": rank, "place": place, "action": action, "times": times})
-    name, _, value = mark.partition("=")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "GPIPE_FAULT": fault, name: value}
-    program = [sys.executable, "-m", "tests.reliability.faulty_run", *overrides]
-    program.append(f"pipeline.timeout_seconds={timeout_seconds}")
-    done = subprocess.run(
-        program, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    overrides = (*overrides, f"pipeline.timeout_seconds={timeout_seconds}")
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "GPIPE_FAULT": fault, "GPIPE_TEST": mark}
+    done = run_program(FAULTY_RUN, *overrides, folder=folder, warn="ignore", **environment)
     end = time.time()
     assert (folder / "damage").exists(), f"the run failed before the damage:\n{done.stderr}"
     damage = end if may_go_on else float((folder / "damage").read_text())
-    while left := processes_with(mark):
+    while left := processes_with(f"GPIPE_TEST={mark}"):
         assert time.time() < damage + timeout_seconds + GRACE_SECONDS, f"left behind: {left}"
         time.sleep(0.1)
     return Ended(done.returncode, done.stderr, end - damage, timeout_seconds, folder)
