@@ -24,7 +24,6 @@ from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.checkpoints import get_tensors
 from gpipe.training.ema import Ema
-from gpipe.training.saved_state import model_tensors
 from tests.support.tied_model import TABLE, loss, mini_batch, tied_layers
 
 POSITION = Position(step=3, epoch=1, batch=2, seed=4)

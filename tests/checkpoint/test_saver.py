@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpipe.checkpoint.snapshot import Snapshot
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.checkpoint.content import Content
@@ -18,10 +20,8 @@ from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.format import FileImage
 from gpipe.checkpoint.manifest import MANIFEST, Position
 from gpipe.checkpoint.saver import Saver
-from gpipe.checkpoint.snapshot import Snapshot
-from gpipe.training.saved_state import saved_optimizer
 from tests.support.process_pool import ProcessPool
-from tests.training.small_run import SmallRun, small_run
+from tests.training.small_run import SmallRun, assert_equal, small_run
 
 POSITION = Position(step=3, epoch=0, batch=3, seed=0)
 

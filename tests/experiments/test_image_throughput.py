@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gpipe.results.records import Record, make_record
 from torch import nn
 
-from gpipe.results.records import Record, make_record
-from gpipe.results.tables import TABLES
+from experiments.image_throughput import measurements
+from reproductions.table4_imagenet_and_transfer.tables import image_throughput
 from tests.support.program_server import run_program
 
 TINY = ("--small", "--steps", "1", "--warm-up", "0", "--backend", "eager")

@@ -3,7 +3,8 @@
 import json
 
 from gpipe.results.records import Record
-from gpipe.results.tables import TABLES
+
+from reproductions.table4_imagenet_and_transfer.tables import input_pipeline
 from tests.support.program_server import run_program
 
 TINY = ("--dry", "--num-images", "6", "--batch-size", "4", "--image-sizes", "32", "48", "--rounds", "1")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpipe.results.records import Record
+from gpipe.results.reproduction import read_paper
 from torch import Tensor
 
 from experiments.table2_throughput.study import Study
@@ -13,8 +15,10 @@ from gpipe.models import transformer_lm
 from gpipe.planning.device import Device
 from gpipe.planning.forecast import Setting
 from gpipe.planning.timing import LayerTiming
-from gpipe.results.records import Record
-from gpipe.results.reproduction import BESIDE_PAPER, EVERY_TABLE, read_paper
+from reproductions.pages import TABLES
+from reproductions.table import make_table
+from reproductions.table2_throughput.tables import table2
+from reproductions.table3_slow_links.tables import table3
 from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gpipe.results.records import read_records
+
 from tests.support.train_program import TINY, start
 
 

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.manifest import MANIFEST, Manifest
+from gpipe.checkpoint.manifest import MANIFEST, Manifest, Position
+from gpipe.checkpoint.read import find_damage
 from tests.training.small_run import small_run
 
 FILES = [MANIFEST, *(f"{kind}-{stage}.safetensors" for kind in ("weights", "ema", "optimizer") for stage in (0, 2))]

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from gpipe.training.metrics import EvaluationMetrics
+from gpipe.training.token_metrics import TokenMetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -13,8 +15,6 @@ from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
 from gpipe.training.evaluation import evaluate
-from gpipe.training.metrics import EvaluationMetrics
-from gpipe.training.token_metrics import TokenMetrics
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import NUM_LAYERS, RandomImages, small_layers
 

@@ -28,7 +28,8 @@ from rich.table import Table
 from gpipe.config import ConfigError, Device, to_plain
 from gpipe.data import SPLITS, ParallelCorpus, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
-from gpipe.decoding.scores import group_averages, score_corpus, signatures
+from gpipe.decoding.resource_groups import resource_groups
+from gpipe.decoding.scores import average_groups, score_corpus, signatures
 from gpipe.launch.errors import report_errors
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import find_device, translate_lines

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from gpipe.pipeline.shared.tied_parameters import Ties
+from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from tests.support.process_pool import ProcessPool
 from tests.support.tied_model import MATRIX, TABLE, loss, mini_batch, tied_layers
 
