@@ -14,6 +14,7 @@ from gpipe.checkpoint.manifest import Manifest
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors reads at most
 MOST_BYTES = 2**20  # of Python's memory
+INVALID = "Error while deserializing header"  # as safetensors says it
 
 
 def header(**entries: Any) -> bytes:
@@ -28,29 +29,29 @@ def tensor(dtype: str = "F32", shape: Sequence[int] = (2,), span: Sequence[int] 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (b"", "header too small"),
-        (b"\xff" * 8, "header too large"),
-        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * 64, "header too large"),
-        ((100).to_bytes(8, "little") + b"{}", "invalid header length"),
-        ((2).to_bytes(8, "little") + b"[]", "invalid JSON"),
-        ((2).to_bytes(8, "little") + b"{]", "invalid JSON"),
-        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "invalid JSON"),
+        (b"", INVALID),
+        (b"\xff" * 8, INVALID),
+        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * 64, INVALID),
+        ((100).to_bytes(8, "little") + b"{}", INVALID),
+        ((2).to_bytes(8, "little") + b"[]", INVALID),
+        ((2).to_bytes(8, "little") + b"{]", INVALID),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, INVALID),
         (header(), "a is missing"),
-        (header(a=None) + bytes(8), "invalid JSON"),
+        (header(a=None) + bytes(8), INVALID),
         (header(a=tensor("I32")) + bytes(8), "a is not float32"),
         (header(a=tensor("F64", [1])) + bytes(8), "a is not float32"),
         (header(a=tensor(shape=[1, 2])) + bytes(8), "a is not float32"),
-        (header(a=tensor("F64")) + bytes(8), "invalid shape, data type, or offset"),
-        (header(a=tensor(span=[0, 2**42])) + bytes(8), "invalid shape, data type, or offset"),
-        (header(a=tensor(shape=[2**40], span=[0, 2**42])) + bytes(8), "not fully covered"),
-        (header(a=tensor(shape=[2**62, 2**62])) + bytes(8), "overflow"),
-        (header(a=tensor(span=[4, 12])) + bytes(12), "invalid offset"),
-        (header(a=tensor(), b=tensor()) + bytes(8), "invalid offset"),
-        (header(a=tensor()) + bytes(4), "not fully covered"),
-        (header(a=tensor()) + bytes(12), "not fully covered"),
-        (header(a=tensor(), b={}) + bytes(8), "invalid JSON"),
+        (header(a=tensor("F64")) + bytes(8), INVALID),
+        (header(a=tensor(span=[0, 2**42])) + bytes(8), INVALID),
+        (header(a=tensor(shape=[2**40], span=[0, 2**42])) + bytes(8), INVALID),
+        (header(a=tensor(shape=[2**62, 2**62])) + bytes(8), INVALID),
+        (header(a=tensor(span=[4, 12])) + bytes(12), INVALID),
+        (header(a=tensor(), b=tensor()) + bytes(8), INVALID),
+        (header(a=tensor()) + bytes(4), INVALID),
+        (header(a=tensor()) + bytes(12), INVALID),
+        (header(a=tensor(), b={}) + bytes(8), INVALID),
         (header(a=tensor(), **{"b\n": tensor(shape=[0], span=[8, 8])}) + bytes(8), r"b\? is not listed"),
-        (header(**{"b\n" * 999: tensor(span=[4, 12])}) + bytes(12), r"invalid offset for tensor `b\?b\?"),
+        (header(**{"b\n" * 999: tensor(span=[4, 12])}) + bytes(12), INVALID),
     ],
 )
 def test_a_header_that_claims_what_is_not_there(tmp_path: Path, content: bytes, fault: str) -> None:

@@ -169,7 +169,7 @@ class Saver:
         if disk.total > 0 and disk.free < num_bytes:  # some network disks do not tell their size
             raise CheckpointError(
                 f"{self._folder} has room for {disk.free:,} bytes, but a checkpoint has more than {num_bytes:,}: make "
-                "room on that disk, or save nothing by trainer.keep_checkpoints=null."
+                "room on that disk, or save nothing by trainer.checkpoints.keep=null."
             )
         renamed = partial.with_suffix(".deleted")
         partial.rename(renamed)
