@@ -106,7 +106,7 @@ class Manifest(_Closed):
     Attributes:
         position: where the run stood.
         num_layers: of the whole model.
-        optimizer: the name of its class; None where its state was not saved.
+        optimizer: the name of its class; None if its state was not saved.
         config: the run's settings, as JSON.
         results: what the run needs again when it resumes, as JSON.
         files: entries by name.
