@@ -5,8 +5,8 @@ from omegaconf import DictConfig
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import PlanConfig
-from gpipe.launch.errors import report_errors
-from gpipe.planning.device import find_device
+from gpipe.launch.errors import one_message
+from gpipe.planning.accelerator import find_device
 
 register_schemas(PlanConfig)
 

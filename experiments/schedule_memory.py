@@ -15,7 +15,7 @@ from typing import Any
 from experiments.table1_capacity.columns import Column
 from experiments.table1_capacity.plans import by_variance, planner_of
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.forecast import Setting
+from gpipe.planning.step import Setting
 from gpipe.planning.planner import Planner
 from gpipe.records import make_record
 from reproductions.additions import add_record

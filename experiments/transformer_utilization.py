@@ -25,9 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
 from gpipe.models.transformer_layers import TransformerLayer
-from gpipe.planning.device import DEVICES, Device
-from gpipe.records import make_record
-from reproductions.additions import add_record
+from gpipe.planning.accelerator import DEVICES, Device
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 FOLDER = "table2_throughput"
 MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS = 2048, 8192, 32

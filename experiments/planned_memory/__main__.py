@@ -20,9 +20,9 @@ from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel,
 from experiments.planned_memory.stage_accounting import Accounting, ProcessorAllocator
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
-from gpipe.planning.forecast import Setting, plan_memory
-from gpipe.records import make_record
-from reproductions.additions import add_record
+from gpipe.planning.step import Setting, plan_memory
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 FOLDER = "table1_model_size"
 NUM_MICROBATCHES = 4

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.forecast import Setting
+from gpipe.planning.step import Setting
 
 STATE_RATIO = 1.0  # RMSProp without momentum: 12 bytes a parameter with its weight and gradient, as the paper counts
 IMAGE_SIZE, IMAGES = 224, 128

@@ -10,8 +10,8 @@ from typing import Any
 from experiments.table1_capacity.columns import Column, describe, loss
 from gpipe.pipeline.partition import partition_layers
 from gpipe.planning.cut import partition_by_memory
-from gpipe.planning.device import find_device
-from gpipe.planning.forecast import Setting
+from gpipe.planning.accelerator import find_device
+from gpipe.planning.step import Setting
 from gpipe.planning.planner import Cut, Planner, largest
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import Speed

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import gpipe
 from experiments.table2_throughput.study import EFFICIENCY, Study
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.planning.device import DEVICES
+from gpipe.planning.accelerator import DEVICES
 from gpipe.planning.timing import LayerTimer
 from gpipe.records import Record, make_record
 from gpipe.training.optimizers import rmsprop

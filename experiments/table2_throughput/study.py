@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gpipe.pipeline.partition import partition_layers
 from gpipe.planning.breakdown import break_down
-from gpipe.planning.device import Device
-from gpipe.planning.forecast import Setting, forecast, plan_memory
+from gpipe.planning.accelerator import Device
+from gpipe.planning.step import Setting, forecast, plan_memory
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.speed import LayerSeconds, Speed
 from gpipe.planning.timing import LayerTimer, LayerTiming

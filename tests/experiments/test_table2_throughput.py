@@ -12,8 +12,8 @@ from torch import Tensor
 
 from experiments.table2_throughput.study import Study
 from gpipe.models import transformer_lm
-from gpipe.planning.device import Device
-from gpipe.planning.forecast import Setting
+from gpipe.planning.accelerator import Device
+from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTiming
 from reproductions.pages import TABLES
 from reproductions.table import make_table

@@ -7,7 +7,7 @@ import pytest
 from gpipe.pipeline.schedule import Kind
 from gpipe.pipeline.timeline import Timeline, simulate
 from gpipe.planning.breakdown import Breakdown, break_down
-from gpipe.planning.forecast import Forecast, Setting, StageForecast
+from gpipe.planning.step import Forecast, Setting, StageForecast
 
 FORWARD, RECOMPUTE, BACKWARD = 2.0, 3.0, 4.0
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
-from gpipe.planning.forecast import Setting, plan_memory
+from gpipe.planning.step import Setting, plan_memory
 from gpipe.planning.profile import LayerProfile
 from tests.planning.small_profiles import LOSS, layer
 

@@ -7,7 +7,7 @@ from planned_memory import NUM_MICROBATCHES, compare
 
 from experiments.planned_memory.small_models import SmallModel, images, text
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.forecast import Setting
+from gpipe.planning.step import Setting
 
 TOLERANCE = 0.1
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.pipeline.partition import partition_layers
-from gpipe.planning.device import find_device
-from gpipe.planning.forecast import Setting
+from gpipe.planning.accelerator import find_device
+from gpipe.planning.step import Setting
 from gpipe.planning.planner import Planner, largest
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.speed import Speed

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 
 import gpipe
-from gpipe.planning.forecast import Setting, forecast
+from gpipe.planning.step import Setting, forecast
 from gpipe.planning.plan import measure_seconds, plan_pipeline, print_plan
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.speed import Speed

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
-from gpipe.planning.device import DEVICES
+from gpipe.planning.accelerator import DEVICES
 from gpipe.programs.plan import start
 from tests.support.program_server import run_program
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gpipe.pipeline.schedule import Kind, Task
 from gpipe.pipeline.timeline import Timeline, simulate
-from gpipe.planning.forecast import Forecast, Setting
+from gpipe.planning.step import Forecast, Setting
 
 
 class Breakdown(NamedTuple):

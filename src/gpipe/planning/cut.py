@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from gpipe.planning.forecast import Setting, plan_device, plan_memory
+from gpipe.planning.step import Setting, plan_device, plan_memory
 from gpipe.planning.memory import stage_memory
 from gpipe.planning.profile import LayerProfile
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.device import Device
-from gpipe.planning.forecast import Forecast, Setting, forecast, plan_memory
+from gpipe.planning.accelerator import Device
+from gpipe.planning.step import Forecast, Setting, forecast, plan_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.speed import Speed
 

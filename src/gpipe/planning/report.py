@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from gpipe.planning.device import GIB, Device
-from gpipe.planning.forecast import Forecast, Setting
+from gpipe.planning.accelerator import GIB, Device
+from gpipe.planning.step import Forecast, Setting
 from gpipe.planning.plan import describe_parameters
 
 _COLUMNS = ("stage", "layers", "parameters", "GiB", "stash", "activations", "peak", "TFLOP", "F ms", "B ms", "send ms")

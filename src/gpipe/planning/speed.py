@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from gpipe.planning.device import Device
+from gpipe.planning.accelerator import Device
 from gpipe.planning.ledger import Work
 from gpipe.planning.memory import DeviceMemory
 from gpipe.planning.profile import LayerProfile

@@ -25,8 +25,8 @@ from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.cost import analyze_layers
 from gpipe.planning.cut import partition_by_memory
-from gpipe.planning.device import Device
-from gpipe.planning.forecast import Setting
+from gpipe.planning.accelerator import Device
+from gpipe.planning.step import Setting
 from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers

@@ -7,9 +7,9 @@ from typing import Any
 
 from gpipe.config import AmoebaNetConfig, ConfigError
 from gpipe.config.plan import Find, PlanConfig
-from gpipe.launch.errors import report_errors
-from gpipe.planning.device import Device, find_device
-from gpipe.planning.forecast import Setting
+from gpipe.launch.errors import one_message
+from gpipe.planning.accelerator import Device, find_device
+from gpipe.planning.step import Setting
 from gpipe.planning.planner import Planner, largest
 from gpipe.planning.report import print_forecast
 from gpipe.planning.speed import Speed

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.device import DEVICES, Device, find_device
-from gpipe.planning.forecast import Setting, forecast, plan_memory
+from gpipe.planning.accelerator import DEVICES, Device, find_device
+from gpipe.planning.step import Setting, forecast, plan_memory
 from gpipe.planning.ledger import Work
 from gpipe.planning.speed import Speed
 from tests.planning.small_profiles import LOSS, layer
