@@ -1,4 +1,4 @@
-"""Say what a run would need and how fast it would go on devices that are not here. See `--help`."""
+"""Say what a run would need and how fast it would run on hardware you do not have. See `--help`."""
 
 import hydra
 from omegaconf import DictConfig
@@ -6,7 +6,6 @@ from omegaconf import DictConfig
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import PlanConfig
 from gpipe.launch.errors import one_message
-from gpipe.planning.accelerator import find_device
 
 register_schemas(PlanConfig)
 
@@ -17,7 +16,6 @@ def main(composed: DictConfig) -> None:
     with report_errors(debug=composed.launch.debug):
         plan = to_run(composed)
         assert isinstance(plan, PlanConfig)
-        find_device(plan.device)
     from gpipe.programs.plan import start
 
     start(plan)

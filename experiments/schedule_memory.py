@@ -15,10 +15,10 @@ from typing import Any
 from experiments.table1_capacity.columns import Column
 from experiments.table1_capacity.plans import by_variance, planner_of
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.step import Setting
 from gpipe.planning.planner import Planner
-from gpipe.records import make_record
-from reproductions.additions import add_record
+from gpipe.planning.step import Setting
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 NUM_LAYERS, NUM_DEVICES, NUM_MICROBATCHES = 48, 8, 32
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))  # with the stages of each device
@@ -27,7 +27,7 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))  # with the sta
 def plan(planner: Planner, schedule: str, stages_per_device: int, mode: Rematerialize) -> dict[str, Any]:
     """Return a row of the table."""
     setting = Setting(NUM_DEVICES * stages_per_device, NUM_MICROBATCHES, mode, schedule, stages_per_device)
-    found = planner.forecast(setting)
+    found = planner.plan(setting)
     return {
         "schedule": schedule,
         "rematerialize": str(mode),
@@ -49,7 +49,7 @@ def main() -> None:
         "num_layers": NUM_LAYERS,
         "num_devices": NUM_DEVICES,
         "num_microbatches": NUM_MICROBATCHES,
-        "device": planner.device.name,
+        "device": planner.accelerator.name,
     }
     record = make_record(
         kind="planned",

@@ -15,11 +15,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from gpipe.config import register_schemas, to_run
-from gpipe.programs.build import build_layers, build_plan
-from gpipe.records import make_record
-from reproductions import ROOT
-from reproductions.additions import add_record
-from reproductions.pages import read_paper
+from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record, read_paper
 
 FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
 SUSTAINED_FLOPS = 100e12  # a second and accelerator: what an A100 or TPUv4 may reach on such convolutions in bfloat16
@@ -30,9 +28,11 @@ PASSES = 4  # forward, recomputation, and the backward's two products a forward 
 def cost(data: str, train_images: int) -> dict[str, Any]:
     """Return a row of the table: what one run on a data set computes."""
     experiment = ["+experiment=amoebanet_imagenet"] if data == "imagenet" else ["+experiment=transfer", f"data={data}"]
-    run = to_run(compose("train", overrides=[*experiment, *([] if data == "imagenet" else ["init_from=null"])]))
-    plan = build_plan(run, build_layers(run))
-    forward_flops = sum(stage.flops for stage in plan.stages) / plan.microbatch_size
+    start = [] if data == "imagenet" else ["init_from=null"]
+    # By FLOPs, the cut does not depend on the accelerator at hand.
+    run = to_run(compose("train", overrides=[*experiment, *start, "pipeline.partition_by=flops"]))
+    plan = build_planner(run, accelerator_at_hand(run)).plan(build_setting(run))
+    forward_flops = sum(stage.forward_flops for stage in plan.stages) / plan.microbatch_size
     settings = run.trainer
     steps = min(settings.num_epochs * (train_images // settings.batch_size), settings.max_steps or 10**12)
     copies = 2 + SLOTS[run.optimizer.name] + (run.ema.decay is not None)  # weights, gradients, slots, averages
@@ -46,7 +46,7 @@ def cost(data: str, train_images: int) -> dict[str, Any]:
         "total_flops": total,
         "accelerator_days": total / SUSTAINED_FLOPS / 86400,
         "num_stages": len(plan.stages),
-        "state_bytes": max(stage.parameter_bytes for stage in plan.stages) * copies,
+        "state_bytes": max(4 * stage.parameters for stage in plan.stages) * copies,
     }
 
 

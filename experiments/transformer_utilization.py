@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
 from gpipe.models.transformer_layers import TransformerLayer
-from gpipe.planning.accelerator import DEVICES, Device
+from gpipe.planning.accelerator import ACCELERATORS, Accelerator
 from gpipe.results.records import make_record
 from gpipe.results.reproduction import add_record
 
@@ -92,7 +92,7 @@ class Setting:
             torch.cuda.synchronize()
 
 
-def describe(setting: Setting, tokens: int, flops: int, device: Device | None) -> dict[str, Any]:
+def describe(setting: Setting, tokens: int, flops: int, device: Accelerator | None) -> dict[str, Any]:
     """Return a setting's speed, and the share of the device's peak where that is known."""
     seconds = median(setting.seconds)
     peak = None if device is None else device.flops_per_second("bfloat16")
@@ -112,7 +112,7 @@ def main() -> None:
     arguments = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     title = torch.cuda.get_device_name(0).lower() if has_gpu else ""
-    device = next((each for name, each in DEVICES.items() if name in title), None)
+    device = next((each for name, each in ACCELERATORS.items() if name in title), None)
     made = [
         Setting(mode, compiled=compiled, arguments=arguments, device="cuda" if has_gpu else "cpu")
         for mode, compiled in product(("never", "always"), (False, True))

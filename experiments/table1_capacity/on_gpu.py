@@ -38,12 +38,12 @@ def measure_columns(columns: Sequence[Column]) -> Record:
 def measure(column: Column, device: str, allocator: Allocator) -> dict[str, Any]:
     """Return the peak of each measured stage, beside what was planned for it, in bytes."""
     planner, setting = planner_of(column, partition_by_memory), column.setting
-    planned = planner.forecast(setting)
-    partitions = [stage.last_layer - stage.first_layer + 1 for stage in planned.stages]
+    planned = planner.plan(setting)
+    partitions = planned.partitions
     stages = list(range(len(partitions)))
     if column.family == "transformer" and len(stages) > 3:
         stages = [0, len(stages) // 2, len(stages) - 1]
-    room = planner.device.memory_bytes
+    room = planner.accelerator.memory_bytes
     result = {
         **describe(column),
         "partitions": partitions,

@@ -9,12 +9,13 @@ from typing import Any
 
 from experiments.table1_capacity.columns import Column, describe, loss
 from gpipe.pipeline.partition import partition_layers
+from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.cut import partition_by_memory
-from gpipe.planning.accelerator import find_device
-from gpipe.planning.step import Setting
-from gpipe.planning.planner import Cut, Planner, largest
+from gpipe.planning.planner import Cut, Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile, profile_layers
-from gpipe.planning.speed import Speed
+from gpipe.planning.step import Setting
+from gpipe.results.records import make_record
+from gpipe.results.reproduction import add_record
 
 EFFICIENCY = 0.5  # of the planned seconds; no figure of this table depends on it
 
@@ -30,7 +31,7 @@ CUTS: dict[str, Cut] = {"variance of FLOPs": by_variance, "memory": partition_by
 
 def planner_of(column: Column, cut: Cut) -> Planner:
     """Return what plans a column on the paper's accelerators."""
-    device = find_device(column.device)
+    device = find_accelerator(column.device)
     speed = Speed.of(device, "float32", EFFICIENCY)
     return Planner(partial(profile, column), cut, column.batch_size, device, speed)
 
@@ -45,13 +46,12 @@ def plan(column: Column) -> dict[str, Any]:
     """Return a column of the table: parameters, and the memory of each device with each cut."""
     cuts = {}
     for name, cut in CUTS.items():
-        found = planner_of(column, cut).forecast(column.setting)
-        partitions = [stage.last_layer - stage.first_layer + 1 for stage in found.stages]
-        cuts[name] = {"partitions": partitions, "devices": [asdict(memory) for memory in found.memory]}
+        found = planner_of(column, cut).plan(column.setting)
+        cuts[name] = {"partitions": found.partitions, "devices": [asdict(memory) for memory in found.memory]}
     counts = {"parameters": num_parameters(column)}
     if column.family == "amoebanet":
         counts["parameters_with_auxiliary_head"] = num_parameters(column, as_public_code=True)
-    room = find_device(column.device).memory_bytes
+    room = find_accelerator(column.device).memory_bytes
     return {**describe(column), **counts, "memory_bytes": room, "cuts": cuts}
 
 
@@ -66,7 +66,7 @@ def find_largest(column: Column) -> dict[str, Any]:
     AmoebaNet's D in steps of 16, at the column's L; the Transformer's L.
     """
     start, step = (16, 16) if column.num_filters else (column.num_stages, 1)
-    sizes = {name: largest(_fits(column, cut), start, step) for name, cut in CUTS.items()}
+    sizes = {name: find_largest_size(_fits(column, cut), start, step) for name, cut in CUTS.items()}
     counts = {name: None if size is None else num_parameters(resized(column, size)) for name, size in sizes.items()}
     return {**describe(column), "largest": sizes, "parameters": counts}
 

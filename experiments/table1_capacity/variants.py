@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpipe.planning.step import plan_memory
 from gpipe.planning.planner import Cut
 from gpipe.planning.profile import profile_layers
+from gpipe.planning.step import plan_memory
 
 
 @dataclass(frozen=True)

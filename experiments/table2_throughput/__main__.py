@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import gpipe
 from experiments.table2_throughput.study import EFFICIENCY, Study
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.planning.accelerator import DEVICES
+from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.planning.timing import LayerTimer
 from gpipe.records import Record, make_record
 from gpipe.training.optimizers import rmsprop
@@ -65,7 +65,7 @@ def transformer(num_layers: int, **sizes: int) -> nn.Sequential:
 
 def studies(*, is_small: bool) -> dict[str, list[Study]]:
     """Return the models of each table, with the paper's devices: Table 1's TPUs, and GPUs linked by PCI-E."""
-    v2, v3, p100 = (DEVICES[name] for name in ("tpu_v2", "tpu_v3", "p100"))
+    v2, v3, p100 = (ACCELERATORS[name] for name in ("tpu_v2", "tpu_v3", "p100"))
     if is_small:
         narrow = transformer(8, vocabulary_size=64, model_size=32, feedforward_size=64, num_heads=2)
         table2 = [

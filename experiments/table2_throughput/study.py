@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.pipeline.partition import partition_layers
-from gpipe.planning.breakdown import break_down
-from gpipe.planning.accelerator import Device
-from gpipe.planning.step import Setting, forecast, plan_memory
+from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
 from gpipe.planning.profile import LayerProfile, profile_layers
-from gpipe.planning.speed import LayerSeconds, Speed
+from gpipe.planning.step import Setting, break_down, plan_memory, plan_step
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.training.losses import ClassificationLoss
 
@@ -46,7 +44,7 @@ class Study:
     title: str
     layers: nn.Sequential
     example: Callable[[int, torch.device], tuple[Tensor, Tensor]]
-    device: Device
+    device: Accelerator
     batch_size: int
     sizes: tuple[int, ...]
     fixed_size: int = 4
@@ -129,7 +127,7 @@ class Study:
         partitions = self.cut(size, num_stages, kind, by)
         updates = None if kind == "planned" else [timing.update for timing in self.timings[max(self.timings)]]
         seconds, speed = self.seconds(size, kind), self.speed(kind)
-        found = forecast(self.profiles(size), seconds, partitions, setting, speed, updates)
+        found = plan_step(self.profiles(size), seconds, partitions, setting, speed, updates)
         stages = [stage.forward_seconds + stage.recompute_seconds + stage.backward_seconds for stage in found.stages]
         return {
             "num_stages": num_stages,
@@ -142,5 +140,5 @@ class Study:
             "imbalance": max(stages) * num_stages / sum(stages) - 1,
             "step_seconds": found.step_seconds,
             "examples_per_second": size * num_microbatches / found.step_seconds,
-            "shares": break_down(found, setting)._asdict(),
+            "shares": break_down(found)._asdict(),
         }

@@ -9,20 +9,21 @@ if TYPE_CHECKING:
     from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
     from gpipe.pipeline.partition import partition_layers
     from gpipe.pipeline.timeline import Timeline
-    from gpipe.planning.cost import LayerCost, analyze_layers, measure_layers
+    from gpipe.planning.profile import LayerCost, analyze_layers
+    from gpipe.planning.timing import measure_layers
 
 # Imported when first asked for: reading a configuration, or finding that a data set is missing, needs no torch.
 _PLACES = {
-    "LayerCost": "planning.cost",
+    "LayerCost": "planning.profile",
     "NonFiniteError": "pipeline.job.errors",
     "PeerFailure": "pipeline.job.errors",
     "Pipeline": "pipeline.engine",
     "PipelineError": "pipeline.job.errors",
     "StepReport": "pipeline.engine",
     "Timeline": "pipeline.timeline",
-    "analyze_layers": "planning.cost",
+    "analyze_layers": "planning.profile",
     "convert_batch_norm": "pipeline.batch_norm",
-    "measure_layers": "planning.cost",
+    "measure_layers": "planning.timing",
     "partition_layers": "pipeline.partition",
 }
 

@@ -1,15 +1,20 @@
-"""Partitions by memory, beside all that there are."""
+"""The chosen partitions, beside all that there are."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.pipeline.partition import partition_layers
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.cut import partition_by_memory
-from gpipe.planning.step import Setting, plan_memory
+from gpipe.planning import cut
+from gpipe.planning.accelerator import LayerSeconds, Speed
+from gpipe.planning.cut import Cutter, partition_by_memory
 from gpipe.planning.profile import LayerProfile
+from gpipe.planning.step import Setting, plan_memory, plan_step
 from tests.planning.small_profiles import LOSS, layer
 
 KIB = 2**10
@@ -20,24 +25,149 @@ def peak(profiles: list[LayerProfile], partitions: list[int], setting: Setting) 
     return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
 
 
+def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        yield [end - start for start, end in pairwise([0, *inner, num_layers])]
+
+
 @given(st.lists(LAYERS, min_size=3, max_size=8), st.integers(1, 3), st.sampled_from(["gpipe", "1f1b"]))
 def test_no_other_partition_has_a_lower_peak(layers: list[LayerProfile], num_stages: int, schedule: str) -> None:
     profiles = [*layers, LOSS]
     setting = Setting(num_stages, 4, Rematerialize.ALWAYS, schedule)
     found = partition_by_memory(profiles, setting)
     assert sum(found) == len(layers) and len(found) == num_stages and min(found) >= 1
-    inner = combinations(range(1, len(layers)), num_stages - 1)
-    every = ([end - start for start, end in pairwise([0, *cuts, len(layers)])] for cuts in inner)
-    best = min(peak(profiles, partitions, setting) for partitions in every)
+    best = min(peak(profiles, partitions, setting) for partitions in all_cuts(len(layers), num_stages))
     assert best <= peak(profiles, found, setting) <= best + 64 * KIB  # the step of its search
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^num_stages is 3, but the model has 2 layers: choose at most as many.$"):
+    with pytest.raises(
+        ValueError, match=r"^pipeline.num_stages is 3, but the model has 2 layers: choose at most as many.$"
+    ):
         partition_by_memory([layer(), layer(), LOSS], Setting(3, 4))
 
 
 def test_interleaved_stages_are_refused() -> None:
     setting = Setting(2, 4, schedule="interleaved_1f1b", stages_per_device=2)
-    with pytest.raises(ValueError, match=r"^partition_by is memory with 2 stages a device, which it cannot balance"):
+    with pytest.raises(
+        ValueError, match=r"^pipeline.partition_by is memory with 2 stages per device, which it cannot balance"
+    ):
         partition_by_memory([layer(), layer(), LOSS], setting)
+
+
+SPEED = Speed(2e3, 1e3, 1e9, 1e3)
+SETTINGS = st.one_of(
+    st.builds(Setting, st.integers(1, 4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("gpipe")),
+    st.builds(Setting, st.integers(1, 4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("1f1b")),
+    st.just(Setting(4, 4, schedule="interleaved_1f1b", stages_per_device=2)),
+)
+WORKING = st.lists(
+    st.builds(layer, st.integers(0, 4_000), st.integers(10, 4_000), st.integers(0, 5_000)), min_size=4, max_size=7
+)
+
+
+def step_seconds(profiles: list[LayerProfile], partitions: list[int], setting: Setting) -> float:
+    return plan_step(profiles, SPEED.seconds(profiles), partitions, setting, SPEED).step_seconds
+
+
+@given(WORKING, SETTINGS)
+def test_no_other_cut_has_a_shorter_step(layers: list[LayerProfile], setting: Setting) -> None:
+    profiles = [*layers, LOSS]
+    found = Cutter("seconds", "step", SPEED)(profiles, setting)
+    every = all_cuts(len(layers), setting.num_stages)
+    assert step_seconds(profiles, found, setting) == min(step_seconds(profiles, other, setting) for other in every)
+
+
+@given(WORKING, SETTINGS)
+def test_a_step_is_never_below_its_bound(layers: list[LayerProfile], setting: Setting) -> None:
+    profiles = [*layers, LOSS]
+    bound = cut._StepBound(profiles, SPEED.seconds(profiles), setting, SPEED)
+    for partitions in all_cuts(len(layers), setting.num_stages):
+        assert bound(partitions)[0] <= step_seconds(profiles, partitions, setting) * (1 + 1e-9)
+
+
+@given(WORKING, SETTINGS, st.sampled_from(["seconds", "flops", "parameter_bytes"]), st.sampled_from(["max", "step"]))
+def test_the_limit_is_one_of_the_peak_and_the_best_cut_within_it_is_taken(
+    layers: list[LayerProfile], setting: Setting, partition_by: str, objective: str
+) -> None:
+    profiles = [*layers, LOSS]
+    every = list(all_cuts(len(layers), setting.num_stages))
+    peaks = sorted(peak(profiles, other, setting) for other in every)
+    limit = peaks[len(peaks) // 2] + 64 * KIB * (setting.stages_per_device == 1)  # the step of the search by memory
+    cutter = Cutter(partition_by, objective, SPEED, memory_limit_bytes=limit)
+    found = cutter(profiles, setting)
+    assert peak(profiles, found, setting) <= limit
+    within = [other for other in every if peak(profiles, other, setting) <= limit]
+    if (partition_by, objective) == ("seconds", "step"):
+        assert step_seconds(profiles, found, setting) == min(step_seconds(profiles, one, setting) for one in within)
+    else:
+        costs = cutter._costs(profiles, SPEED.seconds(profiles))
+        largest = [cut._spread(one, costs, "max")[0] for one in (found, *within)]
+        assert largest[0] == pytest.approx(min(largest))
+
+
+def test_a_limit_that_no_cut_is_within_is_refused_with_what_is_needed() -> None:
+    profiles = [layer(4_000), layer(4_000), LOSS]
+    for partition_by, given_cut in (("seconds", None), ("flops", None), ("memory", None), ("seconds", [1, 1])):
+        cutter = Cutter(partition_by, "step", SPEED, memory_limit_bytes=10_000, partitions=given_cut)
+        message = (
+            r"^pipeline\.memory_limit_bytes is 10000, but the fullest device of the partitions \[1, 1\] needs \d+ "
+        )
+        with pytest.raises(ValueError, match=message):
+            cutter(profiles, Setting(2, 2))
+
+
+def test_given_partitions_are_taken_for_settings_with_as_many_stages() -> None:
+    profiles = [*[layer()] * 4, LOSS]
+    cutter = Cutter("seconds", "step", SPEED, partitions=[3, 1])
+    assert cutter(profiles, Setting(2, 2)) == [3, 1]
+    assert len(cutter(profiles, Setting(4, 2))) == 4
+    with pytest.raises(ValueError, match=r"^partitions is \[3, 1\], which covers 4 layers"):
+        cutter([*[layer()] * 5, LOSS], Setting(2, 2))
+
+
+def test_the_papers_rule_is_the_least_variance_of_the_costs() -> None:
+    flops = [9, 1, 8, 2, 7, 3, 6]
+    profiles = [*(layer(flops=value) for value in flops), LOSS]
+    assert Cutter("flops", "variance", SPEED)(profiles, Setting(3, 4)) == partition_layers(
+        flops, 3, objective="variance"
+    )
+
+
+def test_seconds_that_were_measured_take_the_place_of_planned_ones() -> None:
+    profiles = [*[layer()] * 4, LOSS]
+    measured = [LayerSeconds(1.0, 1.0, 2.0)] * 3 + [LayerSeconds(3.0, 3.0, 6.0)] * 2
+    planned, found = (
+        Cutter("seconds", "step", SPEED, seconds)(profiles, Setting(2, 8)) for seconds in (None, lambda _: measured)
+    )
+    assert (planned, found) == ([2, 2], [3, 1])
+
+
+def test_one_process_is_cut_as_one_process_per_stage() -> None:
+    profiles = [*(layer(flops=value) for value in (9, 1, 8, 2, 7, 3, 6)), LOSS]
+    setting = Setting(3, 4)
+    cutter = Cutter("seconds", "step", SPEED)
+    assert cutter(profiles, replace(setting, is_sequential=True)) == cutter(profiles, setting)
+
+
+def test_more_cuts_than_can_be_listed_are_searched_from_equal_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    flops = [500, 100, 3_000, 100, 700, 2_000, 100, 400, 900]
+    profiles = [*(layer(flops=value) for value in flops), LOSS]
+    setting = Setting(4, 3)
+    exact = step_seconds(profiles, Cutter("seconds", "step", SPEED)(profiles, setting), setting)
+    monkeypatch.setattr(cut, "_MOST_CUTS", 0)
+    start = Cutter("seconds", "max", SPEED)(profiles, setting)
+    found = Cutter("seconds", "step", SPEED)(profiles, setting)
+    assert exact <= step_seconds(profiles, found, setting) <= step_seconds(profiles, start, setting)
+    assert Cutter("seconds", "step", SPEED)(profiles, setting) == found
+
+
+def test_a_giant_is_cut_after_a_few_simulations() -> None:
+    simulated: list[list[int]] = []
+
+    def score(partitions: list[int]) -> tuple[float]:
+        simulated.append(partitions)
+        return (max(partitions),)
+
+    found = cut._search([100] * 30, lambda _: (0.0,), score, 7)
+    assert (len(simulated), len(found), sum(found)) == (8, 30, 3_000)

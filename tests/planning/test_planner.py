@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.pipeline.partition import partition_layers
-from gpipe.planning.accelerator import find_device
-from gpipe.planning.step import Setting
-from gpipe.planning.planner import Planner, largest
+from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.speed import Speed
+from gpipe.planning.step import Setting
 from tests.planning.small_profiles import LOSS, layer
 
 NUM_LAYERS = 8
@@ -25,12 +24,12 @@ def profiler(size: int) -> list[LayerProfile]:
 
 
 def planner(memory_bytes: int, batch_size: int = 16) -> Planner:
-    device = replace(find_device("h100"), memory_bytes=memory_bytes)
+    accelerator = replace(find_accelerator("h100"), memory_bytes=memory_bytes)
 
     def cut(profiles: list[LayerProfile], setting: Setting) -> list[int]:
         return partition_layers([1.0] * (len(profiles) - 1), setting.num_stages)
 
-    return Planner(profiler, cut, batch_size, device, Speed(10.0, 10.0, 1e12, 1e3))
+    return Planner(profiler, cut, batch_size, accelerator, Speed(10.0, 10.0, 1e12, 1e3))
 
 
 def test_what_fits_and_what_would() -> None:
@@ -57,12 +56,12 @@ def test_the_fastest_setting_leaves_batch_norm_its_examples(least: int, together
         size = 16 // setting.num_replicas // setting.num_microbatches
         if size * (setting.num_replicas if together else 1) < least:
             with pytest.raises(ValueError, match=rf"^micro-batches of \d+ examples, expected at least {least} for"):
-                bound.forecast(setting)
+                bound.plan(setting)
         elif size > 1:
             allowed.append(setting)
-    best = bound.fastest(4, like)
-    assert best is not None and best[0] in allowed
-    assert best[1].step_seconds == min(free.forecast(setting).step_seconds for setting in allowed)
+    best = bound.find_fastest(4, like)
+    assert best is not None and best.setting in allowed
+    assert best.step_seconds == min(free.plan(setting).step_seconds for setting in allowed)
 
 
 def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
@@ -79,25 +78,25 @@ def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^num_partitions is 9, but 8 layers can make from 1 to 8 non-empty"):
-        planner(1).forecast(Setting(9, 4))
+        planner(1).plan(Setting(9, 4))
 
 
 def test_the_fastest_setting_is_the_fastest_of_all_that_fit() -> None:
     roomy = planner(10**9)
     like = Setting(1, 1)
-    best = roomy.fastest(4, like)
+    best = roomy.find_fastest(4, like)
     assert best is not None
-    setting, found = best
+    setting = best.setting
     assert setting.num_devices == 4
     for other in roomy._settings(4, like):
         if 16 // other.num_replicas > other.num_microbatches:  # else single examples, which cannot be
-            assert roomy.forecast(other).step_seconds >= found.step_seconds
-    tight = planner(roomy.peak_bytes(setting) - 1).fastest(4, like)
-    assert tight is None or tight[0] != setting
-    assert planner(10).fastest(4, like) is None
+            assert roomy.plan(other).step_seconds >= best.step_seconds
+    tight = planner(roomy.peak_bytes(setting) - 1).find_fastest(4, like)
+    assert tight is None or tight.setting != setting
+    assert planner(10).find_fastest(4, like) is None
 
 
 @given(st.integers(0, 300), st.integers(1, 20), st.integers(1, 7))
 def test_the_largest_size_is_found(limit: int, start: int, step: int) -> None:
     sizes = [size for size in range(start, 400, step) if size <= limit]
-    assert largest(lambda size: size <= limit, start, step) == (sizes[-1] if sizes else None)
+    assert find_largest_size(lambda size: size <= limit, start, step) == (sizes[-1] if sizes else None)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.planning.ledger import Work
+from gpipe.pipeline.payload import Payload
 from gpipe.planning.profile import Input, LayerProfile, profile_layers
 from gpipe.planning.repeats import Shortened, structure
 
@@ -22,10 +25,6 @@ def small_transformer(num_layers: int) -> nn.Sequential:
     return transformer_lm(num_layers, vocabulary_size=100, model_size=16, feedforward_size=32, num_heads=2)
 
 
-def flops(work: tuple[Work, ...]) -> int:
-    return sum(one.flops for one in work)
-
-
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 
 
@@ -33,10 +32,16 @@ def test_flops_and_parameters_are_those_of_the_described_layers() -> None:
     layers = gpipe.convert_batch_norm(amoebanet_d(3, 16, 10, image_size=32, auxiliary_head=False))
     images = torch.zeros(2, 3, 32, 32)
     profiles = profile_layers(layers, F.cross_entropy, (images, torch.zeros(2, dtype=torch.int64)))
+    value: Any = images
+    for layer, profile, following in zip(layers, profiles, profiles[1:], strict=False):
+        with FlopCounterMode(display=False) as counter:
+            value = layer(value)
+        assert profile.forward_flops == counter.get_total_flops()
+        assert profile.parameter_bytes == sum(parameter.nbytes for parameter in layer.parameters())
+        assert following.input_bytes == sum(tensor.nbytes for tensor in Payload.of(value).tensors)
     costs = gpipe.analyze_layers(layers, images)
-    assert [flops(profile.forward) for profile in profiles[:-1]] == [cost.flops for cost in costs]
-    assert [profile.parameter_bytes for profile in profiles[:-1]] == [cost.parameter_bytes for cost in costs]
-    assert [profile.input_bytes for profile in profiles[1:]] == [cost.output_bytes for cost in costs]
+    assert [cost.flops for cost in costs] == [profile.forward_flops for profile in profiles[:-1]]
+    assert [cost.output_bytes for cost in costs] == [profile.input_bytes for profile in profiles[1:]]
     assert [layer.training for layer in layers] == [True] * len(layers)
     assert all(not parameter.is_meta and parameter.grad is None for parameter in layers.parameters())
 
@@ -45,8 +50,8 @@ def test_a_backward_has_two_products_for_each_of_the_forward() -> None:
     layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     profiles = profile_layers(layers, F.cross_entropy, (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)))
     first, _, last, _ = profiles
-    assert (flops(last.forward), flops(last.backward)) == (2 * 3 * 16 * 4, 2 * 2 * 3 * 16 * 4)
-    assert flops(first.backward) == flops(first.forward)  # nobody wants the gradient of the mini-batch
+    assert (last.forward_flops, last.backward_flops) == (2 * 3 * 16 * 4, 2 * 2 * 3 * 16 * 4)
+    assert first.backward_flops == first.forward_flops  # nobody wants the gradient of the mini-batch
 
 
 def test_memory_of_three_layers_followed_by_hand() -> None:
@@ -68,7 +73,7 @@ def test_a_frozen_parameter_gets_no_gradient() -> None:
     layers[0].requires_grad_(False)
     profiles = profile_layers(layers, F.cross_entropy, (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)))
     assert [profile.trainable_bytes for profile in profiles] == [0, 4 * (8 * 4 + 4), 0]
-    assert flops(profiles[0].backward) == 0
+    assert profiles[0].backward_flops == 0
 
 
 def test_equal_layers_are_looked_at_three_times_and_told_for_all() -> None:

@@ -1,17 +1,17 @@
-"""Forecasts of steps, beside formulas."""
+"""Plans of steps, beside formulas, and the parts of a step's time, beside arithmetic."""
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.accelerator import DEVICES, Device, find_device
-from gpipe.planning.step import Setting, forecast, plan_memory
-from gpipe.planning.ledger import Work
-from gpipe.planning.speed import Speed
+from gpipe.pipeline.schedule import Kind, Rematerialize
+from gpipe.pipeline.timeline import simulate
+from gpipe.planning.accelerator import Speed
+from gpipe.planning.step import Breakdown, Plan, Setting, StagePlan, break_down, plan_memory, plan_step
 from tests.planning.small_profiles import LOSS, layer
 
 UNIT = Speed(
@@ -24,24 +24,18 @@ def test_equal_stages_take_what_the_formula_says(num_stages: int, num_microbatch
     """With F = R = 1 and B = 2 seconds: the recomputation of all stages but the last hides in the wait at first."""
     profiles = [*[layer()] * num_stages, LOSS]
     setting = Setting(num_stages, num_microbatches)
-    found = forecast(profiles, UNIT.seconds(profiles), [1] * num_stages, setting, UNIT)
+    found = plan_step(profiles, UNIT.seconds(profiles), [1] * num_stages, setting, UNIT)
     expected = 4 * num_microbatches + 3 * (num_stages - 1)
     assert found.timeline.makespan_seconds == pytest.approx(expected, rel=1e-6)
     flops = 3_000 * num_stages * num_microbatches
     assert found.utilization == pytest.approx(flops / (found.step_seconds * num_stages * 2_000), rel=1e-6)
 
 
-def test_an_operation_is_bound_by_arithmetic_or_by_memory() -> None:
-    speed = Speed(10.0, 5.0, 100.0, 1.0)
-    profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200),))
-    assert speed.seconds([profile, profile]) == [(10.0 + 10.0, 10.0 + 10.0, 2.0)] * 2
-
-
 def test_boundaries_take_time_both_ways() -> None:
     profiles = [layer(), layer(), LOSS]
     slow = replace(UNIT, link_bytes_per_second=5.0)
     setting = Setting(2, 1, Rematerialize.NEVER)
-    found = forecast(profiles, slow.seconds(profiles), [1, 1], setting, slow)
+    found = plan_step(profiles, slow.seconds(profiles), [1, 1], setting, slow)
     assert [stage.transfer_seconds for stage in found.stages] == [2.0, 0.0]
     assert found.timeline.makespan_seconds == pytest.approx(1 + 2 + 1 + 2 + 2 + 2, rel=1e-6)
 
@@ -50,7 +44,7 @@ def test_replicas_average_their_gradients() -> None:
     profiles = [layer(4_000), LOSS]
     slow = replace(UNIT, link_bytes_per_second=1_000.0)
     setting = Setting(1, 2, num_replicas=4)
-    found = forecast(profiles, slow.seconds(profiles), [1], setting, slow)
+    found = plan_step(profiles, slow.seconds(profiles), [1], setting, slow)
     assert found.averaging_seconds == pytest.approx(2 * 3 / 4 * 4)
     assert setting.num_devices == 4
 
@@ -69,7 +63,7 @@ def test_a_recomputation_needs_the_statistics_of_all_replicas_until_then() -> No
 def test_interleaved_stages_share_devices() -> None:
     profiles = [*[layer(4_000)] * 4, LOSS]
     setting = Setting(4, 4, schedule="interleaved_1f1b", stages_per_device=2)
-    found = forecast(profiles, UNIT.seconds(profiles), [1] * 4, setting, UNIT)
+    found = plan_step(profiles, UNIT.seconds(profiles), [1] * 4, setting, UNIT)
     assert len(found.memory) == 2
     assert [memory.gradient_bytes for memory in found.memory] == [8_000, 8_000]
 
@@ -91,20 +85,98 @@ def test_the_optimisers_state_counts_with_the_parameters() -> None:
     assert weights_gradients_and == {0: 8_000, 1: 12_000, 3: 20_000}
 
 
-def test_devices_are_found_by_name() -> None:
-    assert find_device("tpu_v2").memory_bytes == 8 * 2**30
-    assert list(DEVICES) == ["tpu_v2", "tpu_v3", "p40", "p100", "v100", "a100", "h100", "h200"]
-    for device in DEVICES.values():
-        assert isinstance(device, Device) and device.bfloat16_flops >= device.float32_flops
+@given(st.integers(1, 5), st.integers(1, 8), st.sampled_from(Rematerialize))
+def test_one_process_does_all_tasks_one_after_the_other_and_has_no_bubble(
+    num_stages: int, num_microbatches: int, mode: Rematerialize
+) -> None:
+    profiles = [*[layer(4_000)] * num_stages, LOSS]
+    together = Setting(num_stages, num_microbatches, mode)
+    seconds = UNIT.seconds(profiles)
+    found = [
+        plan_step(profiles, seconds, [1] * num_stages, replace(together, is_sequential=alone), UNIT)
+        for alone in (False, True)
+    ]
+    assert found[1].timeline.makespan_seconds == pytest.approx(sum(found[0].timeline.busy_seconds()), rel=1e-6)
+    assert found[1].update_seconds == pytest.approx(num_stages * found[0].update_seconds)
+    assert (found[1].bubble, found[1].equal_stages_bubble) == (None, None)
+    assert found[0].bubble is not None
+    assert found[0].equal_stages_bubble == (num_stages - 1) / (num_microbatches + num_stages - 1)
+    assert found[1].memory == found[0].memory
 
 
-def test_an_unknown_device_is_refused_with_the_list() -> None:
-    with pytest.raises(ValueError, match=r"^device is tpu_v9, expected one of tpu_v2, .*, h200: set device=") as caught:
-        find_device("tpu_v9")
-    assert "\n" not in str(caught.value)
+def test_the_formula_of_interleaved_stages_is_that_of_their_devices() -> None:
+    profiles = [*[layer()] * 6, LOSS]
+    setting = Setting(6, 8, schedule="interleaved_1f1b", stages_per_device=3)
+    found = plan_step(profiles, UNIT.seconds(profiles), [1] * 6, setting, UNIT)
+    assert (found.bubble_formula, found.equal_stages_bubble) == ("(P-1)/(3M+P-1)", 1 / 25)
 
 
-def test_a_device_may_have_other_figures() -> None:
-    device = find_device("h100").with_limits(memory_gib=40, link_gb_per_second=6)
-    assert (device.memory_bytes, device.link_bandwidth) == (40 * 2**30, 6e9)
-    assert find_device("h100").with_limits(memory_gib=None, link_gb_per_second=None) == find_device("h100")
+def test_a_plan_has_rows_partitions_and_sizes() -> None:
+    profiles = [layer(8_000), layer(), layer(flops=4_000), LOSS]
+    found = plan_step(profiles, UNIT.seconds(profiles), [2, 1], Setting(2, 4, num_replicas=2), UNIT)
+    found = replace(found, batch_size=30, auxiliary_parameters=500)
+    assert found.partitions == [2, 1]
+    assert [(row["stage"], row["first_layer"], row["last_layer"]) for row in found.rows()] == [(0, 0, 1), (1, 2, 2)]
+    assert [(stage.forward_flops, stage.flops) for stage in found.stages] == [(2_000, 6_000), (4_000, 12_000)]
+    assert found.imbalance == pytest.approx(1 / 3, rel=1e-6)
+    assert found.microbatch_size == 4  # 15 images of each replica in four micro-batches
+    assert (found.parameters, found.evaluated_parameters) == (2_000, 1_500)
+
+
+FORWARD, RECOMPUTE, BACKWARD = 2.0, 3.0, 4.0
+
+
+def plan_of(setting: Setting, scales: list[float], transfer: float = 0.0, update: float = 0.0) -> Plan:
+    seconds = {"forward_seconds": FORWARD, "recompute_seconds": RECOMPUTE, "backward_seconds": BACKWARD}
+    stages = []
+    for scale in scales:
+        scaled: dict[str, Any] = {name: scale * value for name, value in seconds.items()}
+        stages.append(StagePlan(0, 0, 0, 0, 0, output_bytes=0, transfer_seconds=transfer, **scaled))
+    timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), lambda _: transfer)
+    return Plan(setting, tuple(stages), (), timeline, 0.0, update, 0.0)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4, 32])
+@pytest.mark.parametrize("num_stages", [1, 2, 8])
+def test_equal_stages_compute_recompute_and_wait_as_the_formula_says(num_stages: int, num_microbatches: int) -> None:
+    setting = Setting(num_stages, num_microbatches)
+    found = plan_of(setting, [1.0] * num_stages, update=5.0)
+    # All forwards reach the last stage, which recomputes and goes back; the last gradient travels to the first stage.
+    others = num_stages - 1
+    span = (num_microbatches + others) * FORWARD + num_microbatches * (RECOMPUTE + BACKWARD) + others * BACKWARD
+    assert found.step_seconds == pytest.approx(span + 5.0)
+    shares = break_down(found)
+    busy = num_microbatches * (FORWARD + BACKWARD)
+    recomputation = num_microbatches * RECOMPUTE
+    expected = Breakdown(busy, recomputation, span - busy - recomputation, 0.0, 0.0, 5.0)
+    assert shares == pytest.approx([part / (span + 5.0) for part in expected])
+
+
+@pytest.mark.parametrize("scales", [[1.0, 3.0], [3.0, 1.0, 2.0, 1.0]])
+def test_the_shares_of_unequal_stages_with_slow_links_add_up_to_one(scales: list[float]) -> None:
+    setting = Setting(len(scales), 4)
+    shares = break_down(plan_of(setting, scales, transfer=0.5, update=1.0))
+    assert sum(shares) == pytest.approx(1.0)
+    assert min(shares) > 0
+
+
+def test_what_a_stage_takes_longer_is_imbalance_and_what_a_link_takes_is_transfer() -> None:
+    setting = Setting(2, 1)
+    alone = plan_of(setting, [1.0, 1.0]).step_seconds
+    # Two transfers, one there and one back, of which the second one is hidden by nothing.
+    slow = plan_of(setting, [1.0, 1.0], transfer=1.0)
+    assert break_down(slow).transfer == pytest.approx(2.0 / (alone + 2.0))
+    unequal = plan_of(Setting(2, 100), [1.0, 3.0])
+    # Nearly all of the time the second stage works, and the mean is two thirds of it.
+    assert break_down(unequal).imbalance == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_averaging_over_replicas_is_transfer() -> None:
+    setting = Setting(2, 4)
+    found = replace(plan_of(setting, [1.0, 1.0]), averaging_seconds=6.0)
+    assert break_down(found).transfer == pytest.approx(6.0 / found.step_seconds)
+
+
+def test_recomputation_is_part_of_the_stages_time() -> None:
+    stage = plan_of(Setting(1, 1), [1.0]).stages[0]
+    assert [stage.seconds(kind) for kind in Kind] == [FORWARD, RECOMPUTE, BACKWARD]

@@ -9,11 +9,13 @@ from rich.console import Console
 from torch import nn
 
 import gpipe
-from gpipe.planning.step import Setting, forecast
-from gpipe.planning.plan import measure_seconds, plan_pipeline, print_plan
+from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.planner import Planner
 from gpipe.planning.profile import profile_layers
-from gpipe.planning.speed import Speed
-from tests.support.tied_model import SIZE, loss, mini_batch, tied_layers
+from gpipe.planning.report import print_plan
+from gpipe.planning.step import Setting
+from gpipe.planning.timing import LayerTimer
+from tests.tied_model import SIZE, loss, mini_batch, tied_layers
 
 MODEL_PARAMETERS = sum(parameter.numel() for parameter in tied_layers().parameters())
 
@@ -43,20 +45,18 @@ def test_a_run_of_equal_layers_that_share_a_parameter() -> None:
 
 
 def test_the_model_is_counted_once() -> None:
-    layers = tied_layers("meta")
-    plan = plan_pipeline(gpipe.analyze_layers(layers, mini_batch(0)[0]), [3, 3, 1], 2, partition_by="parameter_bytes")
+    profiles = profile_layers(tied_layers("meta"), loss, mini_batch(0))
+    accelerator = find_accelerator("cpu")
+    planner = Planner(lambda _: profiles, lambda *_: [3, 3], 7, accelerator, Speed.of(accelerator, "float32"))
+    console = Console(file=io.StringIO(), highlight=False)
+    plan = print_plan(planner, Setting(2, 3), "tied", console)
     assert plan.parameters == MODEL_PARAMETERS
     assert sum(stage.parameters for stage in plan.stages) == MODEL_PARAMETERS + 3 * 54 + 36
-    console = Console(file=io.StringIO(), highlight=False)
-    print_plan(plan, "tied", ["0", "1"], console)
     assert f"\n{MODEL_PARAMETERS:,} parameters. " in console.file.getvalue()
-
-    profiles, speed = profile_layers(layers, loss, mini_batch(0)), Speed(1e3, 1e3, 1e3, 1e3)
-    found = forecast(profiles, speed.seconds(profiles), [3, 3], Setting(2, 3), speed)
-    assert found.parameters == MODEL_PARAMETERS
+    costs = gpipe.analyze_layers(tied_layers("meta"), mini_batch(0)[0])
+    assert sum(cost.parameters - cost.tied_parameters for cost in costs) == MODEL_PARAMETERS
 
 
 def test_tied_layers_can_be_timed() -> None:
-    inputs = mini_batch(0)[0].to("meta")
-    seconds = measure_seconds(tied_layers("meta"), inputs, 0, "cpu")
-    assert len(seconds) == 6
+    timings = LayerTimer(torch.device("cpu"), 1).time(tied_layers("meta"), loss, mini_batch(0))
+    assert len(timings) == 7

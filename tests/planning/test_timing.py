@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.planning.speed import LayerSeconds
+from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.timing import LayerTimer, LayerTiming
 
 CPU = torch.device("cpu")

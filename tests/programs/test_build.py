@@ -1,5 +1,6 @@
 """Settings become the objects that they describe."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,25 @@ import torch
 from hydra import compose
 
 from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
+from gpipe.config.pipeline import Objective, PipelineSchedule, Rematerialize
 from gpipe.launch.processes import Place
-from gpipe.programs.build import build_layers, build_pipeline, build_plan, build_tracker, build_trainer, name_processes
+from gpipe.planning.planner import Planner
+from gpipe.planning.step import Plan
+from gpipe.programs.build import (
+    accelerator_at_hand,
+    build_layers,
+    build_pipeline,
+    build_planner,
+    build_setting,
+    build_tracker,
+    build_trainer,
+    share_partitions,
+)
 from gpipe.programs.workloads import workload_of
 from gpipe.training.trainer import Trainer
+from tests.programs.remembered_profiles import remembered_profiles  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.usefixtures("composer")
+pytestmark = pytest.mark.usefixtures("composer", "remembered_profiles")
 ALONE = Place(None, "cpu")
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "tracking=disabled")
 
@@ -21,10 +35,14 @@ def run_of(*overrides: str) -> RunConfig:
     return to_run(compose("train", overrides=[*SMALL, *overrides]))
 
 
+def plan_of(run: RunConfig) -> Plan:
+    return build_planner(run, accelerator_at_hand(run)).plan(build_setting(run))
+
+
 def trainer_of(folder: Path, *overrides: str) -> Trainer:
     run = run_of(*overrides)
     layers = build_layers(run)
-    pipeline = build_pipeline(run, layers, build_plan(run, layers), ALONE)
+    pipeline = build_pipeline(run, layers, share_partitions(run, layers, ALONE)[0], ALONE)
     with build_tracker(run, folder, [], enabled=False) as tracker:
         return build_trainer(run, pipeline, ALONE, folder, tracker, lambda timeline: None)
 
@@ -37,58 +55,84 @@ def test_the_model_is_described_without_memory() -> None:
 def test_the_plan_covers_every_layer_once() -> None:
     run = run_of("pipeline.num_stages=3")
     layers = build_layers(run)
-    plan = build_plan(run, layers)
+    plan = plan_of(run)
     assert sum(plan.partitions) == len(layers)
     assert plan.stages[0].first_layer == 0
     assert plan.stages[-1].last_layer == len(layers) - 1
     assert sum(stage.parameters for stage in plan.stages) == sum(p.numel() for p in layers.parameters())
-    assert sum(stage.share for stage in plan.stages) == pytest.approx(1)
 
 
 def test_transformer_48_is_planned_without_memory() -> None:
     run = to_run(compose("train", overrides=["model=transformer_lm", "data=random_tokens"]))
-    plan = build_plan(run, build_layers(run))
+    plan = plan_of(run)
     assert sum(stage.parameters for stage in plan.stages) == 48 * 50_358_272 + 131_104_000  # paper.md, section 2
     assert plan.imbalance < 0.03
 
 
 def test_given_partitions_are_taken_as_they_are() -> None:
-    run = run_of("pipeline.partitions=[2,7]", "pipeline.partition_by=seconds")
-    assert build_plan(run, build_layers(run)).partitions == [2, 7]
+    run = run_of("pipeline.partitions=[2,7]", "pipeline.partition_by=measured_seconds")
+    assert plan_of(run).partitions == [2, 7]
+    assert share_partitions(run, build_layers(run), ALONE)[0] == [2, 7]
 
 
-def test_measured_seconds_cut_the_layers_too() -> None:
-    run = run_of("pipeline.partition_by=seconds")
+def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
+    run = run_of("pipeline.partition_by=measured_seconds", "trainer.autocast=bfloat16")
     layers = build_layers(run)
-    assert sum(build_plan(run, layers, ALONE).partitions) == len(layers)
+    partitions, planner = share_partitions(run, layers, ALONE)
+    assert sum(partitions) == len(layers)
     assert all(parameter.is_meta for parameter in layers.parameters())
+    assert isinstance(planner, Planner) and planner.seconds is not None
+    seconds = planner.seconds([])
+    plan = planner.plan(build_setting(run, ALONE))
+    busy = sum(stage.forward_seconds for stage in plan.stages)
+    assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
 
 
-LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", "data=random_tokens", "trainer.batch_size=8")
-TRANSLATION = ("+experiment=transformer_multilingual_laptop", "trainer.batch_size=8")
+TOKENS = ("data=random_tokens", "data.vocabulary_size=40", "data.sequence_length=5")
+LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", *TOKENS, "trainer.batch_size=8")
+TRANSLATION = ("+experiment=transformer_multilingual", "scale=laptop", "trainer.batch_size=8")
 
 
 @pytest.mark.parametrize("cut", PartitionBy)
 @pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
-def test_every_model_can_be_cut_by_every_cost(model: tuple[str, ...], cut: PartitionBy) -> None:
-    run = to_run(compose("train", overrides=[*model, f"pipeline.partition_by={cut.value}", "pipeline.num_stages=2"]))
-    layers = build_layers(run)
-    assert sum(build_plan(run, layers, ALONE).partitions) == len(layers)
+def test_every_model_can_be_cut_by_every_cost_for_every_objective(model: tuple[str, ...], cut: PartitionBy) -> None:
+    cuts = [f"pipeline.partition_by={cut.value}", "pipeline.num_stages=2"]
+    for objective in Objective:
+        run = to_run(compose("train", overrides=[*model, *cuts, f"pipeline.objective={objective.value}"]))
+        layers = build_layers(run)
+        assert sum(share_partitions(run, layers, ALONE)[0]) == len(layers)
+
+
+@pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
+def test_every_model_can_be_planned_with_every_mode_and_schedule(model: tuple[str, ...]) -> None:
+    for mode, schedule in product(Rematerialize, PipelineSchedule):
+        shared = 2 if schedule.value == "interleaved_1f1b" else 1
+        overrides = [f"pipeline.rematerialize={mode.value}", f"pipeline.schedule={schedule.value}"]
+        shapes = [f"pipeline.stages_per_device={shared}", "pipeline.num_stages=4", "pipeline.num_microbatches=4"]
+        run = to_run(compose("train", overrides=[*model, *overrides, *shapes, "launch=process_per_stage"]))
+        plan = plan_of(run)
+        assert plan.bubble is not None and 0 < plan.bubble < 1 and len(plan.memory) == 4 // shared
+
+
+def test_all_stages_in_one_process_have_no_bubble() -> None:
+    assert plan_of(run_of()).bubble is None
+    assert plan_of(run_of("launch=process_per_stage")).bubble is not None
+    assert build_setting(run_of("launch=process_per_stage"), ALONE).is_sequential, "torchrun's number overrules"
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["pipeline.num_stages=10"], "num_partitions is 10, but 9 layers can make from 1 to 9"),
-        (["pipeline.partitions=[3,3]"], r"partitions is \[3, 3\], expected numbers that sum to the model's 9 layers"),
-        (["pipeline.memory_limit_bytes=100"], "alone needs"),
-        (["pipeline.partition_by=seconds"], "a dry run computes nothing"),
+        (["pipeline.partitions=[3,3]"], r"partitions is \[3, 3\], which covers 6 layers; give positive whole numbers"),
+        (["pipeline.memory_limit_bytes=100"], r"pipeline\.memory_limit_bytes is 100, but the fullest device of the"),
+        (["pipeline.partition_by=measured_seconds"], r"a plan measures nothing: set pipeline\.partition_by=seconds"),
     ],
 )
 def test_a_cut_that_is_impossible_is_refused(overrides: list[str], said: str) -> None:
     run = run_of(*overrides)
     with pytest.raises(ValueError, match=said):
-        build_plan(run, build_layers(run))
+        plan_of(run)
 
 
 def test_the_peak_learning_rate_follows_the_batch_size(tmp_path: Path) -> None:
@@ -128,7 +172,7 @@ def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loader
     layers = build_layers(run)
     assert len(layers) == 4 and all(parameter.is_meta for parameter in layers.parameters())
     assert (layers[0].num_embeddings, layers[-1].out_features) == (40, 40)
-    pipeline = build_pipeline(run, layers, build_plan(run, layers), ALONE)
+    pipeline = build_pipeline(run, layers, share_partitions(run, layers, ALONE)[0], ALONE)
     with build_tracker(run, tmp_path, [], enabled=False) as tracker:
         trainer = build_trainer(run, pipeline, ALONE, tmp_path, tracker, lambda timeline: None)
     inputs, targets = next(iter(trainer.train_loader))
@@ -140,10 +184,3 @@ def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loader
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which has no checkpoint"):
         trainer_of(tmp_path, f"trainer.resume_from={tmp_path / 'nowhere'}")
-
-
-def test_processes_are_named_stage_by_stage() -> None:
-    assert name_processes(run_of()) == ["0", "0"]
-    replicas = ["launch.num_replicas=2", "launch=process_per_stage", "model.min_microbatch_size=1"]
-    assert name_processes(run_of(*replicas)) == ["0, 2", "1, 3"]
-    assert name_processes(run_of(*replicas, "pipeline=interleaved")) == ["0, 2", "1, 3", "0, 2", "1, 3"]

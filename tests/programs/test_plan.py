@@ -10,10 +10,13 @@ from omegaconf import OmegaConf
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
-from gpipe.planning.accelerator import DEVICES
+from gpipe.planning.accelerator import ACCELERATORS
+from gpipe.programs import train as train_program
 from gpipe.programs.plan import start
-from tests.support.program_server import run_program
+from tests.program_server import run_program
+from tests.programs.remembered_profiles import remembered_profiles  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.usefixtures("remembered_profiles")
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16")
 Plan = Callable[..., str]
@@ -82,14 +85,14 @@ def test_the_cut_by_memory_has_the_lowest_peak(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["device=tpu_v9"], f"device is tpu_v9, expected one of {', '.join(DEVICES)}: set device="),
+        (["device=tpu_v9"], f"device is tpu_v9, expected auto or one of {', '.join(ACCELERATORS)}: set device="),
         (
             ["pipeline.num_stages=30", "trainer.batch_size=64"],
             "num_partitions is 30, but 9 layers can make from 1 to 9",
         ),
         (["efficiency=2"], "efficiency is 2.0, expected a share in (0, 1]: set efficiency=... accordingly."),
         (["memory_gib=0"], "memory_gib is 0.0, expected a number above 0: set memory_gib="),
-        (["find=num_filters", "memory_gib=0.0001"], "find is num_filters, but already 16 does not fit h100: raise"),
+        (["find=num_filters", "memory_gib=0.0001"], "find is num_filters, but even 16 does not fit cpu: raise"),
         (
             ["find=num_filters", "model=transformer_lm", "data=random_tokens"],
             "find is num_filters, but a transformer_lm",
@@ -101,8 +104,33 @@ def test_bad_input_is_one_sentence(plan: Plan, overrides: list[str], said: str) 
     assert message.startswith(f"error: {said}") and "\n" not in message
 
 
+@pytest.mark.parametrize("scale", ["paper", "laptop"])
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")))
+def test_a_dry_run_prints_what_the_planner_prints(
+    plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path, experiment: str, scale: str
+) -> None:
+    overrides = [f"+experiment={experiment}", f"scale={scale}"]
+    if experiment.startswith("transfer_") or experiment == "transfer":
+        overrides.append("init_from=null")
+    planned = plan(*overrides)
+    register_schemas()
+    run = to_run(compose("train", overrides=[*overrides, "trainer.dry_run=true"]))
+    train_program.start(run, tmp_path, overrides)
+    assert capsys.readouterr().out == planned
+    assert planned.startswith(f"{run.name}: K={run.pipeline.num_stages} stages, ")
+    assert (" bubble " in planned) == (run.launch.num_processes > 1)
+
+
+def test_the_headline_run_takes_at_most_four_and_a_half_seconds_per_step(plan: Plan) -> None:
+    planned = plan("+experiment=amoebanet_imagenet", "device=h100")
+    assert "K=4 stages, M=32 micro-batches of 32, N=1024, gpipe, recompute always, on h100" in planned
+    (seconds,) = re.findall(r"^Planned step: ([\d.]+) s, ", planned, re.MULTILINE)
+    assert float(seconds) <= 4.5
+    assert "\nfits: " in planned
+
+
 def test_the_help_names_every_device_and_what_can_be_found() -> None:
     text = OmegaConf.load(ROOT / "conf" / "plan.yaml").hydra.help.template
-    assert "|".join(DEVICES) in text
+    assert "|".join(ACCELERATORS) in text
     assert all(find.value in text for find in Find)
     assert len(text.splitlines()) <= 40

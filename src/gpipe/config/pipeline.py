@@ -21,17 +21,27 @@ PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "
 
 
 class PartitionBy(Enum):
-    """What makes a layer expensive."""
+    """What makes a layer expensive.
 
+    seconds: of forward, recomputation and backward, planned for the accelerator at hand. measured_seconds: the same,
+    measured by the first process before training. memory: the cut with the lowest peak.
+    """
+
+    seconds = "seconds"
+    measured_seconds = "measured_seconds"
     flops = "flops"
     parameter_bytes = "parameter_bytes"
-    seconds = "seconds"
     memory = "memory"
 
 
 class Objective(Enum):
-    """What the partitioning minimises: the most expensive partition, or the variance (the paper's rule)."""
+    """What the partitioning minimises.
 
+    step: the simulated step, where costs are seconds; other costs cannot be simulated, and are balanced as by max.
+    max: the most expensive partition. variance: the variance of the partitions' costs (the paper's rule).
+    """
+
+    step = "step"
     max = "max"
     variance = "variance"
 
@@ -49,8 +59,9 @@ class PipelineConfig:
     """K stages, M micro-batches, and how the layers are cut into partitions.
 
     stages_per_device: how many stages a process or GPU has; more than 1 where the schedule is interleaved.
-    memory_limit_bytes: most bytes of parameters in one partition; null is no limit.
-    partitions: the number of layers of each stage, instead of the cut that the fields above give; null is that cut.
+    memory_limit_bytes: the most that a device may need at its planned peak: parameters, gradients, optimiser state,
+        boundary inputs and activations; null is no limit.
+    partitions: the number of layers of each stage; null chooses them as partition_by and objective say.
     timeout_seconds: how long a stage waits for a silent neighbour.
     synchronize_batch_norm: whether batch norms normalise a micro-batch by its statistics over all launch.num_replicas
         replicas; with one replica, these are the statistics of the micro-batch, and it makes no difference.
@@ -93,12 +104,12 @@ class PipelineConfig:
 
 @dataclass
 class LaunchConfig:
-    """Processes: one that plays all stages, or one a stage and replica.
+    """Processes: one that plays all stages, or one per stage and replica.
 
     num_threads: of each process; null shares the processor's cores out.
-    pin_cores: true starts a new process for each, an only one too, and on a CPU gives it as many cores of its own as it
+    pin_cores: true starts every process anew, even a single one, and on a CPU gives it as many cores of its own as it
         has threads, so that speeds can be compared.
-    max_restarts: so many times the run goes on from its last checkpoint by itself after a process has failed.
+    max_restarts: restarts allowed after a process has failed; the run goes on from its last checkpoint.
     debug: true shows the whole traceback of an error instead of one message.
     """
 

@@ -21,9 +21,11 @@ class Find(Enum):
 class PlanConfig(RunConfig):
     """A run, and the accelerators that its stages would have.
 
-    device: the name of an accelerator. memory_gib, link_gb_per_second: in place of the maker's figures; null is those.
-    efficiency: the share of the makers' peaks of arithmetic and memory that is reached. find: null plans the run as
-        it is. num_devices: for find=fastest, of all replicas; null is as many as the run has.
+    device: the name of an accelerator; auto is the one at hand, for which train.py plans.
+    memory_gib, link_gb_per_second: in place of the maker's figures; null keeps those.
+    efficiency: the share of the makers' peaks of arithmetic and memory that is reached.
+    find: null plans the run as it is.
+    num_devices: for find=fastest, of all replicas; null is as many as the run has.
     """
 
     device: str = MISSING

@@ -1,28 +1,37 @@
-"""Accelerators to plan for: memory, arithmetic, and the links between them.
+"""Accelerators to plan for, and how long one takes for a layer (the roofline).
 
-Figures are the makers', of one device as a stage uses it: of a TPU a core, which is half a chip. Reached are less; how
-much less is the plan's `efficiency`.
+Figures are the makers', of one device as a stage uses it: of a TPU a core, which is half a chip. Real hardware reaches
+a fraction of these peaks: `efficiency`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from gpipe.planning.ledger import Work
+from gpipe.planning.profile import LayerProfile
 
 GIB = 2**30
+EFFICIENCY = 0.5  # assumed; well-tuned training reaches 0.3 to 0.6
 
 
 @dataclass(frozen=True)
-class Device:
+class Accelerator:
     """One accelerator.
 
     Attributes:
         name: as plan.py takes it.
-        memory_bytes: of its main memory.
+        memory_bytes: the size of its main memory.
         float32_flops: FLOP/s of products of float32 numbers as torch computes them (on a TPU as XLA does by default:
             inputs rounded to bfloat16).
         bfloat16_flops: FLOP/s of products under autocast to bfloat16; without such units those of float32.
         memory_bandwidth: bytes/s between its memory and its arithmetic units.
-        link_bandwidth: bytes/s to a neighbouring device, in one direction.
+        link_bandwidth: bytes/s to a neighbouring accelerator, in one direction.
     """
 
     name: str
@@ -36,8 +45,8 @@ class Device:
         """Return the FLOP/s for "float32" or "bfloat16"."""
         return {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops}[precision]
 
-    def with_limits(self, *, memory_gib: float | None, link_gb_per_second: float | None) -> Device:
-        """Return the device with other figures than the maker's, where they are given."""
+    def with_limits(self, *, memory_gib: float | None, link_gb_per_second: float | None) -> Accelerator:
+        """Return the accelerator with other figures than the maker's, where they are given."""
         memory = self.memory_bytes if memory_gib is None else int(memory_gib * GIB)
         link = self.link_bandwidth if link_gb_per_second is None else link_gb_per_second * 1e9
         return replace(self, memory_bytes=memory, link_bandwidth=link)
@@ -47,27 +56,97 @@ _T = 1e12
 _G = 1e9
 
 # TPUs: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (CACM 2020), table 1; a link
-# of 496 (v2) or 656 (v3) Gbit/s. GPUs: NVIDIA's data sheets, without sparsity. P40 and P100 stand in PCI-E slots of 16
-# lanes of generation 3, and without NVLink a copy goes through the host: over two of them, so at half the 12 GB/s that
-# one reaches.
+# of 496 (v2) or 656 (v3) Gbit/s. GPUs: NVIDIA's data sheets, without sparsity. P40 and P100 sit in PCI-E slots of 16
+# lanes of generation 3. Without NVLink a copy goes through the host, over two of these, so at half the 12 GB/s that one
+# reaches.
+# The CPU is nominal, so that every machine without a GPU makes the same plan: a laptop's memory; one core at 3 GHz with
+# two fused multiply-adds of 8 floats a cycle (AVX2), 96 GFLOP/s, and no units for bfloat16; one channel of DDR4-2666,
+# 21.3 GB/s; and half of that for a message, which is copied into a socket and out of it.
 _ALL = (
-    Device("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 350 * _G, 62 * _G),
-    Device("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G),
-    Device("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 346 * _G, 6 * _G),
-    Device("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 732 * _G, 6 * _G),
-    Device("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 900 * _G, 150 * _G),
-    Device("a100", 80 * GIB, 19.5 * _T, 312 * _T, 2039 * _G, 300 * _G),
-    Device("h100", 80 * GIB, 67 * _T, 989 * _T, 3350 * _G, 450 * _G),
-    Device("h200", 141 * GIB, 67 * _T, 989 * _T, 4800 * _G, 450 * _G),
+    Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 350 * _G, 62 * _G),
+    Accelerator("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G),
+    Accelerator("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 346 * _G, 6 * _G),
+    Accelerator("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 732 * _G, 6 * _G),
+    Accelerator("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 900 * _G, 150 * _G),
+    Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 2039 * _G, 300 * _G),
+    Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 3350 * _G, 450 * _G),
+    Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 4800 * _G, 450 * _G),
+    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G),
 )
-DEVICES = {device.name: device for device in _ALL}
+ACCELERATORS = {accelerator.name: accelerator for accelerator in _ALL}
+_UNKNOWN_GPU = "a100"
 
 
-def find_device(name: str) -> Device:
-    """Return the device called `name`. Raises ValueError with the list of names for one that is not in it."""
-    if name not in DEVICES:
+def find_accelerator(name: str) -> Accelerator:
+    """Return the accelerator called `name`. Raises ValueError with the list of names for one that is not in it."""
+    if name not in ACCELERATORS:
         raise ValueError(
-            f"device is {name}, expected one of {', '.join(DEVICES)}: set device=... to the nearest one, and its "
-            "memory_gib=... and link_gb_per_second=... to yours."
+            f"device is {name}, expected auto or one of {', '.join(ACCELERATORS)}: set device=... to the nearest one, "
+            "and its memory_gib=... and link_gb_per_second=... to yours."
         )
-    return DEVICES[name]
+    return ACCELERATORS[name]
+
+
+def detect_accelerator(device_type: str) -> Accelerator:
+    """Return the accelerator at hand: the first GPU for "cuda", with the memory that it really has, else the CPU.
+
+    A GPU that the table does not know is planned as an A100, and its name says so.
+    """
+    if device_type != "cuda":
+        return ACCELERATORS["cpu"]
+    found = torch.cuda.get_device_properties(0)
+    known = next((name for name in ACCELERATORS if re.search(rf"\b{name}\b", found.name.lower())), None)
+    name = known or f"{found.name}, planned as {_UNKNOWN_GPU}"
+    return replace(ACCELERATORS[known or _UNKNOWN_GPU], name=name, memory_bytes=found.total_memory)
+
+
+class LayerSeconds(NamedTuple):
+    """How long one layer, or the loss, takes for a micro-batch: forward, recomputed, and backward."""
+
+    forward: float
+    recompute: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What an accelerator does per second.
+
+    Attributes:
+        peak_flops_per_second: the peak of its arithmetic, at the precision of the run.
+        flops_per_second: what products reach.
+        bytes_per_second: what operations reach between arithmetic and memory.
+        link_bytes_per_second: to a neighbouring accelerator, one way.
+    """
+
+    peak_flops_per_second: float
+    flops_per_second: float
+    bytes_per_second: float
+    link_bytes_per_second: float
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, precision: str, efficiency: float = EFFICIENCY) -> Speed:
+        """Assume that an accelerator reaches a share `efficiency` of its peaks, at "float32" or "bfloat16"."""
+        peak = accelerator.flops_per_second(precision)
+        reached = efficiency * peak, efficiency * accelerator.memory_bandwidth
+        return cls(peak, *reached, accelerator.link_bandwidth)
+
+    def slowed(self, factor: float) -> Speed:
+        """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
+        return Speed(*(value / factor for value in astuple(self)))
+
+    def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
+        """Return how long each layer takes if nothing but its operations does, one after the other.
+
+        Each is bound by arithmetic or by memory, whichever takes longer; a compiler that fuses them does better.
+        """
+        known: dict[int, LayerSeconds] = {}  # equal layers share their profile
+        for profile in profiles:
+            if id(profile) not in known:
+                forward, backward = self._work(profile.forward), self._work(profile.backward)
+                known[id(profile)] = LayerSeconds(forward, forward, backward)
+        return [known[id(profile)] for profile in profiles]
+
+    def _work(self, operations: Iterable[Work]) -> float:
+        flops, moved = self.flops_per_second, self.bytes_per_second
+        return sum(max(one.flops / flops, one.bytes_moved / moved) for one in operations)

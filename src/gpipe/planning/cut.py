@@ -1,16 +1,125 @@
-"""Cut a model so that the fullest device is as empty as can be."""
+"""Cut a model into stages: by costs, by memory, or for the shortest simulated step.
+
+The shortest step is searched for. Every cut has a bound that its step cannot beat: the work of a device, after the
+first micro-batch has reached it and before the last gradient has left the first stage. Cuts are simulated in the order
+of their bounds until the next bound is no better than the best step. That is exact where all cuts can be listed; larger
+models start from equal stages and move one boundary at a time.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise
+from math import comb
+from typing import TypeAlias
 
-from gpipe.planning.step import Setting, plan_device, plan_memory
+from gpipe.pipeline.partition import Objective, check_partitions, partition_layers
+from gpipe.pipeline.schedule import Kind
+from gpipe.planning.accelerator import GIB, LayerSeconds, Speed
 from gpipe.planning.memory import stage_memory
 from gpipe.planning.profile import LayerProfile
+from gpipe.planning.step import Setting, plan_device, plan_memory, plan_step
 
-_PRECISION_BYTES = 2**16  # of the limit that the search ends with
+_PRECISION_BYTES = 2**16  # of the limit that the search by memory ends with
+_MOST_CUTS = 20_000  # that are listed
+_MOST_TASKS = 2**17  # tasks times devices that are simulated for one cut: well below a second
+_Score: TypeAlias = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Chooses the number of layers of each stage.
+
+    Attributes:
+        partition_by: what makes a layer expensive: "seconds", "flops", "parameter_bytes" or "memory".
+        objective: "step" for the shortest simulated step, with seconds; costs that are no seconds are balanced as by
+            "max". "max" and "variance" are those of `partition_layers`. Memory has an objective of its own: the lowest
+            peak.
+        speed: of a device.
+        seconds: profiles -> what each layer and the loss take; None plans them with `speed`.
+        memory_limit_bytes: the most that a device may need at its peak; None is no limit.
+        partitions: the answer, for settings with as many stages; None chooses.
+    """
+
+    partition_by: str
+    objective: str
+    speed: Speed
+    seconds: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
+    memory_limit_bytes: int | None = None
+    partitions: Sequence[int] | None = None
+
+    def __call__(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+        """Return the number of layers of each stage.
+
+        Args:
+            profiles: of each layer and the loss.
+            setting: how the model is run.
+
+        Raises:
+            ValueError: more stages than layers, or no cut is within the limit.
+        """
+        if self.partitions is not None and len(self.partitions) == setting.num_stages:
+            check_partitions(self.partitions, len(profiles) - 1)
+            found = list(self.partitions)
+        elif self.partition_by == "memory":
+            found = partition_by_memory(profiles, setting)
+        else:
+            return self._choose(profiles, replace(setting, is_sequential=False))
+        self._check(profiles, setting, found)
+        return found
+
+    def _choose(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+        seconds = list(self.seconds(profiles) if self.seconds else self.speed.seconds(profiles))
+        costs = self._costs(profiles, seconds)
+        objective: Objective = "variance" if self.objective == "variance" else "max"
+        start = partition_layers(costs, setting.num_stages, objective=objective)
+        simulates = self.partition_by == "seconds" and self.objective == "step"
+        fits = self._fits(profiles, setting, start)
+        if fits and not simulates:
+            return start
+        if not fits and setting.stages_per_device == 1:
+            start = partition_by_memory(profiles, setting)
+            self._check(profiles, setting, start)
+
+        def step(partitions: Sequence[int]) -> _Score | None:
+            plan = plan_step(profiles, seconds, partitions, setting, self.speed)
+            limit = self.memory_limit_bytes
+            return None if limit is not None and plan.peak_bytes > limit else (plan.step_seconds,)
+
+        def spread(partitions: Sequence[int]) -> _Score | None:
+            return _spread(partitions, costs, objective) if self._fits(profiles, setting, partitions) else None
+
+        if simulates:
+            found = _search(start, _StepBound(profiles, seconds, setting, self.speed), step, _num_tries(setting))
+        else:
+            found = _search(start, lambda cut: _spread(cut, costs, objective), spread, _num_tries(setting))
+        self._check(profiles, setting, found)
+        return found
+
+    def _costs(self, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds]) -> Sequence[float]:
+        """Return what each layer costs; the last one's seconds include the loss."""
+        if self.partition_by == "flops":
+            return [profile.forward_flops for profile in profiles[:-1]]
+        if self.partition_by == "parameter_bytes":
+            return [profile.parameter_bytes for profile in profiles[:-1]]
+        costs = [sum(layer) for layer in seconds]
+        return [*costs[:-2], costs[-2] + costs[-1]]
+
+    def _fits(self, profiles: Sequence[LayerProfile], setting: Setting, partitions: Sequence[int]) -> bool:
+        limit = self.memory_limit_bytes
+        return limit is None or _peak_bytes(profiles, partitions, setting) <= limit
+
+    def _check(self, profiles: Sequence[LayerProfile], setting: Setting, partitions: Sequence[int]) -> None:
+        if not self._fits(profiles, setting, partitions):
+            needed = _peak_bytes(profiles, partitions, setting)
+            raise ValueError(
+                f"pipeline.memory_limit_bytes is {self.memory_limit_bytes}, but the fullest device of the partitions "
+                f"{list(partitions)} needs {needed} ({needed / GIB:.3g} GiB): raise the limit, pipeline.num_stages or "
+                "pipeline.num_microbatches."
+            )
 
 
 def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
@@ -18,7 +127,7 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
 
     Args:
         profiles: of each layer and the loss.
-        setting: how the model is run; one stage a device.
+        setting: how the model is run; one stage per device.
 
     Raises:
         ValueError: stages share devices, or there are more stages than layers.
@@ -26,18 +135,25 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
     num_layers, num_stages = len(profiles) - 1, setting.num_stages
     if setting.stages_per_device != 1:
         raise ValueError(
-            f"partition_by is memory with {setting.stages_per_device} stages a device, which it cannot balance: "
-            "choose flops, or a schedule with one stage a device."
+            f"pipeline.partition_by is memory with {setting.stages_per_device} stages per device, which it cannot "
+            "balance: set it to seconds, or choose a schedule with one stage per device."
         )
     if num_stages > num_layers:
-        raise ValueError(f"num_stages is {num_stages}, but the model has {num_layers} layers: choose at most as many.")
+        raise ValueError(
+            f"pipeline.num_stages is {num_stages}, but the model has {num_layers} layers: choose at most as many."
+        )
     even = [(stage + 1) * num_layers // num_stages - stage * num_layers // num_stages for stage in range(num_stages)]
-    enough = max(memory.peak_bytes for memory in plan_memory(profiles, even, setting))
+    enough = _peak_bytes(profiles, even, setting)
     limits = range(enough % _PRECISION_BYTES, enough + 1, _PRECISION_BYTES)  # the last one is enough
     best = bisect_left(limits, True, key=lambda limit: _ends(profiles, setting, limit) is not None)
     ends = _ends(profiles, setting, limits[best])
     assert ends is not None
     return [end - start for start, end in pairwise([0, *ends])]
+
+
+def _peak_bytes(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> int:
+    """Return the memory of the fullest device."""
+    return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
 
 
 def _ends(profiles: Sequence[LayerProfile], setting: Setting, limit: int) -> list[int] | None:
@@ -67,3 +183,100 @@ def _furthest(fits: Callable[[int], bool], start: int, furthest: int) -> int:
 def _peak(profiles: Sequence[LayerProfile], setting: Setting, stage: int, first: int, end: int) -> int:
     memory = {stage: stage_memory(profiles, first, end)}
     return plan_device(memory, stage, setting).peak_bytes
+
+
+def _search(
+    start: Sequence[int],
+    bound: Callable[[Sequence[int]], _Score],
+    score: Callable[[Sequence[int]], _Score | None],
+    num_tries: int,
+) -> list[int]:
+    """Return the cut with the lowest score, `start` where none is better.
+
+    Args:
+        start: where the search begins.
+        bound: what the score of a cut cannot be below.
+        score: of a cut; None where it must not be taken.
+        num_tries: how many cuts are scored at most.
+    """
+    best, found = list(start), score(start)
+    tries = iter(range(num_tries))
+
+    def improve(candidates: Iterable[list[int]]) -> Iterator[list[int]]:
+        """Yield each candidate that beats all before it."""
+        nonlocal best, found
+        for limit, candidate in sorted((bound(candidate), candidate) for candidate in candidates):
+            if (found is not None and limit >= found) or next(tries, None) is None:
+                return
+            if (tried := score(candidate)) is not None and (found is None or tried < found):
+                best, found = candidate, tried
+                yield candidate
+
+    num_layers, num_stages = sum(start), len(start)
+    if comb(num_layers - 1, num_stages - 1) <= _MOST_CUTS:
+        for _ in improve(_all_cuts(num_layers, num_stages)):
+            pass
+        return best
+    while next(improve(_neighbours(best)), None) is not None:
+        pass
+    return best
+
+
+def _all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        yield [end - start for start, end in pairwise((0, *inner, num_layers))]
+
+
+def _neighbours(partitions: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the cuts in which one layer is on the other side of a boundary."""
+    for stage in range(len(partitions) - 1):
+        for given, taken in ((stage, stage + 1), (stage + 1, stage)):
+            if partitions[given] > 1:
+                moved = list(partitions)
+                moved[given] -= 1
+                moved[taken] += 1
+                yield moved
+
+
+def _num_tries(setting: Setting) -> int:
+    """Return how many cuts may be scored; a number, not a time, so that every machine finds the same."""
+    num_tasks = sum(map(len, setting.tasks)) * len(setting.tasks)
+    return max(4, _MOST_TASKS // num_tasks)
+
+
+def _spread(partitions: Sequence[int], costs: Sequence[float], objective: Objective) -> _Score:
+    """Return what `partition_layers` minimises: the variance, or the maximum and then the variance."""
+    bounds = pairwise(accumulate(partitions, initial=0))
+    sums = [sum(costs[first:end]) for first, end in bounds]
+    squares = sum(value**2 for value in sums)
+    return (squares,) if objective == "variance" else (max(sums), squares)
+
+
+class _StepBound:
+    """Seconds that the step of a cut cannot be below.
+
+    A device cannot begin before a micro-batch has passed all stages before its first one, and after its last backward
+    the gradient has to go back through them. In between it has all of its tasks.
+    """
+
+    def __init__(
+        self, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting, speed: Speed
+    ) -> None:
+        merged = [*seconds[:-2], LayerSeconds(*map(sum, zip(seconds[-2], seconds[-1], strict=True)))]
+        self._seconds = {
+            kind: list(accumulate((layer[index] for layer in merged), initial=0.0)) for index, kind in enumerate(Kind)
+        }
+        self._send = [profile.input_bytes / speed.link_bytes_per_second for profile in profiles]
+        self._counts = Counter((task.kind, task.stage) for tasks in setting.tasks for task in tasks)
+        self._num_devices = len(setting.tasks)
+
+    def __call__(self, partitions: Sequence[int]) -> _Score:
+        work = [0.0] * self._num_devices
+        ramps = []
+        ramp = 0.0
+        for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
+            taken = {kind: values[end] - values[first] for kind, values in self._seconds.items()}
+            work[stage % self._num_devices] += sum(self._counts[kind, stage] * value for kind, value in taken.items())
+            ramps.append(ramp)
+            ramp += taken[Kind.FORWARD] + taken[Kind.BACKWARD] + 2 * self._send[end]
+        return (max(map(sum, zip(work, ramps, strict=False))),)

@@ -7,7 +7,7 @@ A device walks through its tasks; between two of them it holds, of each of its s
     the boundary inputs (stash)            of each micro-batch between its forward and its backward
     the graph                              of those that were kept, or are just recomputed
 
-and during a task what the profile of its layers says. Everything here is a sum over the layers of a partition.
+and during a task what the profiles of its layers say. Everything here is a sum over the layers of a partition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StageMemory:
     Attributes:
         parameter_bytes: of weights and buffers.
         gradient_bytes: of the gradients of the trainable ones.
-        statistics_bytes: that its batch norms note of each micro-batch until the step ends.
+        statistics_bytes: what its batch norms note of each micro-batch until the step ends.
         input_bytes: of one micro-batch's boundary input.
         kept_bytes: of one micro-batch's graph.
         quiet_peak_bytes: of a forward without a graph.
@@ -51,7 +51,7 @@ class DeviceMemory:
     """The memory that one device needs in a step, in bytes.
 
     Attributes:
-        parameter_bytes: weights, buffers, gradients, optimiser state and averages: 12 a parameter for the paper's
+        parameter_bytes: weights, buffers, gradients, optimiser state and averages: 12 per parameter for the paper's
             RMSProp in float32.
         gradient_bytes: those of them that are gradients.
         stash_bytes: the most boundary inputs at once.
@@ -121,7 +121,7 @@ def device_memory(
         tasks: in order.
         stages: those of the device, by index.
         num_microbatches: M, of which the first stage holds all inputs throughout.
-        state_ratio: bytes of optimiser state and averages for each byte of trainable parameters.
+        state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
         synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
     """
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}

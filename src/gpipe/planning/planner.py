@@ -1,4 +1,4 @@
-"""One model on devices of one kind: what a step takes, what would fit instead, and what is fastest."""
+"""One model on accelerators of one kind: what a step takes, what would fit instead, and what is fastest."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.accelerator import Device
-from gpipe.planning.step import Forecast, Setting, forecast, plan_memory
+from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.speed import Speed
+from gpipe.planning.step import Plan, Setting, plan_memory, plan_step
 
 Profiler = Callable[[int], list[LayerProfile]]
 """Size of a micro-batch -> the profile of each layer and the loss."""
@@ -25,37 +24,46 @@ class Planner:
 
     Attributes:
         profiler: describes the model; what it returns is kept.
-        cut: chooses the partitions.
+        cut: chooses the partitions; what it returns is kept.
         batch_size: N, examples of a mini-batch, of all replicas.
-        device: that every stage gets.
-        speed: that the device reaches.
+        accelerator: what every stage gets.
+        speed: what the accelerator reaches.
         auxiliary_parameters: how many of the model's only training uses.
         min_microbatch_size: examples that batch norm must see at once; settings that leave it fewer cannot be.
+        seconds: profiles -> what each layer and the loss take; None plans them with `speed`.
     """
 
     profiler: Profiler
     cut: Cut
     batch_size: int
-    device: Device
+    accelerator: Accelerator
     speed: Speed
     auxiliary_parameters: int = 0
     min_microbatch_size: int = 1
-    _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict)
+    seconds: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
+    _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict, init=False)
+    _partitions: dict[Setting, list[int]] = field(default_factory=dict, init=False)
 
-    def forecast(self, setting: Setting) -> Forecast:
-        """Say what a step takes. Raises ValueError where the model cannot be cut so."""
+    def plan(self, setting: Setting) -> Plan:
+        """Plan a step. Raises ValueError where the model cannot be cut so."""
         profiles, setting = self._profiles_for(setting)
-        found = forecast(profiles, self.speed.seconds(profiles), self.cut(profiles, setting), setting, self.speed)
-        return replace(found, auxiliary_parameters=self.auxiliary_parameters)
+        seconds = self.seconds(profiles) if self.seconds else self.speed.seconds(profiles)
+        found = plan_step(profiles, seconds, self._cut(profiles, setting), setting, self.speed)
+        return replace(found, auxiliary_parameters=self.auxiliary_parameters, batch_size=self.batch_size)
 
     def peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device. Raises ValueError where the model cannot be cut so."""
         profiles, setting = self._profiles_for(setting)
-        return max(memory.peak_bytes for memory in plan_memory(profiles, self.cut(profiles, setting), setting))
+        return max(memory.peak_bytes for memory in plan_memory(profiles, self._cut(profiles, setting), setting))
+
+    def _cut(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
+        if setting not in self._partitions:
+            self._partitions[setting] = self.cut(profiles, setting)
+        return self._partitions[setting]
 
     def fits(self, setting: Setting) -> bool:
         """Return whether each device has room for what it needs."""
-        return self.peak_bytes(setting) <= self.device.memory_bytes
+        return self.peak_bytes(setting) <= self.accelerator.memory_bytes
 
     def remedies(self, setting: Setting) -> list[str]:
         """Return what would fit: the smallest larger K, and the smallest of 2 M, 4 M and so on."""
@@ -72,29 +80,28 @@ class Planner:
         return found
 
     def _larger_num_microbatches(self, setting: Setting) -> int | None:
-        """Return the smallest of 2 M, 4 M and so on that fits, None where none does."""
+        """Return the smallest of 2 M, 4 M and so on that fits; None where none does."""
         least = math.inf
         for num_microbatches in _doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
             try:
                 peak = self.peak_bytes(replace(setting, num_microbatches=num_microbatches))
             except ValueError:  # such as too few examples for batch norm
                 return None
-            if peak <= self.device.memory_bytes:
+            if peak <= self.accelerator.memory_bytes:
                 return num_microbatches
             if peak > 0.99 * least:  # what is left are boundary inputs, of the mini-batch whatever M is
                 return None
             least = peak
         return None
 
-    def fastest(self, num_devices: int, like: Setting) -> tuple[Setting, Forecast] | None:
-        """Return the fastest setting on some devices that fits, with its forecast; None where none fits.
+    def find_fastest(self, num_devices: int, like: Setting) -> Plan | None:
+        """Return the plan of the fastest setting that fits on a number of devices; None where none fits.
 
-        Tried are the divisors of the number of devices as K, with replicas on the others, all modes of
+        It tries the divisors of the number of devices as K, with replicas on the others, all modes of
         re-materialisation, and M = 1, 2, 4 and so on; all else is `like` another setting.
         """
         fitting = (setting for setting in self._settings(num_devices, like) if self._runs(setting))
-        forecasts = ((setting, self.forecast(setting)) for setting in fitting)
-        return min(forecasts, key=lambda pair: pair[1].step_seconds, default=None)
+        return min(map(self.plan, fitting), key=lambda plan: plan.step_seconds, default=None)
 
     def _settings(self, num_devices: int, like: Setting) -> Iterator[Setting]:
         for devices in (count for count in range(1, num_devices + 1) if num_devices % count == 0):
@@ -132,7 +139,7 @@ class Planner:
         return self._profiles[size], replace(setting, num_microbatches=len(sizes))
 
 
-def largest(fits: Callable[[int], bool], start: int, step: int) -> int | None:
+def find_largest_size(fits: Callable[[int], bool], start: int, step: int) -> int | None:
     """Return the largest of start, start + step and so on that fits; None where the first does not.
 
     Args:
@@ -152,7 +159,7 @@ def largest(fits: Callable[[int], bool], start: int, step: int) -> int | None:
 
 
 def _doubled(first: int, most: int) -> Iterator[int]:
-    """Yield a number, its double and so on while they are below another one, and then that."""
+    """Yield a number, its double and so on while they are below `most`, and then `most`."""
     while first < most:
         yield first
         first *= 2

@@ -1,8 +1,7 @@
-"""What every layer does in a step with a micro-batch of a given size: its work, and what it keeps in memory.
+"""The one description of a layer: what it computes in a step with a micro-batch, and what it keeps in memory.
 
-The whole model runs once forward and backward on tensors that have shapes and no data (torch's FakeTensorMode), so a
-giant is described in seconds and nothing is allocated. The figures are such that any partition's follow by adding up:
-see memory.py.
+The whole model runs forward and backward on tensors that have shapes and no data (torch's FakeTensorMode). So a giant
+is described in seconds, and nothing is allocated. The figures of any partition are sums of its layers': see memory.py.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
-from gpipe.pipeline.shared.tied_parameters import count_tied_parameters
-from gpipe.planning.cost import layer_error
+from gpipe.pipeline.shared.ties import tied_parameters
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.repeats import Shortened
 
 _PASSES = ("quiet", "forward", "backward", "first_backward")
 _FAILURE = "cannot be described without data"
-_REMEDY = "check the example's shape; a layer that looks at the values of its input cannot be planned"
+_REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
 
 
 class Input(NamedTuple):
@@ -61,14 +59,14 @@ class LayerProfile:
 
     Attributes:
         parameters: their number, frozen ones too.
-        parameter_bytes: theirs.
-        trainable_bytes: of those that get a gradient.
-        buffer_bytes: of its buffers.
-        statistics_bytes: that its batch norms note of each micro-batch until the step ends.
+        parameter_bytes: the size of its parameters.
+        trainable_bytes: the size of those that get a gradient.
+        buffer_bytes: the size of its buffers.
+        statistics_bytes: what its batch norms note of each micro-batch until the step ends.
         forward: the work of each operation of the forward function.
         backward: likewise of the backward pass.
-        input_bytes: of what it takes from the layer before, which would travel over a boundary.
-        inputs: the tensors of its input, but for those that live longer than a step.
+        input_bytes: the size of what it takes from the layer before, which would travel over a boundary.
+        inputs: the tensors of its input, except those that outlive the step.
         kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
         forward_peak_bytes: in its forward function, with a graph.
         quiet_peak_bytes: in its forward function, without a graph.
@@ -94,6 +92,72 @@ class LayerProfile:
     first_backward_peak_bytes: int
     tied_parameters: int = 0
 
+    @cached_property
+    def forward_flops(self) -> int:
+        """FLOPs of the forward function, a multiply-add as 2: of matrix products, convolutions and attention."""
+        return sum(work.flops for work in self.forward)
+
+    @cached_property
+    def backward_flops(self) -> int:
+        """FLOPs of the backward pass."""
+        return sum(work.flops for work in self.backward)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of one layer's forward function for one input; a partition's cost is the sum over its layers.
+
+    Attributes:
+        flops: FLOPs of the forward function, a multiply-add as 2: of matrix products, convolutions and attention. All
+            else (activation functions, norms, pools, embeddings) counts 0: it is bound by memory, not arithmetic, and
+            small beside a product. Partitioning takes zeros; where time goes into what this leaves out, partition by
+            `seconds`.
+        parameters: number of parameters, frozen ones too; one that two layers share counts in both, as each gets a
+            copy.
+        parameter_bytes: the size of those parameters.
+        output_bytes: bytes that would travel over a boundary after the layer; a tensor that occurs twice travels once.
+        seconds: median forward time; None where it was not measured.
+        tied_parameters: how many of the parameters an earlier layer shares: what all parameters exceed the model's by.
+    """
+
+    flops: int
+    parameters: int
+    parameter_bytes: int
+    output_bytes: int
+    seconds: float | None = None
+    tied_parameters: int = 0
+
+
+def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
+    """Describe every layer in training mode: nothing is computed, and no memory is taken.
+
+    The layers, `example` and torch's global generators stay as they are; layers on the meta device are welcome.
+
+    Args:
+        layers: the whole model, in order.
+        example: an input of the first layer, with the shapes and types of a micro-batch; only those are looked at.
+
+    Raises:
+        ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
+    """
+    profiles = profile_layers(layers, _sum_outputs, (example, None))
+    return [
+        LayerCost(
+            profile.forward_flops,
+            profile.parameters,
+            profile.parameter_bytes,
+            following.input_bytes,
+            tied_parameters=profile.tied_parameters,
+        )
+        for profile, following in pairwise(profiles)
+    ]
+
+
+def _sum_outputs(outputs: Any, _: Any) -> Tensor:
+    """Stand in for the loss of a model that is given without one."""
+    tensors = [tensor for tensor in Payload.of(outputs).tensors if tensor.is_floating_point()]
+    return sum((tensor.sum() for tensor in tensors), start=torch.zeros(()))
+
 
 def profile_layers(
     layers: nn.Sequential,
@@ -104,8 +168,7 @@ def profile_layers(
 ) -> list[LayerProfile]:
     """Describe each layer in training mode, and after them the loss; nothing is computed or allocated.
 
-    The layers, the example and torch's global generators stay as they are. Of a run of equal layers three are looked
-    at: the first, the second and the last.
+    The layers, the example and torch's global generators stay as they are.
 
     Args:
         layers: the whole model, in order, on any device.
@@ -114,16 +177,17 @@ def profile_layers(
         autocast: makes the context in which the layers run, for the "cpu" type of device.
 
     Raises:
-        ValueError: a layer cannot be described without data, as one that looks at the values of its input.
+        ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
     """
     shortened = Shortened.of(layers)
     found = _profile(shortened.layers, loss, example, autocast)
-    if shortened.is_legal([profile.input_bytes for profile in found]):
+    if shortened.is_valid([profile.input_bytes for profile in found]):
         found = shortened.expand(found)
     else:
         found = _profile(list(layers), loss, example, autocast)
-    counts = [*count_tied_parameters(layers), 0]  # the loss has none
-    return [replace(profile, tied_parameters=tied) for profile, tied in zip(found, counts, strict=True)]
+    counts = [*tied_parameters(layers), 0]  # the loss has none
+    # Equal layers share their profile.
+    return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
 
 
 class _Chain:
@@ -224,6 +288,12 @@ class _Chain:
         for kind, peak in found.items():
             self.peaks[kind][at] = max(self.peaks[kind][at], peak - self.live_after[at])
         self.work["backward"][at] += self.ledger.take_work()
+
+
+def layer_error(name: str, error: Exception, failure: str, remedy: str) -> ValueError:
+    """Return an error of one sentence that says which layer failed at what, why, and what to do."""
+    cause = str(error).strip().partition("\n")[0].rstrip(". ")
+    return ValueError(f"{name} {failure} ({type(error).__name__}: {cause}); {remedy}.")
 
 
 def _profile(

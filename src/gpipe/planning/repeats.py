@@ -1,4 +1,4 @@
-"""Runs of equal layers: of a thousand, three tell everything."""
+"""Profile only the first, the second and the last of a run of identical layers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Shortened:
                 counts += [1] * len(members)
         return cls(chosen, counts)
 
-    def is_legal(self, input_bytes: Sequence[int]) -> bool:
-        """Return whether the layers of each run take and return the same: else their inputs differ, and so do they."""
+    def is_valid(self, input_bytes: Sequence[int]) -> bool:
+        """Return whether the layers of each run take and return equally much: else their inputs differ."""
         runs = (index for index, count in enumerate(self.counts) if count > 1)
         return all(input_bytes[index - 1] == input_bytes[index] == input_bytes[index + 1] for index in runs)
 

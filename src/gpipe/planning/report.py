@@ -1,4 +1,4 @@
-"""A forecast, for people."""
+"""A plan, for people."""
 
 from __future__ import annotations
 
@@ -8,47 +8,68 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from gpipe.planning.accelerator import GIB, Device
-from gpipe.planning.step import Forecast, Setting
-from gpipe.planning.plan import describe_parameters
+from gpipe.planning.accelerator import GIB, Accelerator
+from gpipe.planning.planner import Planner
+from gpipe.planning.step import Plan, Setting
 
-_COLUMNS = ("stage", "layers", "parameters", "GiB", "stash", "activations", "peak", "TFLOP", "F ms", "B ms", "send ms")
 WIDTH = 120  # characters that the table may take, on a pipe too
 
 
-def print_forecast(
-    found: Forecast, setting: Setting, batch_size: int, device: Device, remedies: Sequence[str] = ()
-) -> None:
-    """Print a row a stage, those of equal stages once, what the step comes to, and whether it fits, or what would."""
-    console = Console(highlight=False, width=WIDTH)
+def print_plan(planner: Planner, setting: Setting, name: str, console: Console | None = None) -> Plan:
+    """Plan a step, print a row per stage, those of equal stages once, and whether it fits, or what would; return it.
+
+    name: of the run. Raises ValueError where the model cannot be cut so.
+    """
+    plan, accelerator = planner.plan(setting), planner.accelerator
+    setting = plan.setting
+    console = console or Console(highlight=False, width=WIDTH)
     replicas = f", R={setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
     title = (
-        f"K={setting.num_stages}, M={setting.num_microbatches}, N={batch_size}{replicas}, {setting.schedule}, "
-        f"recompute {setting.rematerialize}, on {device.name} ({gib(device.memory_bytes)})"
+        f"{name}: K={setting.num_stages} stages, M={setting.num_microbatches} micro-batches of {plan.microbatch_size}, "
+        f"N={plan.batch_size}{replicas}, {setting.schedule}, recompute {setting.rematerialize}, on {accelerator.name} "
+        f"({gib(accelerator.memory_bytes)})"
     )
     if setting.synchronizes:
         title += "; the exchanges of batch norm are not timed"
-    table = Table(title=title, title_justify="left")
-    for column in _COLUMNS:
+    console.print(title, soft_wrap=True)
+    table = Table()
+    size_unit, size_name = (GIB, "GiB") if plan.peak_bytes >= 0.1 * GIB else (2**20, "MiB")
+    flop_unit, flop_name = (1e12, "TFLOP") if max(stage.flops for stage in plan.stages) >= 1e11 else (1e9, "GFLOP")
+    columns = ("parameters", size_name, "stash", "activations", "peak", flop_name, "F ms", "B ms", "send ms")
+    for column in ("stage", "layers", *columns):
         table.add_column(column, justify="right")
-    rows = [_row(found, index) for index in range(len(found.stages))]
+    rows = [_row(plan, index, size_unit, flop_unit) for index in range(len(plan.stages))]
     for _, group in groupby(enumerate(rows), key=lambda item: item[1][2:]):
         stages = list(group)
         first, last = stages[0], stages[-1]
         layers = f"{first[1][0]}-{last[1][1]}"
         table.add_row(str(first[0]) if first is last else f"{first[0]}-{last[0]}", layers, *first[1][2:])
     console.print(table)
-    console.print(_sums(found, batch_size), soft_wrap=True)
-    console.print(_verdict(found, setting, device, remedies), soft_wrap=True)
+    console.print(_totals(plan), soft_wrap=True)
+    console.print(_processes(plan), soft_wrap=True)
+    remedies = [] if plan.peak_bytes <= accelerator.memory_bytes else planner.remedies(setting)
+    console.print(_verdict(plan, accelerator, remedies), soft_wrap=True)
+    return plan
 
 
-def _verdict(found: Forecast, setting: Setting, device: Device, remedies: Sequence[str]) -> str:
-    """Say whether a forecast fits the device, and else what would."""
-    peaks = [memory.peak_bytes for memory in found.memory]
+def _processes(plan: Plan) -> str:
+    """Say which process plays which stage."""
+    setting, num_devices = plan.setting, len(plan.memory)
+    if setting.is_sequential:
+        return "One process plays all stages, one task after the other."
+    shared = "s" if setting.stages_per_device == 1 else f"s mod {num_devices}"
+    if setting.num_replicas == 1:
+        return f"Process {shared} plays stage s."
+    return f"Process {num_devices} r + {shared} plays stage s of replica r."
+
+
+def _verdict(plan: Plan, accelerator: Accelerator, remedies: Sequence[str]) -> str:
+    """Say whether a plan fits the accelerator, and else what would."""
+    peaks = [memory.peak_bytes for memory in plan.memory]
     fullest = peaks.index(max(peaks))
-    what = "stage" if setting.stages_per_device == 1 else "device"
-    needs = f"{what} {fullest} needs {gib(max(peaks))} of {gib(device.memory_bytes)}"
-    if max(peaks) <= device.memory_bytes:
+    what = "stage" if plan.setting.stages_per_device == 1 else "device"
+    needs = f"{what} {fullest} needs {gib(max(peaks))} of {gib(accelerator.memory_bytes)}"
+    if max(peaks) <= accelerator.memory_bytes:
         return f"fits: {needs}"
     return f"does not fit: {needs}; {', or '.join(remedies) or 'no larger K and no larger M'} fits"
 
@@ -59,34 +80,54 @@ def gib(size: int) -> str:
     return f"{value:.1f} GiB" if 1 <= value < 100 else f"{value:.3g} GiB"
 
 
-def _row(found: Forecast, index: int) -> tuple[str, ...]:
+def _row(plan: Plan, index: int, size_unit: float, flop_unit: float) -> tuple[str, ...]:
     """Return first and last layer, then what is shown of a stage and, where it is a device's first, of the device."""
-    stage = found.stages[index]
+    stage = plan.stages[index]
     memory = [""] * 4
-    if index < len(found.memory):
-        device = found.memory[index]
+    if index < len(plan.memory):
+        device = plan.memory[index]
         sizes = (device.parameter_bytes, device.stash_bytes, device.activation_bytes, device.peak_bytes)
-        memory = [f"{size / GIB:.2f}" for size in sizes]
+        memory = [f"{size / size_unit:.2f}" for size in sizes]
     seconds = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds)
     return (
         str(stage.first_layer),
         str(stage.last_layer),
         f"{stage.parameters:,}",
         *memory,
-        f"{stage.flops / 1e12:.3g}",
-        *(f"{1e3 * value:.3g}" for value in seconds),
+        _readable(stage.flops / flop_unit),
+        *(_readable(1e3 * value) for value in seconds),
     )
 
 
-def _sums(found: Forecast, batch_size: int) -> str:
+def _readable(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _totals(plan: Plan) -> str:
     memory, activations = (
-        sum(getattr(device, name) for device in found.memory) for name in ("parameter_bytes", "activation_bytes")
+        sum(getattr(device, name) for device in plan.memory) for name in ("parameter_bytes", "activation_bytes")
     )
-    seconds = found.step_seconds
-    described = describe_parameters(found.parameters, found.auxiliary_parameters)
+    seconds = plan.step_seconds
+    bubble = "" if plan.bubble is None else f"{describe_bubble(plan)}, "
     return (
-        f"{described}. All {len(found.memory)} devices: {gib(memory)} of parameters, gradients and "
+        f"{_describe_parameters(plan)}. All {len(plan.memory)} devices: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.\n"
-        f"Planned step: {seconds:.3g} s, {batch_size / seconds:.3g} examples/s; bubble {found.timeline.bubble:.1%}, "
-        f"update {found.update_seconds / seconds:.1%}, model FLOPs utilisation {found.utilization:.1%}."
+        f"Planned step: {seconds:.3g} s, {plan.batch_size / seconds:.3g} examples/s; {bubble}the slowest stage is "
+        f"{plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs utilisation "
+        f"{plan.utilization:.1%}."
+    )
+
+
+def describe_bubble(plan: Plan) -> str:
+    """Return the simulated bubble of a plan that has one, with the formula's beside it."""
+    return f"bubble {plan.bubble:.1%} ({plan.bubble_formula} = {plan.equal_stages_bubble:.1%} for equal stages)"
+
+
+def _describe_parameters(plan: Plan) -> str:
+    """Return a model's number of parameters in words, and how many of them only training uses."""
+    if plan.auxiliary_parameters == 0:
+        return f"{plan.parameters:,} parameters"
+    return (
+        f"{plan.evaluated_parameters:,} parameters in the network that is evaluated, {plan.parameters:,} with the "
+        "auxiliary head of training"
     )

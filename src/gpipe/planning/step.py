@@ -1,20 +1,22 @@
-"""What a step will take on devices of a kind: the memory and the seconds of each, the bubble, the utilisation.
+"""What a training step takes: the memory and the seconds of each device, the bubble, the utilisation.
 
-Memory is that of a walk through the schedule's tasks (memory.py), the step's time that of simulating the same tasks.
+Memory is that of a walk through the schedule's tasks (memory.py). Time is that of simulating the same tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Schedule, Task, sequential
 from gpipe.pipeline.timeline import Timeline, simulate
+from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.speed import LayerSeconds, Speed
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,12 @@ class Setting:
         rematerialize: which micro-batches are recomputed.
         schedule: a name of `gpipe.pipeline.schedule`.
         stages_per_device: 1, or more where the schedule interleaves.
-        state_ratio: bytes of optimiser state and averages for each byte of trainable parameters.
+        state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
         num_replicas: R pipelines, which share a mini-batch out and average their gradients.
         synchronize_batch_norm: whether batch norms normalise over the replicas; the memory of their statistics is
             planned, the time of their exchanges is not.
+        is_sequential: whether one process plays all stages, one task after the other. Memory is planned per device all
+            the same.
     """
 
     num_stages: int
@@ -41,10 +45,11 @@ class Setting:
     state_ratio: float = 1.0
     num_replicas: int = 1
     synchronize_batch_norm: bool = False
+    is_sequential: bool = False
 
     @property
     def num_devices(self) -> int:
-        """Of all replicas."""
+        """The number of devices of all replicas."""
         return self.num_replicas * self.num_stages // self.stages_per_device
 
     @property
@@ -60,24 +65,26 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class StageForecast:
-    """One stage; what it does is with one micro-batch.
+class StagePlan:
+    """One stage and its work per micro-batch.
 
     Attributes:
-        first_layer: of its layers; the loss, which the last stage computes, is none.
-        last_layer: of its layers.
+        first_layer: the first of its layers.
+        last_layer: the last of its layers; the loss, which the last stage computes, is none.
         parameters: their number.
-        flops: of a forward and a backward.
-        forward_seconds: of a forward.
-        recompute_seconds: of a recomputation.
-        backward_seconds: of a backward.
-        output_bytes: that travel to the next stage; as many gradients come back; 0 in the last stage.
-        transfer_seconds: of these, one way.
+        forward_flops: FLOPs of a forward.
+        flops: FLOPs of a forward and a backward.
+        forward_seconds: seconds of a forward.
+        recompute_seconds: seconds of a recomputation.
+        backward_seconds: seconds of a backward.
+        output_bytes: bytes that travel to the next stage; as many gradients come back; 0 in the last stage.
+        transfer_seconds: seconds of these, one way.
     """
 
     first_layer: int
     last_layer: int
     parameters: int
+    forward_flops: int
     flops: int
     forward_seconds: float
     recompute_seconds: float
@@ -96,10 +103,11 @@ class StageForecast:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Plan:
     """A training step of one pipeline.
 
     Attributes:
+        setting: how the model is run.
         stages: K of them.
         memory: of each device; stage s is on device s % P.
         timeline: the simulated tasks.
@@ -108,9 +116,11 @@ class Forecast:
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
         tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
         auxiliary_parameters: how many of the model's only training uses.
+        batch_size: N, examples of a mini-batch, of all replicas; 0 where nobody said.
     """
 
-    stages: tuple[StageForecast, ...]
+    setting: Setting
+    stages: tuple[StagePlan, ...]
     memory: tuple[DeviceMemory, ...]
     timeline: Timeline
     averaging_seconds: float
@@ -118,6 +128,12 @@ class Forecast:
     utilization: float
     tied_parameters: int = 0
     auxiliary_parameters: int = 0
+    batch_size: int = 0
+
+    @property
+    def partitions(self) -> list[int]:
+        """The number of layers of each stage."""
+        return [stage.last_layer - stage.first_layer + 1 for stage in self.stages]
 
     @property
     def parameters(self) -> int:
@@ -125,25 +141,68 @@ class Forecast:
         return sum(stage.parameters for stage in self.stages) - self.tied_parameters
 
     @property
+    def evaluated_parameters(self) -> int:
+        """The number of parameters of the network that is evaluated."""
+        return self.parameters - self.auxiliary_parameters
+
+    @property
+    def microbatch_size(self) -> int:
+        """Examples of the largest micro-batch."""
+        return -(-self.batch_size // (self.setting.num_replicas * self.setting.num_microbatches))
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of a step: the tasks, then the averaging, then the update."""
         return self.timeline.makespan_seconds + self.averaging_seconds + self.update_seconds
+
+    @property
+    def bubble(self) -> float | None:
+        """The simulated bubble; None where one process plays all stages, and none of them waits."""
+        return None if self.setting.is_sequential else self.timeline.bubble
+
+    @property
+    def equal_stages_bubble(self) -> float | None:
+        """The bubble of equal stages without early recomputation, None where there is none: (K-1)/(M+K-1) (section 2).
+
+        Of P devices with v stages each: (P-1)/(vM+P-1) (Narayanan et al. 2021, section 2.2.2).
+        """
+        if self.setting.is_sequential:
+            return None
+        num_shared = self.setting.stages_per_device
+        others = self.setting.num_stages // num_shared - 1
+        return others / (num_shared * self.setting.num_microbatches + others)
+
+    @property
+    def bubble_formula(self) -> str:
+        """The formula of `equal_stages_bubble`."""
+        num_shared = self.setting.stages_per_device
+        return "(K-1)/(M+K-1)" if num_shared == 1 else f"(P-1)/({num_shared}M+P-1)"
+
+    @property
+    def imbalance(self) -> float:
+        """By how much the slowest stage's time per micro-batch exceeds the mean, as a fraction."""
+        seconds = [sum(map(stage.seconds, Kind)) for stage in self.stages]
+        return max(seconds) / fmean(seconds) - 1
 
     @property
     def peak_bytes(self) -> int:
         """The memory of the fullest device."""
         return max(memory.peak_bytes for memory in self.memory)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per stage, as JSON."""
+        return [{"stage": index, **asdict(stage)} for index, stage in enumerate(self.stages)]
 
-def forecast(
+
+def plan_step(
     profiles: Sequence[LayerProfile],
     layer_seconds: Sequence[LayerSeconds],
     partitions: Sequence[int],
     setting: Setting,
     speed: Speed,
     layer_update_seconds: Sequence[float] | None = None,
-) -> Forecast:
-    """Say what a step takes.
+) -> Plan:
+    """Plan a step.
 
     Args:
         profiles: of each layer and the loss, with the largest micro-batch.
@@ -160,18 +219,19 @@ def forecast(
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
         return stages[task.stage - (task.kind is Kind.BACKWARD)].transfer_seconds
 
-    timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
+    schedule = [sequential(setting.tasks)] if setting.is_sequential else setting.tasks
+    timeline = simulate(schedule, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
-    if layer_update_seconds is None:
-        update_seconds = speed.update_seconds(memory)
+    if layer_update_seconds is None:  # the optimiser reads and writes all that belongs to parameters
+        updates = [2 * device.parameter_bytes / speed.bytes_per_second for device in memory]
     else:
-        updates = [sum(layer_update_seconds[first:end]) for first, end in bounds]
-        update_seconds = max(sum(updates[device :: len(memory)]) for device in range(len(memory)))
-    ends = speed.averaging_seconds(memory, setting.num_replicas), update_seconds
+        of_stages = [sum(layer_update_seconds[first:end]) for first, end in bounds]
+        updates = [sum(of_stages[device :: len(memory)]) for device in range(len(memory))]
+    ends = _averaging_seconds(memory, setting, speed), sum(updates) if setting.is_sequential else max(updates)
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
-    possible = (timeline.makespan_seconds + sum(ends)) * len(memory) * speed.peak_flops_per_second
+    possible = (timeline.makespan_seconds + sum(ends)) * timeline.num_devices * speed.peak_flops_per_second
     tied = sum(profile.tied_parameters for profile in profiles)
-    return Forecast(stages, memory, timeline, *ends, flops / possible, tied)
+    return Plan(setting, stages, memory, timeline, *ends, flops / possible, tied)
 
 
 def plan_memory(
@@ -198,23 +258,74 @@ def plan_device(stages: Mapping[int, StageMemory], device: int, setting: Setting
     )
 
 
+def _averaging_seconds(memory: Sequence[DeviceMemory], setting: Setting, speed: Speed) -> float:
+    """Return how long the slowest device's gradients take around a ring of its replicas."""
+    gradients = max(device.gradient_bytes for device in memory)
+    return 2 * (setting.num_replicas - 1) / setting.num_replicas * gradients / speed.link_bytes_per_second
+
+
 def _stage(
     profiles: Sequence[LayerProfile], layer_seconds: Sequence[LayerSeconds], first: int, end: int, speed: Speed
-) -> StageForecast:
+) -> StagePlan:
     last_layer = end - 1
     is_last = end == len(profiles) - 1
     if is_last:
         end += 1  # the loss
     own, seconds = profiles[first:end], layer_seconds[first:end]
     output_bytes = 0 if is_last else profiles[end].input_bytes
-    return StageForecast(
+    forward_flops = sum(profile.forward_flops for profile in own)
+    return StagePlan(
         first_layer=first,
         last_layer=last_layer,
         parameters=sum(profile.parameters for profile in own),
-        flops=sum(work.flops for profile in own for work in (*profile.forward, *profile.backward)),
+        forward_flops=forward_flops,
+        flops=forward_flops + sum(profile.backward_flops for profile in own),
         forward_seconds=sum(one.forward for one in seconds),
         recompute_seconds=sum(one.recompute for one in seconds),
         backward_seconds=sum(one.backward for one in seconds),
         output_bytes=output_bytes,
         transfer_seconds=output_bytes / speed.link_bytes_per_second,
     )
+
+
+class Breakdown(NamedTuple):
+    """Shares of a step, which add up to 1: what would be left of it if one trouble after the other went away.
+
+    Attributes:
+        computing: forwards and backwards, the mean over the devices.
+        recomputation: likewise.
+        bubble: the wait for other stages that would be left if all stages were equal and transfers took no time.
+        imbalance: by how much unequal stages make the step longer.
+        transfer: by how much the links make it longer still, the averaging over replicas too.
+        update: the optimiser's, on the slowest device.
+    """
+
+    computing: float
+    recomputation: float
+    bubble: float
+    imbalance: float
+    transfer: float
+    update: float
+
+
+def break_down(plan: Plan) -> Breakdown:
+    """Share out the step of a plan whose stages do not share one process."""
+    stages = plan.stages
+    mean = {kind: fmean(stage.seconds(kind) for stage in stages) for kind in Kind}
+
+    def without_links(seconds: Callable[[Task], float]) -> Timeline:
+        return simulate(plan.setting.tasks, seconds)
+
+    even = without_links(lambda task: mean[task.kind])
+    without_transfer = without_links(lambda task: stages[task.stage].seconds(task.kind)).makespan_seconds
+    recomputation = fmean(even.busy_seconds(Kind.RECOMPUTE))
+    busy = fmean(even.busy_seconds())
+    parts = Breakdown(
+        computing=busy - recomputation,
+        recomputation=recomputation,
+        bubble=even.makespan_seconds - busy,
+        imbalance=without_transfer - even.makespan_seconds,
+        transfer=plan.timeline.makespan_seconds - without_transfer + plan.averaging_seconds,
+        update=plan.update_seconds,
+    )
+    return Breakdown(*(part / plan.step_seconds for part in parts))

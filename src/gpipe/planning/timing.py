@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -15,8 +17,9 @@ from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
+from gpipe.planning.accelerator import LayerSeconds
+from gpipe.planning.profile import LayerCost, analyze_layers, layer_error
 from gpipe.planning.repeats import structure
-from gpipe.planning.speed import LayerSeconds
 
 _Result = TypeVar("_Result")
 MakeOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -36,50 +39,104 @@ class LayerTiming(NamedTuple):
         return LayerSeconds(self.forward, self.recompute, self.backward)
 
 
+def measure_layers(
+    layers: nn.Sequential, example: Any, *, repeats: int = 5, on_layer: Callable[[float], None] | None = None
+) -> list[LayerCost]:
+    """Describe every layer as `analyze_layers` does, and time its forward function in training mode, on a copy.
+
+    Time varies from call to call, and so may a partition by time: all processes of a run must use the numbers of one.
+    Identical layers with equal inputs are timed once.
+
+    Args:
+        layers: the whole model, in order, on one device.
+        example: an input of the first layer, as large as a micro-batch, on that device.
+        repeats: number of timed runs per layer, after one that is not timed; the median counts.
+        on_layer: called with each layer's seconds as soon as they are known.
+
+    Raises:
+        ValueError: `repeats` is below 1, a layer cannot be described without data or run on the example, or is itself
+            on the meta device, where time has no meaning.
+    """
+    tensors = chain(Payload.of(example).tensors, layers.parameters(), layers.buffers())
+    devices = {tensor.device for tensor in tensors}
+    if torch.device("meta") in devices:
+        raise ValueError("The layers or the example are on the meta device; move both to a real one to time them.")
+    timer = LayerTimer(next(iter(devices)), repeats)
+    costs = analyze_layers(layers, example)
+
+    def tell(timing: LayerTiming) -> None:
+        if on_layer is not None:
+            on_layer(timing.forward)
+
+    timings = timer.time(layers, None, (example, None), tell)
+    return [replace(cost, seconds=timing.forward) for cost, timing in zip(costs, timings, strict=True)]
+
+
 class LayerTimer:
-    """Times layers that are described on the meta device; one at a time gets memory, so that a giant can be timed.
+    """Times layers one at a time. Those on the meta device get memory one at a time, so that a giant can be timed.
 
     Layers that are equal and have equal inputs are timed once, also of different models.
 
     Args:
-        device: that computes; a CPU with one thread, whose time is counted.
+        device: that computes. On a CPU with one thread the time is that of this process, which others on the machine
+            do not lengthen.
         repeats: runs that count, after one that does not.
-        make_optimizer: (names and parameters of a layer) -> whose update is timed.
+        make_optimizer: (names and parameters of a layer) -> whose update is timed; None times none.
     """
 
-    def __init__(self, device: torch.device, repeats: int, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, device: torch.device, repeats: int, make_optimizer: MakeOptimizer | None = None) -> None:
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}, expected 1 or more: time every layer at least once.")
         self._device, self._repeats, self._make_optimizer = device, repeats, make_optimizer
         self._known: dict[Hashable, tuple[LayerTiming, Payload]] = {}
 
     def time(
-        self, layers: nn.Sequential, loss: Callable[[Any, Any], Any], example: tuple[Any, Any]
+        self,
+        layers: nn.Sequential,
+        loss: Callable[[Any, Any], Any] | None,
+        example: tuple[Any, Any],
+        on_layer: Callable[[LayerTiming], None] = lambda _: None,
     ) -> list[LayerTiming]:
-        """Return the timings of each layer in training mode, and after them the loss.
+        """Return the timings of each layer in training mode, and after them the loss, if it is given.
 
         Args:
-            layers: the whole model, on the meta device; it stays there.
+            layers: the whole model, on the device or the meta device; it stays as it is.
             loss: as for `Pipeline`.
             example: (inputs, targets) of a micro-batch, on the device.
+            on_layer: called with each layer's timing as soon as it is known.
+
+        Raises:
+            ValueError: a layer cannot run on the example.
         """
         payload, targets = Payload.of(example[0]), example[1]
         found: list[LayerTiming] = []
+        seen: set[nn.Parameter] = set()  # an earlier layer draws their values
         with preserved_generators([self._device]):
             for index, layer in enumerate(layers):
                 shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in payload.tensors)
                 key = structure(layer), shapes
                 if key not in self._known:
-                    self._known[key] = self._time_layer(layer, index, payload)
+                    given = {name: _fill(tied) for name, tied in layer.named_parameters() if tied in seen}
+                    self._known[key] = self._time_layer(layer, index, payload, given)
+                seen.update(layer.parameters())
                 timing, payload = self._known[key]
                 found.append(timing)
-            found.append(self._time(lambda logits: _loss_alone(loss(logits, targets)), payload, None)[0])
+                on_layer(timing)
+            if loss is not None:
+                found.append(self._time(lambda logits: _loss_alone(loss(logits, targets)), payload, None)[0])
         return found
 
-    def _time_layer(self, layer: nn.Module, index: int, inputs: Payload) -> tuple[LayerTiming, Payload]:
-        real = materialize(copy.deepcopy(layer), index, 0, self._device).train()
-        with microbatch_phase(converted_batch_norms([real]), recompute=True):  # the statistics are nobody's
-            return self._time(real, inputs, self._make_optimizer(real.named_parameters()))
+    def _time_layer(
+        self, layer: nn.Module, index: int, inputs: Payload, given: dict[str, Tensor]
+    ) -> tuple[LayerTiming, Payload]:
+        real = materialize(copy.deepcopy(layer), index, 0, self._device, given).train()
+        optimizer = None if self._make_optimizer is None else self._make_optimizer(real.named_parameters())
+        try:
+            with microbatch_phase(converted_batch_norms([real]), recompute=True):  # the statistics are nobody's
+                return self._time(real, inputs, optimizer)
+        except Exception as error:
+            name, remedy = f"Layer {index} ({type(layer).__name__})", "put the layers and the example on one device"
+            raise layer_error(name, error, "cannot be timed on the example", remedy) from error
 
     def _time(
         self, run: Callable[[Any], Any], inputs: Payload, optimizer: torch.optim.Optimizer | None
@@ -92,11 +149,13 @@ class LayerTimer:
         self, run: Callable[[Any], Any], inputs: Payload, optimizer: torch.optim.Optimizer | None
     ) -> tuple[LayerTiming, Payload]:
         """Run all passes once; return their seconds, and the outputs without a graph."""
+        # Each pass has inputs of its own, which the layer may change in place; a leaf with a gradient it may not.
+        entered = Payload([tensor.clone() for tensor in inputs.tensors], inputs.structure, inputs.differentiable)
         with torch.no_grad():
-            forward, outputs = self._clocked(lambda: Payload.of(run(inputs.value())))
+            forward, outputs = self._clocked(lambda: Payload.of(run(entered.value())))
         leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs.tensors]
-        entered = Payload(leaves, inputs.structure, [leaf.requires_grad for leaf in leaves]).value()
-        recompute, graph = self._clocked(lambda: Payload.of(run(entered)))
+        entered.tensors = [leaf.clone() for leaf in leaves]
+        recompute, graph = self._clocked(lambda: Payload.of(run(entered.value())))
         roots = [tensor for tensor in graph.tensors if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
         backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients))
@@ -109,11 +168,17 @@ class LayerTimer:
         return self._now() - start, result
 
     def _now(self) -> float:
-        """Return the time in seconds: on a CPU that of this process, which others on the machine do not lengthen."""
+        """Return the time in seconds."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        if self._device.type == "cuda" or torch.get_num_threads() > 1:
             return time.perf_counter()
         return time.process_time()
+
+
+def _fill(parameter: nn.Parameter) -> Tensor:
+    """Return values for a parameter; time does not depend on which."""
+    return torch.full(parameter.shape, 0.01, dtype=parameter.dtype)
 
 
 def _loss_alone(found: Any) -> Tensor:

@@ -1,9 +1,10 @@
 """Settings -> objects. Nothing else knows both; below this nobody sees a config."""
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,21 @@ from gpipe.checkpoint import folder as checkpoints
 from gpipe.checkpoint.errors import DamagedCheckpoint
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import AmoebaNetConfig, Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
+from gpipe.config.pipeline import Device
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters, set_drop_path
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.microbatch import microbatch_sizes
-from gpipe.pipeline.partition import partition_layers
+from gpipe.pipeline.payload import Payload
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.timeline import Timeline
-from gpipe.planning.cost import analyze_layers
-from gpipe.planning.cut import partition_by_memory
-from gpipe.planning.accelerator import Device
-from gpipe.planning.step import Setting
-from gpipe.planning.plan import Plan, measure_seconds, plan_pipeline
+from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
+from gpipe.planning.cut import Cutter
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
-from gpipe.planning.speed import Speed
+from gpipe.planning.step import Setting
+from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.workloads import workload_of
 from gpipe.records import RESUMED_MAY_DIFFER, differences
 from gpipe.training.ema import Ema
@@ -39,6 +39,8 @@ from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
+
+_TIMED_RUNS = 5  # of each layer that count
 
 
 def check_checkpoints(run: RunConfig) -> None:
@@ -76,55 +78,61 @@ def _newest_manifest(folder: Path) -> Manifest | None:
     return None
 
 
-def name_processes(run: RunConfig) -> list[str]:
-    """Return which process, or which ones where there are replicas, play each stage."""
-    num_stages, num_replicas = run.pipeline.num_stages, run.launch.num_replicas
-    if run.launch.num_processes == 1:
-        return ["0"] * num_stages
-    num_devices = num_stages // run.pipeline.stages_per_device
-    return [", ".join(str(r * num_devices + k % num_devices) for r in range(num_replicas)) for k in range(num_stages)]
-
-
 def build_layers(run: RunConfig) -> nn.Sequential:
     """Describe the whole model on the meta device, where it takes no memory; the pipeline fills its own layers."""
     return workload_of(run).layers()
 
 
-def build_plan(run: RunConfig, layers: nn.Sequential, place: Place | None = None) -> Plan:
-    """Cut the layers, described on the meta device, as the settings say; every process gets the same cut.
+def share_partitions(run: RunConfig, layers: nn.Sequential, place: Place) -> tuple[list[int], Planner | None]:
+    """Choose the partitions in the first process and tell the others; return them, and the first process's planner.
 
-    place: where this process stands; None for a dry run. Raises ValueError where the layers cannot be cut so: more
-    stages than layers, or a memory limit that is too low.
+    Two measurements never agree, and hosts may have different GPUs: processes that choose alone would never meet.
+
+    Raises:
+        ValueError: the layers cannot be cut as the settings say.
     """
-    settings, workload = run.pipeline, workload_of(run)
-    sizes = microbatch_sizes(workload.num_examples // run.launch.num_replicas, settings.num_microbatches)
-    inputs = workload.inputs(max(sizes))
-    costs = analyze_layers(layers, inputs)
-    partition_by, partitions = settings.partition_by, settings.partitions
-    if partition_by is PartitionBy.memory and partitions is None:
-        partitions = partition_by_memory(_profiler(run)(max(sizes)), build_setting(run))
-    elif partition_by is PartitionBy.seconds and partitions is None:
-        if place is None:
-            raise ConfigError("pipeline.partition_by is seconds, but a dry run computes nothing: set it to flops.")
-        # Two measurements never agree, and two cuts would never meet: the first process measures for all.
-        measure = partial(measure_seconds, build_layers(run), inputs, run.seed, place.device_type)
-        seconds = place.share_each("seconds", len(layers), lambda tell: measure(lambda value: tell(value.hex())))
-        costs = [replace(cost, seconds=float.fromhex(value)) for cost, value in zip(costs, seconds, strict=True)]
-    return plan_pipeline(
-        costs,
-        sizes,
-        settings.num_stages,
-        partition_by=partition_by.value,
-        objective=settings.objective.value,
-        memory_limit_bytes=settings.memory_limit_bytes,
-        partitions=partitions,
-        stages_per_device=settings.stages_per_device,
-        auxiliary_parameters=count_auxiliary_parameters(layers),
-    )
+    planner: Planner | None = None
+    measures = run.pipeline.partition_by is PartitionBy.measured_seconds and run.pipeline.partitions is None
+
+    def decide(tell: Callable[[str], None]) -> None:
+        nonlocal planner
+        accelerator = detect_accelerator(place.device_type)
+        seconds = _measure_seconds(run, layers, place.device_type, lambda _: tell("")) if measures else None
+        planner = build_planner(run, accelerator, seconds=seconds)
+        tell(json.dumps(planner.plan(build_setting(run, place)).partitions))
+
+    num_messages = 1 + (len(layers) if measures else 0)  # the others wait for each as long as for any message
+    partitions: list[int] = json.loads(place.share_each("partitions", num_messages, decide)[-1])
+    return partitions, planner
 
 
-def build_setting(run: RunConfig) -> Setting:
-    """Return how the run's model is run, for planning."""
+def _measure_seconds(
+    run: RunConfig, layers: nn.Sequential, device_type: str, on_layer: Callable[[LayerTiming], None]
+) -> list[LayerSeconds]:
+    """Time each layer, described on the meta device, and the loss with the run's largest micro-batch."""
+    workload = workload_of(run)
+    size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
+    device = torch.empty(0, device=device_type).device
+    example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
+    with _build_autocast(run.trainer.autocast, device_type)():
+        timings = LayerTimer(device, _TIMED_RUNS).time(layers, workload.loss(), example, on_layer)
+    return [timing.seconds for timing in timings]
+
+
+def _zeros(value: Any, device: torch.device) -> Any:
+    payload = Payload.of(value)
+    payload.tensors = [torch.zeros_like(tensor, device=device) for tensor in payload.tensors]
+    return payload.value()
+
+
+def accelerator_at_hand(run: RunConfig) -> Accelerator:
+    """Return what a run on this machine would compute with."""
+    has_gpu = run.launch.device is not Device.cpu and torch.cuda.is_available()
+    return detect_accelerator("cuda" if has_gpu else "cpu")
+
+
+def build_setting(run: RunConfig, place: Place | None = None) -> Setting:
+    """Return how the run's model is run, for planning; `place` knows better than the settings what was launched."""
     settings = run.pipeline
     return Setting(
         num_stages=settings.num_stages,
@@ -135,36 +143,52 @@ def build_setting(run: RunConfig) -> Setting:
         state_ratio=_state_ratio(run),
         num_replicas=run.launch.num_replicas,
         synchronize_batch_norm=settings.synchronize_batch_norm,
+        is_sequential=run.launch.num_processes == 1 if place is None else place.mesh is None,
     )
 
 
-def build_planner(run: RunConfig, device: Device, speed: Speed) -> Planner:
-    """Build what plans the run's steps on devices of a kind; partition_by=seconds takes the planned ones."""
+def build_planner(
+    run: RunConfig,
+    accelerator: Accelerator,
+    *,
+    efficiency: float = EFFICIENCY,
+    seconds: Sequence[LayerSeconds] | None = None,
+) -> Planner:
+    """Build what plans the run's steps on accelerators of one kind.
+
+    efficiency: the share of the makers' peaks that is reached. seconds: of each layer and the loss, measured with the
+    run's largest micro-batch; None plans them.
+    """
     settings = run.pipeline
-
-    def cut(profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
-        if settings.partitions is not None and len(settings.partitions) == setting.num_stages:
-            return settings.partitions
-        if settings.partition_by is PartitionBy.memory:
-            return partition_by_memory(profiles, setting)
-        costs: dict[PartitionBy, Sequence[float]] = {
-            PartitionBy.flops: [sum(work.flops for work in profile.forward) for profile in profiles],
-            PartitionBy.parameter_bytes: [profile.parameter_bytes for profile in profiles],
-            PartitionBy.seconds: [one.forward for one in speed.seconds(profiles)],
-        }
-        limit = settings.memory_limit_bytes
-        memory = None if limit is None else [profile.parameter_bytes for profile in profiles[:-1]]
-        return partition_layers(
-            costs[settings.partition_by][:-1],
-            setting.num_stages,
-            objective=settings.objective.value,
-            memory_bytes=memory,
-            memory_limit_bytes=limit,
+    is_measured = settings.partition_by is PartitionBy.measured_seconds
+    if is_measured and settings.partitions is None and seconds is None:
+        raise ConfigError(
+            "pipeline.partition_by is measured_seconds, but a plan measures nothing: set pipeline.partition_by=seconds."
         )
+    speed = Speed.of(accelerator, _precision(run), efficiency)
+    measured = None if seconds is None else lambda _: seconds
+    cut = Cutter(
+        "seconds" if is_measured else settings.partition_by.value,
+        settings.objective.value,
+        speed,
+        measured,
+        settings.memory_limit_bytes,
+        settings.partitions,
+    )
+    return Planner(
+        _profiler(run),
+        cut,
+        workload_of(run).num_examples,
+        accelerator,
+        speed,
+        count_auxiliary_parameters(build_layers(run)),
+        run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
+        measured,
+    )
 
-    auxiliary = count_auxiliary_parameters(build_layers(run))
-    least = run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1
-    return Planner(_profiler(run), cut, workload_of(run).num_examples, device, speed, auxiliary, least)
+
+def _precision(run: RunConfig) -> str:
+    return "float32" if run.trainer.autocast is Autocast.none else run.trainer.autocast.value
 
 
 def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
@@ -189,13 +213,13 @@ def _state_ratio(run: RunConfig) -> float:
     return slots / parameter.numel() + (run.ema.decay is not None)
 
 
-def build_pipeline(run: RunConfig, layers: nn.Sequential, plan: Plan, place: Place) -> Pipeline:
+def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[int], place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
     workload = workload_of(run)
     pipeline = Pipeline(
         layers,
         workload.loss(),
-        plan.partitions,
+        partitions,
         run.pipeline.num_microbatches,
         rematerialize=run.pipeline.rematerialize.value,
         schedule=run.pipeline.schedule.value,

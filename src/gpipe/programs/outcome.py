@@ -11,8 +11,9 @@ from gpipe.durable_files import replacing
 from gpipe.launch.processes import Place
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
 from gpipe.pipeline.timeline import Timeline, plot, simulate
-from gpipe.planning.plan import Plan
-from gpipe.records import RECORD_FILE, make_record, write_record
+from gpipe.planning.report import describe_bubble
+from gpipe.planning.step import Plan
+from gpipe.results.records import RECORD_FILE, make_record, write_record
 from gpipe.training.summary import Summary
 from gpipe.training.tracking import OUTCOME, Tracker
 
@@ -37,7 +38,7 @@ def finish(
     config: the whole run's, as JSON. timeline: the last step that was recorded. overrides: those of the command line.
     hints: whether to say what to try next.
     """
-    bubbles = "" if timeline is None else _write_timeline(folder, config["pipeline"], plan, timeline, place)
+    bubbles = "" if timeline is None else _write_timeline(folder, config["pipeline"], plan, timeline)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0
     record = make_record(
         kind="measured",
@@ -47,7 +48,8 @@ def finish(
         seed=config["seed"],
         results={
             **summary.as_dict(),
-            "predicted_bubble": plan.bubble,
+            "simulated_bubble": plan.bubble,
+            "predicted_bubble": plan.equal_stages_bubble,  # by the formula
             "partitions": plan.partitions,
             "parameters": plan.parameters,
             "evaluated_parameters": plan.evaluated_parameters,
@@ -63,7 +65,7 @@ def finish(
     print(f"\n{_outcome(config['name'], summary)}{bubbles}{more}", flush=True)
 
 
-def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measured: Timeline, place: Place) -> str:
+def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measured: Timeline) -> str:
     """Write a step as a trace for Perfetto and, above its simulation, as a picture; return a line on its bubble.
 
     The simulation gives every task its measured mean time, and each device of the schedule one of its own, with links
@@ -76,10 +78,10 @@ def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measu
     with replacing(folder / TRACE_FILE) as trace, replacing(folder / PICTURE_FILE) as picture:
         measured.write_trace(trace)
         plot({"measured": measured, "simulated": simulated}, picture)
-    if place.mesh is None:  # its stages take turns: there is no bubble to speak of
+    if plan.bubble is None:
         return ""
     return (
-        f"\nBubble of a step: {plan.bubble:.1%} predicted, {simulated.bubble:.1%} simulated, "
+        f"\nPlanned {describe_bubble(plan)}; {simulated.bubble:.1%} simulated from the tasks' measured seconds, "
         f"{measured.bubble:.1%} measured ({PICTURE_FILE}; {TRACE_FILE} opens in ui.perfetto.dev)."
     )
 

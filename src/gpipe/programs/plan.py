@@ -8,57 +8,41 @@ from typing import Any
 from gpipe.config import AmoebaNetConfig, ConfigError
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.launch.errors import one_message
-from gpipe.planning.accelerator import Device, find_device
+from gpipe.planning.accelerator import Accelerator, find_accelerator
+from gpipe.planning.planner import Planner, find_largest_size
+from gpipe.planning.report import print_plan
 from gpipe.planning.step import Setting
-from gpipe.planning.planner import Planner, largest
-from gpipe.planning.report import print_forecast
-from gpipe.planning.speed import Speed
-from gpipe.programs.build import build_planner, build_setting
+from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
 
 _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
 
 
 def start(plan: PlanConfig) -> None:
     """Print the plan of a run, or what was to be found; an error is one message and an exit with status 1."""
-    with report_errors(debug=plan.launch.debug):
-        device = find_device(plan.device).with_limits(
-            memory_gib=plan.memory_gib, link_gb_per_second=plan.link_gb_per_second
-        )
-        if plan.find is None:
-            planner, setting = _planner(plan, device), build_setting(plan)
-        elif plan.find is Find.fastest:
-            planner = _planner(plan, device)
-            setting = _fastest(planner, plan, device)
-        else:
-            planner, setting = _largest(plan, device), build_setting(plan)
-        _answer(planner, setting)
+    with one_message(debug=plan.launch.debug):
+        found = accelerator_at_hand(plan) if plan.device == "auto" else find_accelerator(plan.device)
+        accelerator = found.with_limits(memory_gib=plan.memory_gib, link_gb_per_second=plan.link_gb_per_second)
+        planner, setting = build_planner(plan, accelerator, efficiency=plan.efficiency), build_setting(plan)
+        if plan.find is Find.fastest:
+            setting = _find_fastest(planner, setting, plan.num_devices)
+        elif plan.find is not None:
+            planner = _find_largest(plan, accelerator)
+        print_plan(planner, setting, plan.name)
 
 
-def _answer(planner: Planner, setting: Setting) -> None:
-    found = planner.forecast(setting)
-    fits = found.peak_bytes <= planner.device.memory_bytes
-    remedies = [] if fits else planner.remedies(setting)
-    print_forecast(found, setting, planner.batch_size, planner.device, remedies)
-
-
-def _planner(plan: PlanConfig, device: Device) -> Planner:
-    precision = "float32" if plan.trainer.autocast.value == "none" else plan.trainer.autocast.value
-    return build_planner(plan, device, Speed.of(device, precision, plan.efficiency))
-
-
-def _fastest(planner: Planner, plan: PlanConfig, device: Device) -> Setting:
-    like = build_setting(plan)
-    num_devices = plan.num_devices or like.num_devices
-    best = planner.fastest(num_devices, like)
+def _find_fastest(planner: Planner, like: Setting, num_devices: int | None) -> Setting:
+    """Return the fastest setting on a number of devices, by default as many as a setting has."""
+    num_devices = num_devices or like.num_devices
+    best = planner.find_fastest(num_devices, replace(like, is_sequential=False))
     if best is None:
         raise ConfigError(
-            f"num_devices is {num_devices}, but on so many {device.name} no K, M and mode fits: raise num_devices, or "
-            "choose a device with more memory."
+            f"num_devices is {num_devices}, but no K, M and mode fits that many {planner.accelerator.name}: raise "
+            "num_devices, or choose a device with more memory."
         )
-    return best[0]
+    return best.setting
 
 
-def _largest(plan: PlanConfig, device: Device) -> Planner:
+def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
     """Return the planner of the largest model that fits, and say how large it is."""
     assert plan.find is not None
     name, setting = plan.find.value, build_setting(plan)
@@ -70,14 +54,15 @@ def _largest(plan: PlanConfig, device: Device) -> Planner:
 
     def fits(value: int) -> bool:
         changes: dict[str, Any] = {name: value}
-        planners[value] = _planner(replace(plan, model=replace(plan.model, **changes)), device)
+        changed = replace(plan, model=replace(plan.model, **changes))
+        planners[value] = build_planner(changed, accelerator, efficiency=plan.efficiency)
         return planners[value].fits(setting)
 
     start = step * max(1, -(-setting.num_stages // step)) if plan.find is Find.num_layers else step
-    size = largest(fits, start, step)
+    size = find_largest_size(fits, start, step)
     if size is None:
         raise ConfigError(
-            f"find is {name}, but already {start} does not fit {device.name}: raise pipeline.num_stages or "
+            f"find is {name}, but even {start} does not fit {accelerator.name}: raise pipeline.num_stages or "
             "pipeline.num_microbatches."
         )
     print(f"The largest {name} that fits is {size}.")

@@ -48,25 +48,26 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
 
     Goes on where an earlier session in this folder stopped. Raises SystemExit(75) where this one was asked to stop.
     """
-    from gpipe.planning.plan import print_plan
+    from gpipe.planning.report import print_plan
     from gpipe.programs import build, outcome
 
     garbage_collection.resume()
     build.check_earlier(run, folder)
     layers = build.build_layers(run)
-    plan = build.build_plan(run, layers, place)
-    if place.is_main:
+    partitions, planner = build.share_partitions(run, layers, place)
+    plan = None
+    if planner is not None:
         write_flushed(folder / "config.yaml", to_yaml(run))
-        print_plan(plan, run.name, build.name_processes(run))
-    pipeline = build.build_pipeline(run, layers, plan, place)
+        plan = print_plan(planner, build.build_setting(run, place), run.name)
+    pipeline = build.build_pipeline(run, layers, partitions, place)
     timelines: list[Timeline] = []
     try:
         with build.build_tracker(run, folder, overrides, enabled=place.is_main) as tracker:
             trainer = build.build_trainer(run, pipeline, place, folder, tracker, timelines.append)
-            tracker.begin(plan.rows())
+            tracker.begin([] if plan is None else plan.rows())
             with trainer.progress:
                 summary = trainer.train()
-            if place.is_main:
+            if plan is not None:
                 timeline = timelines[-1] if timelines else None
                 outcome.finish(folder, to_plain(run), plan, summary, timeline, place, overrides, tracker, hints=hints)
     except Stopped as stopped:
@@ -78,10 +79,10 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
 
 
 def _print_plan(run: RunConfig) -> None:
-    from gpipe.planning.plan import print_plan
+    from gpipe.planning.report import print_plan
     from gpipe.programs import build
 
-    print_plan(build.build_plan(run, build.build_layers(run)), run.name, build.name_processes(run))
+    print_plan(build.build_planner(run, build.accelerator_at_hand(run)), build.build_setting(run), run.name)
 
 
 def _processes_of(run: RunConfig, folder: Path) -> Processes:

@@ -1,0 +1,59 @@
+"""The table of accelerators, the one at hand, and the roofline."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpipe.planning.accelerator import ACCELERATORS, Accelerator, Speed, detect_accelerator, find_accelerator
+from gpipe.planning.ledger import Work
+from tests.planning.small_profiles import LOSS
+
+
+def test_an_operation_is_bound_by_arithmetic_or_by_memory() -> None:
+    speed = Speed(10.0, 5.0, 100.0, 1.0)
+    profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200),))
+    assert speed.seconds([profile, profile]) == [(10.0 + 10.0, 10.0 + 10.0, 2.0)] * 2
+
+
+def test_accelerators_are_found_by_name() -> None:
+    assert find_accelerator("tpu_v2").memory_bytes == 8 * 2**30
+    assert list(ACCELERATORS) == ["tpu_v2", "tpu_v3", "p40", "p100", "v100", "a100", "h100", "h200", "cpu"]
+    for accelerator in ACCELERATORS.values():
+        assert isinstance(accelerator, Accelerator)
+        assert accelerator.bfloat16_flops >= accelerator.float32_flops
+
+
+def test_an_unknown_accelerator_is_refused_with_the_list() -> None:
+    with pytest.raises(
+        ValueError, match=r"^device is tpu_v9, expected auto or one of tpu_v2, .*, cpu: set device="
+    ) as caught:
+        find_accelerator("tpu_v9")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_accelerator_may_have_other_figures() -> None:
+    device = find_accelerator("h100").with_limits(memory_gib=40, link_gb_per_second=6)
+    assert (device.memory_bytes, device.link_bandwidth) == (40 * 2**30, 6e9)
+    assert find_accelerator("h100").with_limits(memory_gib=None, link_gb_per_second=None) == find_accelerator("h100")
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "like"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", "h100"),
+        ("Tesla V100-SXM2-16GB", "v100", "v100"),
+        ("NVIDIA RTX A1000", "NVIDIA RTX A1000, planned as a100", "a100"),
+    ],
+)
+def test_the_gpu_at_hand_is_known_by_its_name_and_has_its_own_memory(
+    monkeypatch: pytest.MonkeyPatch, title: str, name: str, like: str
+) -> None:
+    gpu = SimpleNamespace(name=title, total_memory=7 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    assert detect_accelerator("cuda") == replace(find_accelerator(like), name=name, memory_bytes=7 * 2**30)
+
+
+def test_without_a_gpu_the_nominal_processor_is_at_hand() -> None:
+    assert detect_accelerator("cpu") == find_accelerator("cpu")
