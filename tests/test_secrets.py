@@ -16,9 +16,9 @@ from tests.support.foreign_config import compose_with
 
 ROOT = Path(__file__).parents[1]
 SECRETS = {
-    "${oc.env:WANDB_API_KEY}": "oc.env",
-    "${oc.env:HOME}": "oc.env",
-    "${oc.${name}:HOME}": "oc.env",
+    "${oc.env:WANDB_API_KEY}": "reads the secret WANDB_API_KEY by oc.env",
+    "${oc.${name}:WANDB_API_KEY}": "reads the secret WANDB_API_KEY by oc.env",
+    "${oc.env:COPY}": "reads the secret COPY by oc.env",
     "before-Xy71kLqPz90mNb-after": "the value of the environment variable WANDB_API_KEY",
     "hf_abcdefghijklmnopqrstuvwxyz": "what looks like a token",
     "https://me:password@example.org/data": "what looks like a token or a password",
@@ -39,11 +39,25 @@ def test_a_setting_that_holds_a_secret_is_refused_without_repeating_it(
     value: str, elsewhere: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("COPY", f"a copy: {KEY}")
     texts = {"tracking.project": "tracking: {project: '%s'}", "hydra.sweep.dir": "hydra: {sweep: {dir: '%s'}}"}
     for place, text in texts.items():
         with pytest.raises((HydraException, ValueError), match=SECRETS[value]) as refused:
             OmegaConf.select(compose_with(elsewhere, f"name: env\n{text % value}"), place)
         assert KEY not in f"{refused.value}{refused.value.__cause__}"
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_setting_may_read_a_harmless_variable(elsewhere: Path, monkeypatch) -> None:
+    monkeypatch.setenv("DATASETS", "/data/sets")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    words = ["data.root=${oc.env:DATASETS}/images", "tracking.project=${oc.env:NOWHERE,gpipe}"]
+    run = to_run(compose("train", overrides=words))
+    assert (run.data.root, run.tracking.project) == ("/data/sets/images", "gpipe")
+    with pytest.raises(HydraException, match=r"data\.root is .*the environment variable NOWHERE is not set"):
+        compose("train", overrides=["data.root=${oc.env:NOWHERE}"])
+    with pytest.raises(HydraException, match=r"hydra\.run\.dir is .*expected a folder in runs/"):
+        compose_with(elsewhere, "hydra: {run: {dir: '${oc.env:DATASETS}'}}")
 
 
 @pytest.mark.usefixtures("composer")

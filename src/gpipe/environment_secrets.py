@@ -30,6 +30,11 @@ def find_secret(text: str) -> str | None:
     return "what looks like a token or a password" if _TOKEN.search(text) else None
 
 
+def is_secret(name: str) -> bool:
+    """Return whether the name of an environment variable is that of a secret."""
+    return name not in _NO_SECRETS and _NAME.search(name) is not None
+
+
 def redact(text: str) -> str:
     """Return a text with <name of the variable> in the place of each secret, <secret> where it has no name."""
     for value, name in _values():
@@ -39,9 +44,5 @@ def redact(text: str) -> str:
 
 def _values() -> list[tuple[str, str]]:
     """Return the secrets of the environment and their names, the longest first: one may be a part of another."""
-    found = [
-        (value, name)
-        for name, value in os.environ.items()
-        if len(value) >= _SHORTEST and name not in _NO_SECRETS and _NAME.search(name)
-    ]
+    found = [(value, name) for name, value in os.environ.items() if len(value) >= _SHORTEST and is_secret(name)]
     return sorted(found, key=lambda pair: (-len(pair[0]), pair))

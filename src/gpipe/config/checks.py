@@ -1,5 +1,6 @@
 """Checks of one setting each; a failure is one sentence: the name, the value, what was expected, how to set it."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args
@@ -11,6 +12,12 @@ _LARGEST_WHOLE_NUMBER = 2**63 - 1
 
 class ConfigError(ValueError):
     """A setting that is wrong in itself, or does not go with another one."""
+
+
+def why(error: Exception) -> str:
+    """Return what OmegaConf says of an error, without how it came upon it."""
+    first, _, _ = str(error).partition("\n")
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", first)
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""What no configuration may do: name a file or code to run, read the environment, or repeat a secret.
+"""What no configuration may do: name a file or code to run, or read or repeat a secret.
 
 Hydra makes folders and log files, makes objects of `_target_`s and of the logging's settings, sets environment
 variables, and writes what was composed into files, all before train.py gets a word in. So what it composes is checked
@@ -6,10 +6,11 @@ where it composes: of Hydra's own settings only those pass that are known to be 
 them.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
@@ -19,9 +20,9 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe.config.checks import ConfigError
+from gpipe.config.checks import ConfigError, why
 from gpipe.config.choices import drop_replaced_values
-from gpipe.environment_secrets import find_secret
+from gpipe.environment_secrets import find_secret, is_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
 _TEXT = r"(?s:.*)"  # where it is only shown, is a value of a setting that is checked elsewhere, or Hydra overwrites it
@@ -72,6 +73,8 @@ _FILES = {"output": "", "data.cache": "", "reproduction": _NAME}
 # What else runs code: variables such as LD_PRELOAD, lines of a shell, a function by its name.
 _EMPTY = ("hydra.job.env_set", "hydra.launcher.setup", "hydra.launcher.srun_args", "hydra.sweeper.custom_search_space")
 
+_NOT_GIVEN = "<not given>"
+
 _compose = ConfigLoaderImpl.load_configuration
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _search = ConfigLoaderImpl._process_config_searchpath
@@ -80,27 +83,37 @@ _search = ConfigLoaderImpl._process_config_searchpath
 def guard_composition() -> None:
     """Let Hydra compose only what passes `refuse`, from here on in this process, and in those of a sweep's jobs.
 
-    `${oc.env:...}` is an error.
+    `${oc.env:...}` reads no secret.
     """
     ConfigLoaderImpl.load_configuration = _composed_and_checked  # type: ignore[method-assign]
     ConfigLoaderImpl._compose_config_from_defaults_list = _merged_by_choice  # type: ignore[method-assign]
     ConfigLoaderImpl._process_config_searchpath = _searched_and_checked  # type: ignore[method-assign, assignment]
-    OmegaConf.register_new_resolver("oc.env", _NoEnvironment(), replace=True)
+    OmegaConf.register_new_resolver("oc.env", _Environment(), replace=True)
 
 
-class _NoEnvironment:
-    """What is in the place of oc.env; launchers hand it on to each job, where unpickling it guards the composition."""
+class _Environment:
+    """Replaces oc.env: reads a variable unless it holds a secret.
 
-    def __call__(self, name: str = "", *_: Any) -> NoReturn:
-        raise ConfigError(_environment_is_read(name))
+    Launchers pickle it with the other resolvers for each job, where unpickling it guards the composition too.
+    """
 
-    def __reduce__(self) -> tuple[Callable[[], "_NoEnvironment"], tuple[()]]:
+    def __call__(self, name: str = "", default: str | None = _NOT_GIVEN) -> str | None:
+        value = os.environ.get(name, default)
+        if value is _NOT_GIVEN:
+            raise ConfigError(
+                f"the environment variable {name} is not set: set it, or write ${{oc.env:{name},<value>}}."
+            )
+        if is_secret(name) or (value is not None and find_secret(value) is not None):
+            raise ConfigError(_secret_is_read(name))
+        return value
+
+    def __reduce__(self) -> tuple[Callable[[], "_Environment"], tuple[()]]:
         return _handed_on, ()
 
 
-def _handed_on() -> _NoEnvironment:
+def _handed_on() -> _Environment:
     guard_composition()
-    return _NoEnvironment()
+    return _Environment()
 
 
 def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
@@ -119,10 +132,10 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)
     _refuse_name(plain.get("name"))
-    for place, key, value in _entries(plain):
+    for place, key, value in sorted(_entries(plain), key=lambda entry: entry[0].startswith("hydra.")):
         _refuse_secret(place, f"{key} {value}")
-        if _reads_environment(value):  # the resolver refuses what is not so plain to see
-            raise ConfigCompositionException(_environment_is_read(value))
+        if isinstance(value, str) and "${oc.env" in value:
+            _resolved(composed, place, value)
         if (expected := _expected(composed, place, key, value, overrides)) is None:
             continue
         if _names_code(key, value):
@@ -188,7 +201,7 @@ def _composed_and_checked(
 
 @wraps(_merge)
 def _merged_by_choice(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-    drop_replaced_values(defaults, repo, self.words)  # type: ignore[attr-defined]
+    drop_replaced_values(defaults, repo, getattr(self, "words", ()))
     return _merge(self, defaults, repo)
 
 
@@ -223,11 +236,7 @@ def _resolved(composed: DictConfig, place: str, value: Any) -> str:
         found = OmegaConf.select(composed, place)
         return str(value if found is None else found)
     except OmegaConfBaseException as error:
-        raise ConfigCompositionException(f"{place} is {value}: {str(error).splitlines()[0]}") from error
-
-
-def _reads_environment(value: Any) -> bool:
-    return isinstance(value, str) and re.search(r"(?<!\\)\$\{oc\.env", value) is not None
+        raise ConfigCompositionException(f"{place} is {value}: {why(error)}") from None
 
 
 def _refuse_secret(place: str, text: str) -> None:
@@ -238,8 +247,8 @@ def _refuse_secret(place: str, text: str) -> None:
         )
 
 
-def _environment_is_read(what: str) -> str:
+def _secret_is_read(name: str) -> str:
     return (
-        f"the settings read the environment by oc.env: {what}, expected the value itself, because settings are written "
-        'into files: let the shell fill it in, as in data.root="$HOME/data".'
+        f"a setting reads the secret {name} by oc.env, and settings are written into the run's files: leave secrets in "
+        "the environment, where the libraries that need them find them."
     )

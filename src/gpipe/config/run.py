@@ -12,7 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
-from gpipe.config.checks import ConfigError, at_least, countable, require
+from gpipe.config.checks import ConfigError, at_least, countable, require, why
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import date_folder, job_folder, sweep_id
 from gpipe.config.gate import guard_composition
@@ -120,7 +120,7 @@ def smallest_microbatch(num_examples: int, num_microbatches: int) -> int:
 def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     """Tell Hydra the shape of a run, or of more; it then refuses unknown keys and wrong types while it composes.
 
-    From here on no configuration that it composes can name code, read the environment or hold one of its secrets.
+    From here on no configuration that it composes can name code, or hold a secret of the environment.
     """
     guard_composition()
     store = ConfigStore.instance()
@@ -184,8 +184,7 @@ def to_run(composed: DictConfig) -> RunConfig:
     try:
         run = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        cause = error.__cause__ if isinstance(error.__cause__, ConfigError) else str(error).partition("\n")[0]
-        raise ConfigError(f"{error.full_key}: {cause}") from error
+        raise ConfigError(f"{error.full_key}: {why(error)}") from None
     assert isinstance(run, RunConfig)
     return run
 

@@ -15,8 +15,16 @@ from torch import nn
 from gpipe.checkpoint import folder as checkpoints
 from gpipe.checkpoint.errors import DamagedCheckpoint
 from gpipe.checkpoint.manifest import Manifest
-from gpipe.config import AmoebaNetConfig, Autocast, ConfigError, OptimizerConfig, PartitionBy, RunConfig, to_plain
-from gpipe.config.pipeline import Device
+from gpipe.config import (
+    AmoebaNetConfig,
+    Autocast,
+    ConfigError,
+    Decay,
+    OptimizerConfig,
+    PartitionBy,
+    RunConfig,
+    to_plain,
+)
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters, set_drop_path
@@ -277,7 +285,7 @@ def build_trainer(
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
     progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
-    for sentence in workload.warnings():
+    for sentence in (*workload.warnings(), *_check_warm_up(run, len(train_loader), num_steps)):
         progress.message(f"warning: {sentence}")
     kept = workload.keep(None)
     if (earlier := _newest_manifest(folder)) is not None:
@@ -336,6 +344,24 @@ def build_trainer(
     if run.init_from is not None:
         trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
     return trainer
+
+
+def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:
+    """Return a warning where training ends within the warm-up. Raises ConfigError where only num_epochs makes it so."""
+    schedule, trainer = run.schedule, run.trainer
+    if schedule.warm_up_steps is not None:
+        setting, warm_up_steps = f"schedule.warm_up_steps={schedule.warm_up_steps}", schedule.warm_up_steps
+    else:
+        setting = f"schedule.warm_up_epochs={schedule.warm_up_epochs:g}"
+        warm_up_steps = round(schedule.warm_up_epochs * steps_per_epoch)
+    if warm_up_steps <= num_steps:
+        return []
+    ends_early = num_steps < trainer.num_epochs * steps_per_epoch
+    length = f"trainer.max_steps={trainer.max_steps}" if ends_early else f"trainer.num_epochs={trainer.num_epochs}"
+    sentence = f"{setting} gives {warm_up_steps} warm-up steps, but training has {num_steps} ({length})"
+    if schedule.name is Decay.cosine and not ends_early:
+        raise ConfigError(f"{sentence}: lower it; 0 means none.")
+    return [f"{sentence}, so the learning rate only rises."]
 
 
 def _build_optimizer(

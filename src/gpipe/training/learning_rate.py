@@ -33,12 +33,10 @@ def exponential(base: float, *, decay_rate: float, decay_steps: int, warm_up_ste
 
 
 def cosine(base: float, *, num_steps: int, warm_up_steps: int = 0, final: float = 0.0) -> Schedule:
-    """Fall along half a cosine from `base` after the warm-up to `final` at `num_steps`, and stay there."""
-    if warm_up_steps > num_steps:
-        raise ValueError(
-            f"schedule.warm_up_epochs or schedule.warm_up_steps gives {warm_up_steps} warm-up steps, but training has "
-            f"{num_steps} (trainer.max_steps, trainer.num_epochs): lower it; 0 means none."
-        )
+    """Fall along half a cosine from `base` after the warm-up to `final` at `num_steps`, and stay there.
+
+    A warm-up longer than `num_steps` is cut short: the rate only rises.
+    """
 
     def rate(step: int) -> float:
         if step < warm_up_steps:
