@@ -44,14 +44,8 @@ def test_a_job_that_fails_does_not_end_the_sweep_but_its_status_says_so(tmp_path
 
 
 def test_the_jobs_of_a_sweep_may_run_in_processes_of_a_cluster(tmp_path: Path) -> None:
-    arguments = (
-        "-m",
-        *TINY,
-        "hydra/launcher=submitit_local",
-        "pipeline.num_microbatches=2",
-        "launch.num_processes=1,2",
-    )
-    done = start(tmp_path, *arguments)
+    """A job that starts processes of its own is tests/reliability/test_stops.py's."""
+    done = start(tmp_path, "-m", *TINY, "hydra/launcher=submitit_local", "pipeline.num_microbatches=1,2")
     assert done.returncode == 0, done.stderr
     assert "2 done; the table is in" in done.stdout
     (sweep,) = (tmp_path / "runs").iterdir()

@@ -37,7 +37,7 @@ def parent_of(function: str, folder: Path) -> subprocess.Popen[str]:
     """Start a process that starts two, and wait until these are at work."""
     program = (
         "from pathlib import Path\nfrom gpipe.launch.processes import run\n"
-        f"from tests.launch.launched import two\nfrom tests.launch.test_launch_stops import {function}\n"
+        f"from tests.launch.launched import two\nfrom tests.launch.test_stops import {function}\n"
         f"if __name__ == '__main__': run({function}, two(Path({str(folder)!r})))\n"
     )
     script = folder / "script.py"

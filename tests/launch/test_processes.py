@@ -105,7 +105,7 @@ def test_torchruns_processes_are_adopted_and_share_the_first_ones_folder(tmp_pat
     script = tmp_path / "script.py"
     script.write_text(
         "import os\nfrom pathlib import Path\nfrom gpipe.launch.processes import run\n"
-        "from tests.launch.test_launch import note_place, two\n"
+        "from tests.launch.test_processes import note_place, two\n"
         f"folder = Path({str(tmp_path)!r}) / os.environ['RANK'].replace('0', '')\n"
         "run(note_place, two(folder, num_processes=1), 'there')\n"
     )
@@ -165,7 +165,7 @@ def test_only_what_was_loaded_while_garbage_collection_was_paused_is_never_searc
 
 def test_a_number_of_processes_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     program = (
-        "from pathlib import Path\nfrom gpipe.launch.processes import run\nfrom tests.launch.test_launch import *\n"
+        "from pathlib import Path\nfrom gpipe.launch.processes import run\nfrom tests.launch.test_processes import *\n"
     )
     program += f"run(note_place, two(Path({str(tmp_path)!r})), 'never')"
     variables = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
@@ -234,7 +234,7 @@ def test_new_processes_are_copies_of_one_that_has_loaded_what_they_need_and_ends
     servers = set()
     for variable in ("first", "second"):
         monkeypatch.setenv("VARIABLE", variable)
-        run(note_origin, two(tmp_path, modules=("colorsys",)))
+        run(note_origin, two(tmp_path, modules=("colorsys", "gpipe.launch.processes")))
         first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
         assert first == second == {"parent": first["parent"], "loaded": True, "variable": variable}
         assert not is_running(first["parent"])
