@@ -37,7 +37,7 @@ from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
 from reproductions import ROOT
 from reproductions.additions import add_record
-from reproductions.bubble.tables import DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, EXPERIMENT, OURS
+from reproductions.bubble.tables import CHECKPOINT_COST, DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, OURS
 
 NUM_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
 
@@ -146,7 +146,7 @@ if __name__ == "__main__":
     size, measured = queue.get()
     print(size, *measured, sep="\n", flush=True)
     config = {"num_bytes": size, "num_processes": NUM_PROCESSES, "rounds": options.rounds, "width": options.width}
-    record = make_record(kind="measured", experiment=EXPERIMENT,
+    record = make_record(kind="measured", experiment=CHECKPOINT_COST,
                          config=config, seed=0, results={"rows": measured})  # fmt: skip
     if not options.print:
         add_record("bubble", record)

@@ -12,8 +12,8 @@ import argparse
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
+from gpipe.config import compose_plain
 from gpipe.models import translation_transformer
 from gpipe.records import make_record
 from reproductions import ROOT
@@ -22,7 +22,7 @@ from reproductions.pages import read_paper
 from reproductions.translation_runs import PARAMETERS
 
 FOLDER = ROOT / "reproductions" / "figure3_multilingual"
-LAPTOP = ROOT / "conf" / "scale" / "laptop"
+LAPTOP, LAPTOP_MODELS = "deep_or_wide_laptop", ("translation_t4_128_4", "translation_t2_256_8")
 VOCABULARY_SIZE = 64_000
 # The number of embedding-sized tables that each way of tying leaves; the models of conf/ have that of "inputs".
 TABLES_BY_TYING = {"all": 1, "inputs": 2, "none": 3}
@@ -69,13 +69,9 @@ def paper_models() -> list[dict[str, Any]]:
 
 def laptop_models() -> list[dict[str, Any]]:
     """Count the deep and the wide model of `+experiment=deep_or_wide_laptop`."""
-    base = OmegaConf.load(LAPTOP / "transformer_multilingual.yaml").model
-    found = []
-    for sizes in sorted((LAPTOP / "deep_or_wide_sizes").glob("*.yaml")):
-        model = OmegaConf.merge(base, OmegaConf.load(sizes).model)
-        names = ("num_layers", "feedforward_size", "num_heads", "model_size", "head_size")
-        found.append(count(*(model[name] for name in names)))
-    return found
+    names = ("num_layers", "feedforward_size", "num_heads", "model_size", "head_size")
+    models = [compose_plain([f"+experiment={LAPTOP}", f"model={model}"])["model"] for model in LAPTOP_MODELS]
+    return [count(*(model[name] for name in names)) for model in models]
 
 
 def main() -> None:
