@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import PlanConfig
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 
 register_schemas(PlanConfig)
 

@@ -10,10 +10,9 @@ each task the mean of its measured seconds. Nothing in the file depends on fonts
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpipe.results.records import Record, read_records
-
 from gpipe.pipeline.schedule import Kind, Rematerialize, gpipe
 from gpipe.pipeline.timeline import Timeline, simulate
+from gpipe.records import Record, read_records
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "step.svg"

@@ -16,8 +16,10 @@ from hydra import compose, initialize_config_dir
 
 from gpipe.config import register_schemas, to_run
 from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record, read_paper
+from gpipe.records import make_record
+from reproductions import ROOT
+from reproductions.additions import add_record
+from reproductions.pages import read_paper
 
 FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
 SUSTAINED_FLOPS = 100e12  # a second and accelerator: what an A100 or TPUv4 may reach on such convolutions in bfloat16

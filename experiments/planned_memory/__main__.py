@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from gpipe.results.reproduction import add_record
 
 import gpipe
 from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel, images, text
@@ -21,8 +22,7 @@ from experiments.planned_memory.stage_accounting import Accounting, ProcessorAll
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.step import Setting, plan_memory
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
+from gpipe.records import make_record
 
 FOLDER = "table1_model_size"
 NUM_MICROBATCHES = 4

@@ -14,8 +14,6 @@ from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.planner import Cut, Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
-from gpipe.results.records import make_record
-from gpipe.results.reproduction import add_record
 
 EFFICIENCY = 0.5  # of the planned seconds; no figure of this table depends on it
 

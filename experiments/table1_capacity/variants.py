@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.table1_capacity.columns import COLUMNS, NUM_MICROBATCHES, Column, describe, loss
 from gpipe.planning.planner import Cut
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import plan_memory

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpipe.results.records import Record, make_record
 from torch import nn
 
 from experiments.image_throughput import measurements
+from gpipe.records import Record, make_record
 from reproductions.table4_imagenet_and_transfer.tables import image_throughput
 from tests.support.program_server import run_program
 

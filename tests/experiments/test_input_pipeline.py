@@ -2,8 +2,7 @@
 
 import json
 
-from gpipe.results.records import Record
-
+from gpipe.records import Record
 from reproductions.table4_imagenet_and_transfer.tables import input_pipeline
 from tests.support.program_server import run_program
 

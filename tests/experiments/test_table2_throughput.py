@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpipe.results.records import Record
-from gpipe.results.reproduction import read_paper
 from torch import Tensor
 
 from experiments.table2_throughput.study import Study
@@ -15,7 +13,8 @@ from gpipe.models import transformer_lm
 from gpipe.planning.accelerator import Device
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTiming
-from reproductions.pages import TABLES
+from gpipe.records import Record
+from reproductions.pages import TABLES, read_paper
 from reproductions.table import make_table
 from reproductions.table2_throughput.tables import table2
 from reproductions.table3_slow_links.tables import table3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpipe.results.records import read_records
 
+from gpipe.records import read_records
 from tests.support.train_program import TINY, metrics, run_folder, start, train_here, weights
 
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from gpipe.results.records import read_records
-
+from gpipe.records import read_records
 from tests.support.train_program import TINY, start
 
 

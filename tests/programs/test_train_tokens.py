@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpipe.results.records import read_records
 from hydra import compose
 
 from gpipe.config import to_run
 from gpipe.programs.train import start as train
+from gpipe.records import read_records
 from tests.support.train_program import metrics, run_folder, start, weights
 
 TOKENS = ("model=transformer_lm_small", "data=random_tokens")

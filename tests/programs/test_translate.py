@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpipe.results.records import read_records
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -22,6 +21,7 @@ from gpipe.programs import bleu
 from gpipe.programs.train import start as train
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import start
+from gpipe.records import read_records
 from tests.programs.test_train_tokens import TINY as TINY_LANGUAGE_MODEL
 from tests.support.program_server import run_program
 

@@ -19,28 +19,29 @@ _LOG = re.compile(r"\n-{20,}\n(?P<content>.*?)(\n-{20,}\n|\Z)", re.DOTALL)
 
 
 @contextmanager
-def one_message(folder: Path | None = None, debug: bool = False) -> Iterator[None]:
-    """Turn an error into its message on stderr and an exit with status 1 (130 for Ctrl-C).
+def report_errors(folder: Path | None = None, debug: bool = False) -> Iterator[None]:
+    """Print the message of an error to stderr and exit with status 1 (130 after Ctrl-C).
 
-    folder: gets error.txt with the traceback; of several processes that fail only the first one to write it speaks.
-        None is for errors before the processes of a run share a folder: the first one of each host speaks.
-    debug: print the traceback instead of the message, as the environment variable HYDRA_FULL_ERROR=1 does too.
+    Args:
+        folder: gets error.txt with the traceback; of several processes that fail, only the first to write it prints.
+            Pass None before the processes of a run share a folder: then the first process of each host prints.
+        debug: print the traceback instead of the message, as the environment variable HYDRA_FULL_ERROR=1 does.
     """
     try:
         yield
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
-    except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run here
-        _speak(error, folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
+    except Exception as error:  # noqa: BLE001 - any error ends the run here
+        _report(error, folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
         raise SystemExit(1) from None
 
 
 @contextmanager
-def one_message_from_hydra() -> Iterator[None]:
-    """Turn errors around a run, of Hydra and its launchers, into messages; Hydra prints more, or a traceback.
+def report_hydra_errors() -> Iterator[None]:
+    """Print the errors of Hydra and its launchers as messages; Hydra prints more, or a traceback.
 
-    Such are a wrong override, a typo in a YAML file, a place where no folder can be made, a cluster that is not there.
+    Examples: a wrong override, a typo in a YAML file, a folder that cannot be made, a cluster that cannot be reached.
     """
     from hydra._internal import utils
 
@@ -48,7 +49,7 @@ def one_message_from_hydra() -> Iterator[None]:
 
     def run_and_report(func: Callable[[], Any]) -> Any:
         def run() -> Any:
-            with one_message():
+            with report_errors():
                 return func()
 
         return report(run)
@@ -119,7 +120,7 @@ def _sentence(error: Exception) -> str:
     message = _LOG.sub(_last_line, str(error))
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
         message = "\n".join((message, str(error.__cause__).partition("\n")[0])).strip()
-    return message if speaks and message else f"{type(error).__name__}: {message}"
+    return message if is_sentence and message else f"{type(error).__name__}: {message}"
 
 
 def _last_line(log: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Schedule, Task, sequential
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task, sequential
 from gpipe.pipeline.timeline import Timeline, simulate
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory

@@ -20,6 +20,7 @@ from gpipe.config import (
     Autocast,
     ConfigError,
     Decay,
+    Device,
     OptimizerConfig,
     PartitionBy,
     RunConfig,

@@ -13,7 +13,7 @@ from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
 from gpipe.pipeline.timeline import Timeline, plot, simulate
 from gpipe.planning.report import describe_bubble
 from gpipe.planning.step import Plan
-from gpipe.results.records import RECORD_FILE, make_record, write_record
+from gpipe.records import RECORD_FILE, make_record, write_record
 from gpipe.training.summary import Summary
 from gpipe.training.tracking import OUTCOME, Tracker
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpipe.config import AmoebaNetConfig, ConfigError
 from gpipe.config.plan import Find, PlanConfig
-from gpipe.launch.errors import one_message
+from gpipe.launch.errors import report_errors
 from gpipe.planning.accelerator import Accelerator, find_accelerator
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.report import print_plan
@@ -19,7 +19,7 @@ _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
 
 def start(plan: PlanConfig) -> None:
     """Print the plan of a run, or what was to be found; an error is one message and an exit with status 1."""
-    with one_message(debug=plan.launch.debug):
+    with report_errors(debug=plan.launch.debug):
         found = accelerator_at_hand(plan) if plan.device == "auto" else find_accelerator(plan.device)
         accelerator = found.with_limits(memory_gib=plan.memory_gib, link_gb_per_second=plan.link_gb_per_second)
         planner, setting = build_planner(plan, accelerator, efficiency=plan.efficiency), build_setting(plan)
