@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from declaration import udhr_pairs
-
+from experiments.data.declaration import udhr_pairs
 from gpipe.data.text.message_catalogue import Pair, pair_forms, parse_plural_rule
 from gpipe.data.text.multilingual_text import choose_variants, split_of
 from gpipe.data.text.tokenizer import Tokenizer

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpipe.checkpoint.snapshot import Snapshot
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,6 +19,7 @@ from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.format import FileImage
 from gpipe.checkpoint.manifest import MANIFEST, Position
 from gpipe.checkpoint.saver import Saver
+from gpipe.checkpoint.writer import Snapshot
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import SmallRun, assert_equal, small_run
 

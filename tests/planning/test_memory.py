@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from planned_memory import NUM_MICROBATCHES, compare
 
+from experiments.planned_memory.__main__ import NUM_MICROBATCHES, compare
 from experiments.planned_memory.small_models import SmallModel, images, text
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.step import Setting

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpipe.checkpoint.entries import Position
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from gpipe.checkpoint.manifest import Position
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import SmallRun, small_run
 

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from gpipe.training.metrics import EvaluationMetrics
-from gpipe.training.token_metrics import TokenMetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.evaluation import evaluate
+from gpipe.training.evaluation import EvaluationMetrics, TokenMetrics, evaluate
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import NUM_LAYERS, RandomImages, small_layers
 

@@ -62,7 +62,7 @@ def test_the_committed_files_are_small_and_have_their_licences() -> None:
 
 
 def test_the_tokenizer_is_the_one_on_record_and_its_training_repeats_itself(tmp_path: Path) -> None:
-    script = importlib.import_module("make_multilingual_corpus")
+    script = importlib.import_module("experiments.data.make_multilingual_corpus")
     committed = hashlib.sha256(find_embedded_tokenizer().read_bytes()).hexdigest()
     assert committed == embedded_tokenizer().sha256
     assert committed in (EMBEDDED / "README.md").read_text()
