@@ -36,7 +36,7 @@ def test_stages_in_one_process_train_the_plain_model(num_stages: int, mode: str)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_a_process_a_stage_trains_the_plain_model(num_stages: int, processes: ProcessPool) -> None:
+def test_a_process_per_stage_trains_the_plain_model(num_stages: int, processes: ProcessPool) -> None:
     cases = [Case(num_stages, tied=tied) for tied in TIES] + [Case(num_stages, schedule="1f1b")]
     for outcomes in processes.run(num_stages, run_in_processes, cases):
         for case, found in zip(cases, outcomes, strict=True):

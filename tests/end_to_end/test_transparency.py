@@ -76,7 +76,7 @@ def test_one_process_trains_as_one_stage_does(num_microbatches: int, batch_size:
 
 
 @pytest.mark.parametrize("layout", PLAIN + INTERLEAVED, ids=str)
-def test_one_process_a_device_trains_as_one_stage_does(layout: tuple[str, int, int], processes: ProcessPool) -> None:
+def test_one_process_per_device_trains_as_one_stage_does(layout: tuple[str, int, int], processes: ProcessPool) -> None:
     name, num_devices, _ = layout
     sizes = itertools.product((1, 2, 4), (8, 7, 3)) if name == "gpipe" else ((4, 7), (4, 3), (1, 8))
     all_cases = [everything(*layout, m, n, mode) for (m, n), mode in itertools.product(sizes, MODES)]

@@ -101,6 +101,6 @@ def run(case: Case, mesh: Any = None) -> Outcome:
 
 
 def run_in_processes(rank: int, cases: list[Case]) -> list[Outcome]:
-    """Run cases with one process a stage; all have the same number of stages."""
+    """Run cases with one process per stage; all have the same number of stages."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("stage",))
     return [run(case, mesh) for case in cases]

@@ -99,7 +99,7 @@ def run(case: Case, mesh: Any = None) -> Outcome:
 
 
 def run_in_processes(rank: int, cases: list[Case]) -> list[Outcome]:
-    """Run cases with one process a device; all have the same number of devices."""
+    """Run cases with one process per device; all have the same number of devices."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("stage",))
     return [run(case, mesh) for case in cases]
 

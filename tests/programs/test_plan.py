@@ -43,7 +43,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Iterator[Plan]:
     register_schemas()
 
 
-def test_a_plan_has_a_row_a_stage_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_plan_has_a_row_per_stage_and_leaves_nothing_behind(tmp_path: Path) -> None:
     done = run_program(ROOT / "plan.py", *SMALL, "pipeline.num_stages=3", "device=tpu_v2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("│")]

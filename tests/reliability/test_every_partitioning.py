@@ -52,7 +52,7 @@ def expected() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, processes: ProcessPool) -> list[Path]:
-    """The same state, saved at each number of stages by one process, and by one a stage."""
+    """The same state, saved with each number of stages by one process, and by one process per stage."""
     folder, paths = tmp_path_factory.mktemp("saved"), []
     for num_stages, partitions in PARTITIONS.items():
         run = small_run(partitions)

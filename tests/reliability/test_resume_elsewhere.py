@@ -15,7 +15,7 @@ SEED = 5
 
 # launch, its own settings, and whether the same command finds the run by itself: another K is another experiment.
 SHAPES: dict[str, tuple[str, tuple[str, ...], bool]] = {
-    "a process a stage, 2 workers": ("launched", ("data.num_workers=2",), True),
+    "a process per stage, 2 workers": ("launched", ("data.num_workers=2",), True),
     "K=3, 1 worker": ("launched", ("pipeline.num_stages=3", "data.num_workers=1"), False),
 }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 class ProcessPool:
     """Processes to run functions on, in a Gloo group of as many as each call asks for.
 
-    A function is called as function(rank, *args) and must be importable by name. One thread a process, as in the
+    A function is called as function(rank, *args) and must be importable by name. One thread per process, as in the
     process of the tests, so that results can be compared bit by bit.
     """
 

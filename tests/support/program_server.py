@@ -1,7 +1,7 @@
-"""Programs without their imports: forks of one process that has loaded what takes seconds.
+"""Run programs as forks of one process that has loaded their imports.
 
-A test that starts train.py for one message would otherwise spend four seconds of five on importing torch and timm.
-Whatever the program starts itself is a new process as ever, and imports everything.
+A test that starts train.py for one message would otherwise spend four of five seconds on importing torch and timm. The
+processes that the program starts itself are new as usual, and import everything.
 """
 
 import json
@@ -25,10 +25,14 @@ _SERVE = "from tests.support.program_server import serve; serve()"
 def run_program(
     program: Path | str, *arguments: str, folder: Path | None = None, warn: str = "default", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of this repository, as `python -W <warn> <script> <arguments>` does.
+    """Run a program of this repository, as `python -W <warn> <program> <arguments>` does.
 
-    program: a script, or the name of a module, which runs as `python -m <module>` does.
-    folder: where it runs; None for where this process does. variables: of its environment, beside those there are.
+    Args:
+        program: a script; or the name of a module, which runs as with `python -m`.
+        arguments: its arguments.
+        folder: its working folder; None is this process's.
+        warn: what becomes of warnings.
+        variables: variables added to this process's environment.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         request = {
@@ -48,7 +52,7 @@ def run_program(
 
 
 def serve() -> None:
-    """Load what programs load, then fork one after the other, as standard input says."""
+    """Load what programs load, then run one fork after the other, as standard input requests."""
     load()
     for line in sys.stdin:
         child = os.fork()
@@ -67,7 +71,7 @@ def load() -> None:
 def become(
     program: str, arguments: list[str], folder: str, environment: dict[str, str], warn: str, files: list[str]
 ) -> NoReturn:
-    """Turn a fork of a process that has loaded it into a program; files: for its output and its errors."""
+    """Turn this fork into a program that writes its output and its errors to two files."""
     status: object = 0
     try:
         os.environ.clear()
@@ -76,7 +80,7 @@ def become(
         for path, number in zip(["/dev/null", *files], range(3), strict=True):
             os.dup2(os.open(path, os.O_RDWR), number)
         warnings.simplefilter(warn)
-        sys.warnoptions[:] = [warn]  # which processes inherit that it starts
+        sys.warnoptions[:] = [warn]  # inherited by the processes that it starts
         sys.argv = [program, *arguments]
         if program.endswith(".py"):
             sys.path[0] = str(Path(program).parent)
@@ -106,7 +110,7 @@ def _ask(request: Mapping[str, Any]) -> int:
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    """Start the server of this process; it ends with it, when its standard input does."""
+    """Start the server of this process, which ends with it: its standard input closes."""
     environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}"}
     return subprocess.Popen(
         [sys.executable, "-c", _SERVE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Training and checkpoints with one process a stage equal those of one process that plays all stages."""
+"""Training and checkpoints with one process per stage equal those of one process that plays all stages."""
 
 import os
 import subprocess
