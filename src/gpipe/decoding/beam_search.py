@@ -66,7 +66,7 @@ class BeamSearch:
         if not 1 <= num_beams < len(self._dictionary):
             raise ValueError(
                 f"num_beams is {num_beams}, expected 1 to {len(self._dictionary) - 1}, the vocabulary's size less 1: "
-                "choose a number in that range."
+                "give another number."
             )
         self._num_beams, self._length_penalty = num_beams, length_penalty
         self._max_length_a, self._max_length_b, self._max_length = max_length_a, max_length_b, max_length

@@ -265,10 +265,12 @@ def test_broken_image_is_named_in_one_line(tmp_path: Path, num_workers: int) -> 
         Image.new("RGB", (9, 9)).save(tmp_path / f"{index}.png")
     (tmp_path / "4.png").write_bytes(b"no picture")
     files = ImageFiles(tmp_path, [f"{index}.png" for index in range(6)], [0] * 6, ["a"])
-    batches = iter(ImageLoader(files, 2, evaluation_transform(8), 0, shuffle=False, num_workers=num_workers))
+    loader = ImageLoader(files, 2, evaluation_transform(8), 0, shuffle=False, num_workers=num_workers)
+    batches = iter(loader)
     assert [len(next(batches)[1]) for _ in range(2)] == [2, 2]
     with pytest.raises(BrokenImage) as raised:
         next(batches)
+    loader.close()
     message = str(raised.value)
     assert message.startswith(f"cannot decode {tmp_path / '4.png'}: ") and message.endswith("; remove or replace it")
     assert "\n" not in message and "Traceback" not in message
