@@ -30,8 +30,7 @@ from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters, set_drop_path
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.microbatch import microbatch_sizes
-from gpipe.pipeline.payload import Payload
+from gpipe.pipeline.microbatch import Payload, microbatch_sizes
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
