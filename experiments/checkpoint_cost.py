@@ -1,12 +1,11 @@
-"""What a checkpoint costs a training: how long it stands still, beside torch.distributed.checkpoint.
+"""What a checkpoint costs a training: how long the training stops, beside torch.distributed.checkpoint.
 
     python -m experiments.checkpoint_cost
 
-Two processes train a stage of linear layers each, with AdamW and moving averages: 16 bytes a parameter. The three ways
-to save take turns; meanwhile training goes on. All flush their files to the disk; ours hashes them too. A process
-stands still while a call that saves, or waits for a save before an update, has not returned; the slower process counts,
-and the median of the rounds. Appends a record to reproductions/bubble/runs.jsonl and renders its README. About five
-minutes, and 3 GB of disk.
+Two processes train one stage of linear layers each, with AdamW and moving averages: 16 bytes per parameter. Three
+ways to save take turns while training continues. All flush their files to the disk; ours also hashes them. A process
+is stopped during a call that saves, or that waits for a save before an update. The slower process counts, and the
+median of the rounds. Adds a record to reproductions/bubble/ and renders all pages. Five minutes, and 3 GB of disk.
 """
 
 from __future__ import annotations

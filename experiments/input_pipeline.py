@@ -1,12 +1,11 @@
-"""How many images a second are decoded and augmented, beside torchvision's ImageFolder and torch's DataLoader.
+"""How many images per second are decoded and augmented, beside torchvision's ImageFolder and torch's DataLoader.
 
     python -m experiments.input_pipeline
 
-Both read the same JPEG files, of about the size and the number of bytes of ImageNet's, with the same recipe:
-random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, an epoch each, every process on one thread;
-medians count, for the ratio that of the pairs. Appends a record to
-reproductions/table4_imagenet_and_transfer/runs.jsonl and renders its README; --dry prints the record instead. About
-two minutes.
+Both read the same JPEG files, which have about the dimensions and the bytes of ImageNet's, with the same recipe:
+random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, one epoch each, with one thread per
+process. The figures are medians; the ratio is the median over pairs. Adds a record to
+reproductions/table4_imagenet_and_transfer/ and renders all pages; --dry prints the record instead. Two minutes.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-images", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--image-sizes", type=int, nargs="+", default=[224, 480], help="pixels a side")
+    parser.add_argument("--image-sizes", type=int, nargs="+", default=[224, 480], help="pixels per side")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--rounds", type=int, default=9, help="epochs of each that count")
     parser.add_argument("--dry", action="store_true", help="print the record and keep nothing")

@@ -2,8 +2,8 @@
 
     python -m experiments.one_stage_overhead
 
-A small AmoebaNet-D on one core; the two take turns, and the median of the paired ratios counts. Appends a record to
-reproductions/bubble/runs.jsonl and renders its README. About half a minute.
+A small AmoebaNet-D on one core. The two take turns; the result is the median of the paired ratios. Adds a record to
+reproductions/bubble/ and renders all pages. Half a minute.
 """
 
 from __future__ import annotations

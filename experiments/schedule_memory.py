@@ -4,7 +4,7 @@
 
 Transformer-48 of the paper's Table 2 on eight devices of 16 GB with 32 micro-batches of one sequence: GPipe, 1F1B and
 interleaved 1F1B, with and without re-materialisation. Adds a record of planned numbers to reproductions/bubble/ and
-renders its README. Seconds.
+renders all pages. Seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How well the simulator foretells the engine's steps, schedule by schedule.
+"""How well the simulator predicts the engine's steps, schedule by schedule.
 
     python -m experiments.schedule_simulation
 
-Stages of unequal layers that take a set time without the processor, one process a device over Gloo. The simulator is
-given those times and the schedule's tasks, and no measurement: what a step takes longer is the engine's and the
-machine's. Appends a record to reproductions/bubble/runs.jsonl and renders its README. About two minutes.
+Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times
+and the schedule's tasks, but no measurement: the rest of a step is the engine's time and the machine's. Adds a record
+to reproductions/bubble/ and renders all pages. Two minutes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
 
 
 def measure_all(rounds: int) -> list[dict[str, Any]]:
-    """Return a row a schedule and a mode."""
+    """Return one row per schedule and mode."""
     num_devices = SHAPES[0][1]
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     torch.multiprocessing.start_processes(measure, (num_devices, rounds, 29690, results), num_devices)

@@ -2,9 +2,10 @@
 
     python -m experiments.step_timeline
 
-Trains each model with train.py for a few steps, one process a stage, a core each, and takes the last step's tasks. Of
-several runs the one whose step was quickest counts, as other programs get in the way. Appends a record a model to
-reproductions/table2_throughput/runs.jsonl; no table reads them. Two minutes on two idle cores.
+Trains each model with train.py for a few steps, with one process per stage on one core each, and reads the tasks of
+the last step. Of several runs the one with the quickest step counts, because other programs only ever slow a step
+down. Adds one record per model to reproductions/table2_throughput/; no table reads them. Two minutes on two idle
+cores.
 """
 
 from __future__ import annotations

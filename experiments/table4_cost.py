@@ -2,9 +2,9 @@
 
     python -m experiments.table4_cost
 
-Composes each experiment at the paper's scale, counts the FLOPs of an image on the meta device, and multiplies: forward,
-recomputation, and a backward of twice the forward. Adds a record of planned numbers to
-reproductions/table4_imagenet_and_transfer/ and renders its README. Seconds, no data, no GPU.
+Composes each experiment at the paper's scale, counts the FLOPs of an image on the meta device, and multiplies:
+forward, recomputation, and a backward of twice the forward. Adds a record of planned numbers to
+reproductions/table4_imagenet_and_transfer/ and renders all pages. Seconds, no data, no GPU.
 """
 
 from __future__ import annotations

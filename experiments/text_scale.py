@@ -2,17 +2,18 @@
 
     python -m experiments.text_scale
 
-Writes plain parallel text of 1, 4 and 16 million pairs (made-up sentences of two to four words, four languages) into a
-temporary folder and opens it as training does, each time in a fresh process: once to tokenise it into the cache, and
-then, with the cache ready, up to the first mini-batch of epoch 0, and to one in the middle of epoch 1, as after a
-resume. Memory is the peak beyond what the process has after its imports: private memory, and all that is resident, with
-the pages of the mapped cache, which the system may take back. It is read from /proc, a thousand times per second, by
-the process that waits. Time is the clock's, and the processor's, which other programs on the machine disturb less.
+Writes parallel text of 1, 4 and 16 million pairs (made-up sentences of two to four words, four languages) into a
+temporary folder. Fresh processes then open it as training does: once to tokenise it into the cache; with the cache
+ready, up to the first mini-batch of epoch 0; and up to one in the middle of epoch 1, as after a resume. Memory is the
+peak beyond that after the imports: private memory, and all resident memory, which includes the pages of the mapped
+cache that the system may reclaim. The waiting process reads it from /proc a thousand times per second. Time is wall
+time and processor time; other programs on the machine disturb the latter less.
 
-The sizes take turns. Each round has two processes: one after the files of the cache were dropped from the system's page
-cache, so that they come from the disk, of which the time is kept, and one that finds them there. Of the rounds the
-fastest counts, as other programs only ever slow one down, and the median of the memory. Appends a record to
-reproductions/figure3_multilingual/runs.jsonl; --dry prints it instead. About half an hour, and 4 GB of disk.
+The sizes take turns. Each round has two processes. Before the first, the files of the cache are dropped from the
+system's page cache, so that it reads them from the disk; only its time is kept. The second finds them in the page
+cache. Of the times the fastest round counts, because other programs only ever slow a round down; of the memory the
+median. Adds a record to reproductions/figure3_multilingual/ and renders all pages; --dry prints it instead. Half an
+hour, and 4 GB of disk.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Tokens a second and model FLOPs utilisation of the layers of Transformer-L.
+"""Tokens per second and model FLOPs utilisation of the layers of Transformer-L.
 
     python -m experiments.transformer_utilization
 
-Trains a few of the paper's layers (2048 wide, feed-forward 8192, 32 heads) on noise through the engine, 32 sequences of
-1,024 tokens a step in bfloat16, with and without re-materialisation, compiled and not. The settings take turns, and the
-median over the rounds counts. With a GPU it adds a record to reproductions/table2_throughput/; on a CPU, where the
-makers give no peak to compare with, it prints tokens a second alone and records nothing.
+Trains a few of the paper's layers (2048 wide, feed-forward 8192, 32 heads) on noise through the engine, with 32
+sequences of 1,024 tokens per step in bfloat16, with and without re-materialisation, compiled and not. The settings
+take turns, and the median over the rounds counts. With a GPU it adds a record to reproductions/table2_throughput/ and
+renders all pages. On a CPU there is no maker's peak to compare with: it prints tokens per second and records nothing.
 
 Utilisation is that of the model: the FLOPs of a forward pass and twice as many for its backward pass, whatever is
-recomputed; of attention all products count, though half of them are masked (PaLM, appendix B).
+recomputed. All products of attention count, though half of them are masked (PaLM, appendix B).
 """
 
 from __future__ import annotations

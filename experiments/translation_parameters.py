@@ -2,8 +2,8 @@
 
     python -m experiments.translation_parameters
 
-Builds each on the meta device and counts; a parameter that two layers share counts once. Adds a record of planned
-numbers to reproductions/figure3_multilingual/ and renders its README. Seconds, no data, no GPU.
+Builds each model on the meta device and counts; a parameter that two layers share counts once. Adds a record of
+planned numbers to reproductions/figure3_multilingual/ and renders all pages. Seconds, no data, no GPU.
 """
 
 from __future__ import annotations

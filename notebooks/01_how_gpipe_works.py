@@ -1,13 +1,13 @@
 # %% [markdown]
 # # How GPipe works
 #
-# A model that is too large for one device can be cut into pieces, one a device. But the pieces need each other's
-# results, so that at any moment only one of them works. GPipe lets them work at the same time. This notebook shows how,
+# A model that is too large for one device can be cut into pieces, one per device. But the pieces need each other's
+# results, so only one of them works at any moment. GPipe lets them work at the same time. This notebook shows how,
 # first on paper, then with a real network. It needs one core and less than a minute.
 #
-# The words, once: a model is a sequence of $L$ **layers**. Consecutive layers form $K$ **partitions**; a partition at
-# work on its device is a **stage**, and what passes between two stages passes a **boundary**. A **mini-batch** of $N$
-# examples, which makes one update of the weights, is cut into $M$ equal **micro-batches**.
+# Terms: a model is a sequence of $L$ **layers**. Consecutive layers form $K$ **partitions**; a partition on its device
+# is a **stage**. Between two stages is a **boundary**. A **mini-batch** of $N$ examples makes one update of the
+# weights; it is cut into $M$ equal **micro-batches**.
 
 # %%
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## 1. The schedule
 #
-# The **schedule** says what each stage does in a step, in which order. GPipe's is: the forward pass of every
-# micro-batch, then the backward pass of every micro-batch in reverse. Every stage has the same list. `F2` is the
-# forward pass of micro-batch 2, `B2` its backward pass.
+# The **schedule** is the order of each stage's tasks in a step. GPipe's has the forward pass of every micro-batch,
+# then the backward pass of every micro-batch in reverse. Every stage has the same list. `F2` is the forward pass of
+# micro-batch 2, `B2` its backward pass.
 
 
 # %%
@@ -53,9 +53,9 @@ def print_schedule(num_stages: int, num_microbatches: int, rematerialize: Remate
 print_schedule(4, 4, Rematerialize.NEVER)
 
 # %% [markdown]
-# A stage starts a task when its own list has come to it and the neighbour's result is there: a forward pass waits for
-# the stage before, a backward pass for the stage behind. So the order alone decides when everything happens, and we
-# can compute it. Let the whole mini-batch cost each stage 8 ms forward and 16 ms backward, however it is cut.
+# A stage starts a task when it is next in its list and the neighbour's result has arrived: a forward pass waits for
+# the stage before, a backward pass for the stage behind. The order alone therefore decides when everything happens,
+# and we can compute it. Let the whole mini-batch cost each stage 8 ms forward and 16 ms backward, however it is cut.
 
 # %%
 MINI_BATCH_SECONDS = {Kind.FORWARD: 0.008, Kind.RECOMPUTE: 0.008, Kind.BACKWARD: 0.016}
@@ -86,13 +86,13 @@ draw(
 )
 
 # %% [markdown]
-# A row is a stage, a box is a task, the number in it is the micro-batch. With $M = 1$ one stage works while three wait:
-# four devices are no faster than one. With more micro-batches a stage hands its first result over early and goes on
-# with the next. The work is the same in all three pictures; only the waiting shrinks.
+# A row is a stage, a box is a task, the number in it is the micro-batch. With $M = 1$ one stage works while three
+# wait: four devices are no faster than one. With more micro-batches a stage passes on its first result early and
+# starts the next. The work is the same in all three pictures; only the waiting shrinks.
 #
-# All micro-batches use the same weights, and their gradients are added up before the one update. So the waiting at the
-# turn from forward to backward cannot be filled with the next step's work. In return, the update does not depend on how
-# the model is cut.
+# All micro-batches use the same weights, and their gradients are added up before the one update. The next step's work
+# therefore cannot fill the wait between forward and backward. In return, the update does not depend on how the model
+# is cut.
 #
 # ## 2. The bubble
 #
@@ -103,14 +103,15 @@ draw(
 # because a stage works for $M$ micro-batches, and waits for as long as $K - 1$ more would take: the first stage in the
 # middle, the last stage until the first micro-batch reaches it and after its last gradient has left.
 #
-# A stage that keeps all that its backward pass will need runs out of memory soon. **Re-materialisation** keeps only the
+# A stage that keeps everything for its backward passes soon runs out of memory. **Re-materialisation** keeps only the
 # boundary input of each micro-batch, and runs the forward pass again (recompute, `R`) just before the backward pass.
 
 # %%
 print_schedule(4, 4, Rematerialize.ALWAYS)
 
 # %% [markdown]
-# A recomputation does not need the gradient from the stage behind. So it runs early, while that gradient is awaited:
+# A recomputation does not need the gradient from the stage behind. It therefore runs early, while the stage waits for
+# that gradient:
 
 # %%
 draw(
@@ -121,7 +122,7 @@ draw(
 )
 
 # %% [markdown]
-# Recomputing makes the step longer, but not by all of its own time: a part of it falls into the bubble. With forward
+# Recomputation makes the step longer, but by less than its own time: part of it falls into the bubble. With forward
 # passes of $F$ seconds, recomputations of $R = F$ and backward passes of $B = 2F$, the step takes
 # $(M + K - 1)(F + B) + M R$ instead of $(M + K - 1)(F + B + R)$, and the bubble shrinks to
 #
@@ -173,12 +174,12 @@ plt.show()
 
 # %% [markdown]
 # More stages wait more, more micro-batches make them wait less. From $M = 4K$ on (rings) the bubble is small. But $M$
-# cannot grow for ever: a micro-batch of a few examples uses a device badly.
+# cannot grow forever: a device is inefficient on a micro-batch of a few examples.
 #
 # ## 3. A real pipeline
 #
 # `gpipe.Pipeline` executes the same schedule. Here one process plays all four stages in turns, on one core: nothing
-# gets faster, but everything can be looked at. With one process a stage, the same tasks run in parallel.
+# gets faster, but everything can be looked at. With one process per stage, the same tasks run in parallel.
 #
 # The model is a plain `nn.Sequential` of ten layers, with batch norm and dropout. It is built on the meta device, that
 # is, only described: the pipeline fills in the weights, each drawn from the seed and the layer's index.
@@ -222,8 +223,8 @@ for stage, indices in enumerate(partition_ranges(partitions)):
     print(f"{'':12}{sum(costs[index].flops for index in indices) / 1e6:7.1f}  together")
 
 # %% [markdown]
-# The slowest stage sets the pace of all. So the layers are cut by cost, here FLOPs, such that the most expensive
-# partition is as cheap as can be. Only what the last layer of a partition returns crosses a boundary.
+# The slowest stage sets the pace of all. The layers are therefore cut by cost, here FLOPs, so that the most expensive
+# partition is as cheap as possible. Only what the last layer of a partition returns crosses a boundary.
 #
 # The data: 6,000 product photographs from Fashion-MNIST, which come with the package. A step takes a mini-batch and
 # leaves its gradients in `.grad`; the rest is plain PyTorch. The step's report has the loss, how long it took, and the
@@ -422,11 +423,10 @@ plt.show()
 # $L/K$ layers of a partition for one micro-batch of $N/M$ examples: it halves as $M$ doubles. A single device that
 # keeps everything needs $O(N \times L)$.
 #
-# So a large $M$ is good twice, for a small bubble and for little memory. Re-materialisation costs one more forward
-# pass, a part of which hides in the bubble.
+# A large $M$ therefore helps twice: the bubble is smaller, and so is the memory. Re-materialisation costs one more
+# forward pass, part of which hides in the bubble.
 #
 # ## Where to go on
 #
-# The [README](../README.md) shows the few lines that pipeline your own model, and the two that give each stage a
-# process. The schedule is `src/gpipe/pipeline/schedule.py`; the engine, the simulation and the pictures here all read
-# it.
+# The [README](../README.md) shows the few lines that pipeline your own model. The schedule is
+# `src/gpipe/pipeline/schedule.py`; the engine, the simulation and the pictures here all read it.

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # What fits, and how fast it runs
 #
-# A pipeline is there for two things: to hold models that no single device could hold, and to keep all its devices busy.
-# The paper shows the first in its Table 1, the second in its Tables 2 and 3. This notebook draws what we have beside
-# them. It trains nothing: every number below comes from records in [reproductions](../reproductions), or from the
-# paper.
+# A pipeline has two purposes: to hold models that no single device can hold, and to keep all devices busy. The paper
+# shows the first in its Table 1, the second in its Tables 2 and 3. This notebook draws our numbers beside the paper's.
+# It trains nothing: every number comes from the records in [reproductions](../reproductions), or from the paper.
 #
 # The words (stage, boundary, micro-batch, re-materialisation, bubble) are those of the
 # [first notebook](01_how_gpipe_works.ipynb). A model has $K$ stages, a mini-batch $M$ micro-batches. Our numbers are of
@@ -16,7 +15,7 @@
 # | **simulated** | the schedule, with each layer's seconds as measured on one core | dots | solid, small points |
 # | **measured** | a real step | filled | filled circles |
 #
-# The paper's numbers are open diamonds, those of torchgpipe, another implementation, are crosses.
+# The paper's numbers are open diamonds. Those of torchgpipe, another implementation, are crosses.
 
 # %%
 import sys
@@ -39,7 +38,7 @@ from gpipe.pipeline.timeline import Timeline, plot, simulate
 from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
 from reproductions.pages import read_paper
-from reproductions.speed_ups import Key, grid, grid_speeds, key_of, measured_runs, over_base
+from reproductions.speed_ups import Key, divide_by_base, find_grid, grid_speeds, key_of, measured_runs
 from reproductions.table import markdown, newest
 from reproductions.table2_throughput.tables import GRID, LAPTOP
 from reproductions.table3_slow_links.tables import GRID as SLOW_GRID
@@ -91,12 +90,12 @@ show("What there is:", markdown(["experiment", "kind", "made on"], sorted(found)
 # ### What a stage holds
 #
 # Three things take a device's memory in a training step: **parameters** (weights, gradients and the optimiser's state;
-# with the paper's RMSProp 12 bytes a parameter), the **stash** (a boundary input for each micro-batch between its
+# with the paper's RMSProp 12 bytes per parameter), the **stash** (a boundary input for each micro-batch between its
 # forward and its backward pass), and the **activations** of the micro-batch at work, with what its operations need
 # while they run. The most that all three take together, the peak, must stay below the red line.
 #
-# The columns are models of Table 1 with our $M = 32$. The rows are two ways of cutting the layers into stages: as
-# the paper does, such that the stages' FLOPs differ least, and such that the fullest device is as empty as can be.
+# The columns are models of Table 1 with our $M = 32$. The rows are two ways of cutting the layers into stages: the
+# paper's rule minimises the variance of the stages' FLOPs; ours minimises the memory of the fullest device.
 
 # %%
 capacity = max(
@@ -155,8 +154,8 @@ plt.show()
 # %% [markdown]
 # AmoebaNet's early layers have large images and few weights, its late layers the opposite. Equal FLOPs therefore put
 # most of the weights on the last device, while the first has room to spare. A cut by memory moves layers forward until
-# all devices are about as full. The layers of a Transformer are alike: any sensible cut is the best one, and each
-# further device holds as many layers more. That is why the paper's Transformers grow linearly with $K$.
+# all devices are about as full. The layers of a Transformer are equal: any sensible cut is the best one, and each
+# further device holds the same number of layers. This is why the paper's Transformers grow linearly with $K$.
 
 
 # %%
@@ -182,10 +181,10 @@ show(
 # %% [markdown]
 # ### More micro-batches, less memory
 #
-# With re-materialisation only one micro-batch at a time has its activations alive. So the smaller the micro-batches,
-# the less a device needs, down to the stash, which holds the whole mini-batch's boundary inputs whatever $M$ is. The
-# paper does not say what its $M$ was; torchgpipe's program has 128. For Transformers another choice matters as
-# much: attention **op by op** keeps matrices of tokens times tokens, **fused** attention does not.
+# With re-materialisation only one micro-batch at a time has its activations alive. Smaller micro-batches therefore
+# need less memory, down to the stash, which holds the boundary inputs of the whole mini-batch for any $M$. The paper
+# does not give its $M$; torchgpipe's program has 128. For Transformers another choice matters as much: attention **op
+# by op** keeps matrices of tokens times tokens, **fused** attention does not.
 
 # %%
 COLUMNS_M = 32  # of experiments/table1_capacity/columns.py, with fused attention
@@ -258,7 +257,7 @@ assert schedules is not None
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.7), layout="constrained", sharey=True)
 for axis, (mode, title) in zip(axes, MODES.items(), strict=True):
     for row in (row for row in schedules.results["rows"] if row["rematerialize"] == mode):
-        label = f"{row['schedule']}: {row['step_seconds']:.2f} s a step, bubble {row['bubble']:.1%}"
+        label = f"{row['schedule']}: {row['step_seconds']:.2f} s per step, bubble {row['bubble']:.1%}"
         peaks = [peak / GIB for peak in row["peak_bytes"]]
         axis.plot(peaks, **LINES["planned"], color=SCHEDULE_COLORS[row["schedule"]], label=label)
     axis.axhline(16, color=RED, linewidth=1.2)
@@ -301,8 +300,8 @@ off = [abs(deviation) for points in groups.values() for _, deviation in points]
 show(f"{len(off)} stages: the plan is off by {median(off):.1f}% in the median, and by {max(off):.1f}% at most.")
 
 # %% [markdown]
-# These are small models on a CPU. What a GPU's allocator wastes between blocks, and what its libraries take for
-# themselves, is not in any plan.
+# These are small models on a CPU. No plan includes the fragmentation of a GPU's allocator, or the memory of its
+# libraries.
 #
 # ## 2. How fast it runs
 #
@@ -336,11 +335,13 @@ def draw_speed_ups(axis: plt.Axes, folder: Path, experiment: str, title: str, co
     stages = [int(row["num_stages"]) for row in rows]
     keys = {key_of(row) for row in paper[folder]}
     for found, style, label in ((bubble_law, SILVER, "bubble law"), (law, "gray", "with early recomputation")):
-        speeds = over_base({key: found(key) for key in keys}, paper[folder])
+        speeds = divide_by_base({key: found(key) for key in keys}, paper[folder])
         axis.plot(stages, [speeds[title, k, count] for k in stages], ls=":", lw=2, color=style, label=label)
     for cut, color, of in (("flops", OCHRE, ", cut by FLOPs"), ("seconds", BLUE, "")):
         for kind in ("planned", "simulated"):
-            speeds = over_base(grid_speeds(grid(records[folder], experiment, kind), "fits", cut), paper[folder])
+            speeds = divide_by_base(
+                grid_speeds(find_grid(records[folder], experiment, kind), "fits", cut), paper[folder]
+            )
             known = [(k, speeds[title, k, count]) for k in stages if (title, k, count) in speeds]
             if known:
                 axis.plot(*zip(*known, strict=True), **LINES[kind], color=color, ms=5, label=f"{kind}{of}")
@@ -353,7 +354,7 @@ def draw_speed_ups(axis: plt.Axes, folder: Path, experiment: str, title: str, co
 
 
 theirs = {key_of(row): float(row["torchgpipe_samples_per_second"] or "nan") for row in paper[SPEED]}
-their_speed_ups = over_base(theirs, paper[SPEED])
+their_speed_ups = divide_by_base(theirs, paper[SPEED])
 titles = list(dict.fromkeys(row["title"] for row in paper[SPEED]))
 figure, axes = plt.subplots(2, 3, figsize=(10, 6.4), layout="constrained", sharey=True)
 for row, title in zip(axes, titles, strict=True):
@@ -386,12 +387,14 @@ def count_near(speed_ups: Mapping[Key, float], title: str) -> str:
 
 
 found_by = {
-    "law with early recomputation": over_base({key_of(row): law(key_of(row)) for row in paper[SPEED]}, paper[SPEED])
+    "law with early recomputation": divide_by_base(
+        {key_of(row): law(key_of(row)) for row in paper[SPEED]}, paper[SPEED]
+    )
 }
 for kind in ("planned", "simulated"):
     for cut, of in (("seconds", "seconds"), ("flops", "FLOPs")):
-        cells = grid_speeds(grid(records[SPEED], GRID, kind), "fits", cut)
-        found_by[f"{kind}, cut by {of}"] = over_base(cells, paper[SPEED])
+        cells = grid_speeds(find_grid(records[SPEED], GRID, kind), "fits", cut)
+        found_by[f"{kind}, cut by {of}"] = divide_by_base(cells, paper[SPEED])
 found_by["torchgpipe, measured"] = their_speed_ups
 show(
     markdown(["", *titles], [[name, *(count_near(ours, title) for title in titles)] for name, ours in found_by.items()])
@@ -438,7 +441,7 @@ def draw_shares(axis: plt.Axes, model: Mapping[str, Any]) -> None:
     axis.set_xlabel("M, micro-batches")
 
 
-simulated = grid(records[SPEED], GRID, "simulated")
+simulated = find_grid(records[SPEED], GRID, "simulated")
 if simulated:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
     for axis, model in zip(axes, simulated, strict=True):
@@ -450,8 +453,8 @@ else:
     show("Not run: `python -m experiments.table2_throughput`.")
 
 # %% [markdown]
-# More micro-batches shrink the bubble; what is left then is imbalance, which a better cut shrinks. Recomputation is
-# the price of the memory in section 1. Transfers hardly count here. The next figure looks for links where they do.
+# More micro-batches shrink the bubble. The rest is imbalance, which a better cut shrinks. Recomputation is the price
+# of the memory in section 1. Transfers hardly count here. The next figure looks for links where they do.
 #
 # ### Slow links
 #
@@ -459,7 +462,7 @@ else:
 # boundaries travel, so the speed-ups suffer little:
 
 # %%
-slow = grid(records[SLOW], SLOW_GRID, "simulated")
+slow = find_grid(records[SLOW], SLOW_GRID, "simulated")
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained", sharey=True)
 for axis, title in zip(axes, dict.fromkeys(row["title"] for row in paper[SLOW]), strict=True):
     draw_speed_ups(axis, SLOW, SLOW_GRID, title, 32)
@@ -492,7 +495,7 @@ def draw_batches(axis: plt.Axes, title: str) -> None:
     """Draw simulated speed-ups for M = 32 with each way to choose the batch, beside the paper's."""
     rows = [row for row in paper[SPEED] if row["title"] == title and row["num_microbatches"] == "32"]
     for index, (batch, (label, color)) in enumerate(BATCHES.items()):
-        speeds = over_base(grid_speeds(simulated, batch), paper[SPEED])
+        speeds = divide_by_base(grid_speeds(simulated, batch), paper[SPEED])
         heights = [speeds[key_of(row)] for row in rows]
         places = [place + 0.26 * (index - 1) for place in range(len(rows))]
         bars(axis, places, heights, "simulated", width=0.25, color=color, label=label)
@@ -515,8 +518,9 @@ if simulated:
 #
 # ### Measured, on two cores
 #
-# All speeds so far are planned or simulated. These are measured: small models, one process a stage, a core each. The
-# bars compare one stage with two; the ticks are what the law with early recomputation makes of one stage's speed.
+# All speeds so far are planned or simulated. These are measured: small models in one process per stage, with one core
+# each. The bars compare one stage with two; the ticks are the speeds that the law with early recomputation predicts
+# from one stage.
 
 
 # %%
@@ -529,7 +533,7 @@ def small_name(run: Record) -> str:
 
 
 def draw_measured(axis: plt.Axes, speeds: Mapping[tuple[int, int], float]) -> None:
-    """Draw measured examples a second by (K, M), and what the law makes of those of one stage."""
+    """Draw measured examples per second by (K, M), and what the law makes of those of one stage."""
     stages, counts = (sorted({key[index] for key in speeds}) for index in (0, 1))
     for index, (k, color) in enumerate(zip(stages, (SILVER, BLUE, OCHRE, GREEN), strict=False)):
         for place, m in enumerate(counts):
@@ -574,8 +578,8 @@ else:
 #
 # Finally, the timeline of a real step of each small model, with two stages on two cores and eight micro-batches. Above
 # as **measured**; below as **simulated**: the same schedule, each stage's mean seconds for a forward pass, a
-# recomputation and a backward pass, and transfers that cost nothing. Of several runs the quickest step is shown, as
-# other programs get in the way.
+# recomputation and a backward pass, and transfers that cost nothing. Of several runs the quickest step is shown,
+# because other programs only ever slow a step down.
 
 # %%
 steps: dict[str, Record] = {}
@@ -628,8 +632,8 @@ if not steps:
 #
 # ## Where to go on
 #
-# `python plan.py` plans a model of your own before anything is launched. The pages of the reproductions have the
-# commands, the whole tables, and where we depart from the paper:
-# [Table 1](../reproductions/table1_model_size/README.md), [Table 2](../reproductions/table2_throughput/README.md),
-# [Table 3](../reproductions/table3_slow_links/README.md), [the bubble](../reproductions/bubble/README.md). Records of
-# new runs go to `runs.jsonl` there. Execute this notebook again, and they are in the pictures.
+# `python plan.py` plans your own model before you launch anything. The pages of the reproductions have the commands,
+# the whole tables, and where we depart from the paper: [Table 1](../reproductions/table1_model_size/README.md), [Table
+# 2](../reproductions/table2_throughput/README.md), [Table 3](../reproductions/table3_slow_links/README.md), [the
+# bubble](../reproductions/bubble/README.md). Records of new runs go to `runs.jsonl` there. Execute this notebook
+# again, and they are in the pictures.

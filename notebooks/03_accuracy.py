@@ -1,17 +1,17 @@
 # %% [markdown]
 # # How accurate the models are
 #
-# A pipeline is of use only if the model that it trains is good. The paper shows this in its Table 4: one giant image
+# A pipeline is useful only if the model that it trains is good. The paper shows this in its Table 4: one giant image
 # classifier, trained on ImageNet, then fine-tuned on seven other data sets. This notebook puts our runs beside it. It
 # trains nothing: every number below comes from the records and from `paper.csv` in
 # [reproductions/table4_imagenet_and_transfer](../reproductions/table4_imagenet_and_transfer).
 #
-# The words, once: **top-1** is the share of the test images whose first guess is right. **Pre-training** begins with
-# random weights; so does training **from scratch**. **Fine-tuning** begins with the weights of a pre-trained model,
-# but for the last layer, which is drawn anew for the new classes.
+# Terms: **top-1** is the share of the test images whose first guess is right. **Pre-training** begins with random
+# weights; so does training **from scratch**. **Fine-tuning** begins with the weights of a pre-trained model, except
+# for the last layer, which is drawn anew for the new classes.
 #
-# A record says what its numbers are, and each kind has a mark of its own. The paper's numbers are open diamonds, what
-# we measured is filled, what is planned is hatched, and what was not run is said in words.
+# A record states the kind of its numbers, and each kind has its own mark. The paper's numbers are open diamonds,
+# measured numbers are filled, planned ones are hatched, and anything we did not run is labelled "not run".
 
 # %%
 import sys
@@ -80,10 +80,10 @@ show("What there is:", markdown(["experiment", "data sets", "kind", "records"], 
 # %% [markdown]
 # ## 1. Table 4 of the paper
 #
-# The paper's model is AmoebaNet-B (18,512), cut into four partitions, for images of 480 px. A number of ours stands
-# here only if its settings equal those of the paper-scale experiment, and a transfer only if it was fine-tuned. The
-# program compares all settings but data set, seed, initial weights and where the run was launched. The smaller runs
-# further down never enter this picture.
+# The paper's model is AmoebaNet-B (18,512), cut into four partitions, for images of 480 px. Our number stands here
+# only if its settings equal those of the paper-scale experiment; a transfer must also be fine-tuned. The program
+# compares all settings except the data set, the seed, the initial weights and the machine. The smaller runs further
+# down never enter this picture.
 
 
 # %%
@@ -144,8 +144,8 @@ show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} dat
 # [the stated test](../reproductions/README.md#the-test-behind-a-verdict): a bootstrap over runs and test images of how
 # far our accuracy is above the paper's less half a point.
 #
-# Where a run is missing, these two commands make it, the second for all seven transfers with five seeds each; section
-# 4 says what they cost.
+# These two commands make the missing runs, the second one all seven transfers with five seeds each. Section 4 shows
+# their cost.
 #
 #     python train.py +experiment=amoebanet_imagenet data.root=<folder of ImageNet>
 #     python train.py -m +experiment=transfer_table data.root=<folder of the data sets> init_from=<run of the first>
@@ -357,11 +357,11 @@ else:
     show(f"Not run: `{PRE_TRAINING}`, then `{TRANSFERS} init_from=<its run>` and `{TRANSFERS} init_from=null`.")
 
 # %% [markdown]
-# All seeds share one checkpoint and one set of test images. So the deviation says how much the chance of the training
-# matters, and not how other images or another pre-training would do.
+# All seeds share one checkpoint and one set of test images. The deviation therefore measures the chance in training,
+# not how other images or another pre-training would do.
 #
-# The curves say when the gain comes: the sooner fine-tuning gets to where training from scratch ends, the more of the
-# budget the pre-training has saved.
+# The curves show when the gain comes: the sooner fine-tuning reaches the final accuracy of training from scratch, the
+# more of the budget pre-training has saved.
 
 
 # %%

@@ -2,17 +2,18 @@
 # # One model for 102 languages
 #
 # The paper's second experiment is translation: one Transformer learns to translate 102 languages into English, and is
-# better than models of a single language each, most of all where there is little text. This notebook shows what our
-# runs say to that, at the scale of a laptop. It trains nothing: every number below comes from the records and from
-# `paper.csv` in [reproductions/figure3_multilingual](../reproductions/figure3_multilingual) and
+# better than one model per language, above all where there is little text. This notebook shows our runs at laptop
+# scale. It trains nothing: every number below comes from the records and from `paper.csv` in
+# [reproductions/figure3_multilingual](../reproductions/figure3_multilingual) and
 # [reproductions/table5_batch_size](../reproductions/table5_batch_size).
 #
-# The words, once: $T(L, H, A)$ has $L$ layers in its encoder and $L$ in its decoder, $H$ channels in a feed-forward
-# layer, $A$ heads. The **loss** is the negative log-likelihood of a token of the validation set, in nats. **BLEU** and
-# **chrF**, from 0 to 100, compare translations of the test set with a human's, word by word and letter by letter.
-# A **multilingual** model learns all languages, a **bilingual** one a single one, into English both.
+# Terms: $T(L, H, A)$ has $L$ layers in its encoder and $L$ in its decoder, $H$ channels in a feed-forward layer, $A$
+# heads. The **loss** is the negative log-likelihood of a token of the validation set, in nats. **BLEU** and **chrF**,
+# from 0 to 100, compare translations of the test set with a human's, word by word and letter by letter. A
+# **multilingual** model learns all languages, a **bilingual** one a single language; both translate into English.
 #
-# The paper's numbers are open diamonds, what we measured is filled, and what was not run is said in words.
+# The paper's numbers are open diamonds, measured numbers are filled, and anything we did not run is labelled "not
+# run".
 
 # %%
 import sys
@@ -29,13 +30,19 @@ from IPython import display as page
 from gpipe.decoding.resource_groups import resource_groups
 from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
-from reproductions.figure3_multilingual.depth import became, deep_and_wide, deep_or_wide, deep_training, deep_trainings
+from reproductions.figure3_multilingual.depth import (
+    deep_and_wide,
+    deep_or_wide,
+    deep_training,
+    deep_trainings,
+    describe_outcome,
+)
 from reproductions.figure3_multilingual.tables import (
     BILINGUAL,
-    compared,
     figure3_low_resource,
     figure3_models,
     multilingual_trainings,
+    pair_models,
 )
 from reproductions.pages import read_paper
 from reproductions.table import as_number, markdown
@@ -92,8 +99,8 @@ show(figure3_models(records, paper))
 # ## 2. Multilingual against bilingual
 #
 # Our corpus is the one that comes with the package: sentences of user interfaces and of the Universal Declaration of
-# Human Rights, in 102 languages. One small model learns them all; models of the same size learn one language each, of
-# the half of the languages with the fewest sentences. Every model is judged at its least validation loss.
+# Human Rights, in 102 languages. One small model learns them all. Models of the same size learn one language each,
+# from the half of the languages with the fewest sentences. Every model is evaluated at its least validation loss.
 #
 # A point is a language, and the mean over the seeds. The number of training pairs runs to the right.
 
@@ -142,7 +149,7 @@ def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) 
         return
     _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, figure, label in zip(
-        axes, ("loss", "chrf"), ("least loss, nats a token", "chrF of the test set"), strict=True
+        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
     ):
         draw_languages(axis, by_language(many, figure), by_language(one, figure), pairs)
         axis.set_ylabel(label)
@@ -171,7 +178,7 @@ if not bilingual:
 def tell_gain(setting: str) -> str:
     """Say how many languages gain by the multilingual model, and whether it is those with few sentences."""
     values: dict[str, list[float]] = {}
-    for languages in compared(records)[setting].values():
+    for languages in pair_models(records)[setting].values():
         for language, (one, many) in languages.items():
             both = [model.best("loss", language) or 0 for model in (one, many)]
             values.setdefault(language, []).append(both[0] - both[1])
@@ -181,7 +188,7 @@ def tell_gain(setting: str) -> str:
     pairs = {language: number for language, number in training_pairs(records, data).items() if language in gains}
     text = (
         f"**{setting}**: the multilingual model has the lower loss on {better} of {len(gains)} languages, means over "
-        f"{len(compared(records)[setting])} seeds. In the mean over the languages its loss is lower by "
+        f"{len(pair_models(records)[setting])} seeds. In the mean over the languages its loss is lower by "
         f"{fmean(gains.values()):.3f} nats"
     )
     groups = resource_groups(pairs)
@@ -191,13 +198,13 @@ def tell_gain(setting: str) -> str:
     return f"{text}: by {poor:.3f} on the half of them with the fewest pairs, by {rich:.3f} on the other half."
 
 
-show(*map(tell_gain, compared(records)), figure3_low_resource(records))
+show(*map(tell_gain, pair_models(records)), figure3_low_resource(records))
 
 # %% [markdown]
 # Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict), a paired bootstrap
 # over seeds and languages; its 95 % interval stands beside it. The languages of this comparison have hundreds of pairs
 # where the paper's have ten thousand or more, and they share many of their English sentences. That helps a
-# multilingual model more than the paper's data would. The README has a row a language.
+# multilingual model more than the paper's data would. The README has one row per language.
 #
 # ## 3. Deep or wide
 #
@@ -235,7 +242,7 @@ for (data, _), sides in deep_and_wide(records).items():
     groups = resource_groups(pairs) if pairs else {"all": []}
     _, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for axis, figure, label in zip(
-        axes, ("loss", "chrf"), ("least loss, nats a token", "chrF of the test set"), strict=True
+        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
     ):
         draw_sides(axis, sides, figure, groups)
         axis.set_ylabel(label)
@@ -282,21 +289,26 @@ for setting, ways in deep_trainings(records).items():
             draw_course(axes[1], run, "gradient_norm", color, None)
     axes[0].legend(fontsize=8)
     axes[0].set_title(setting, loc="left", fontsize=10)
-    axes[0].set_ylabel("training loss, nats a token")
+    axes[0].set_ylabel("training loss, nats per token")
     axes[1].set_ylabel("largest gradient norm")
     axes[1].set_yscale("log")
     for axis in axes:
         axis.set_xlabel("step")
     plt.show()
-    show(*(f"**{name_of(*way)}**: {', '.join(map(became, runs))} (seed by seed)." for way, runs in ways.items()))
+    show(
+        *(
+            f"**{name_of(*way)}**: {', '.join(map(describe_outcome, runs))} (seed by seed)."
+            for way, runs in ways.items()
+        )
+    )
 show(deep_training(records))
 
 # %% [markdown]
 # ## 5. Larger mini-batches
 #
-# The paper's Table 5: from German to English, the larger the mini-batch, the better. Ours is at another scale, with
-# all languages, so that it has a picture of its own; a point is a seed. Ours make as many steps with every mini-batch,
-# so that a larger one sees more text; the paper does not say whether its did.
+# The paper's Table 5: from German to English, the larger the mini-batch, the better. Ours has another scale and all
+# languages, and therefore its own picture; a point is a seed. Our runs make the same number of steps with every
+# mini-batch, so a larger one sees more text. The paper does not say whether its runs did.
 
 
 # %%
@@ -325,8 +337,8 @@ label_sizes(theirs, sizes)
 if not small_runs(batch_records):
     ours.text(0.5, 0.5, "not run", transform=ours.transAxes, ha="center", color="dimgray", style="italic")
 for axis in (theirs, ours):
-    axis.set_xlabel("tokens a mini-batch")
-    axis.set_ylabel("NLL, nats a token")
+    axis.set_xlabel("tokens per mini-batch")
+    axis.set_ylabel("NLL, nats per token")
 plt.show()
 show(table5(batch_records, batch_paper), table5_laptop(batch_records))
 

@@ -1,4 +1,4 @@
-"""What adds records to a claim: a study, a run, or all jobs of a sweep. Every page is then rendered anew."""
+"""Add records to a claim: those of a study, a run, or all jobs of a sweep. All pages are then rendered again."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,18 +36,27 @@ def _read_curves(folder: Path) -> dict[str, Any]:
 
 
 def add_record(name: str, record: Record, root: Path = ROOT) -> None:
-    """Add a record to a reproduction, without this machine's folders, and render every page."""
+    """Add a record to a claim, without the folders of this machine, and render all pages."""
     append_record(root / FOLDER / name / RUNS_FILE, without_places(record))
     write_pages(root)
 
 
 def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[Job], root: Path = ROOT) -> None:
-    """Add what a sweep came to to the records of a reproduction, and render every page.
+    """Add the records of a sweep to a claim, and render all pages.
 
-    experiment, command: the sweep's. A record takes the place of an earlier one of the same settings; of a data set
-    that is not on this machine the reason is recorded, once, and so is that of each job which lacks devices. A training
-    that diverged is a result too: its record has the error as "failure", and its curves until then. Raises
-    FileNotFoundError without such a reproduction.
+    A record replaces an earlier one with the same settings. If a data set is not on this machine, one record states the
+    reason; so does one record per job that lacks devices. A training that diverged is a result too: its record has the
+    error as "failure", and the curves until then.
+
+    Args:
+        name: The claim's folder in reproductions/.
+        experiment: The sweep's experiment.
+        command: The sweep's command.
+        jobs: The sweep's jobs.
+        root: The root of the repository.
+
+    Raises:
+        FileNotFoundError: There is no such claim.
     """
     path = root / FOLDER / name / RUNS_FILE
     if not path.exists():
@@ -79,7 +88,10 @@ def _diverged(job: Job, command: str, experiment: str) -> Record:
 
 
 def _replaces(new: Record, old: Record) -> bool:
-    """Say whether a record says anew what an old one says; where speed is all that came out, on the same machine."""
+    """Return whether a record replaces an old one.
+
+    A record whose only result is a speed replaces only one of the same machine.
+    """
     if (new.kind, new.experiment) != (old.kind, old.experiment) or not same_settings(new.config, old.config):
         return False
     is_speed = new.kind == "measured" and new.results.get("top1") is None and "failure" not in new.results

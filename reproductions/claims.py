@@ -12,9 +12,15 @@ NO_TEST = "no test: the paper gives no number"
 
 @dataclass(frozen=True)
 class Claim:
-    """A row: `text` says what is claimed and where, `paper` is the paper's number, the rest are ours.
+    """A row of the table of claims. A number that was only planned or simulated has no verdict.
 
-    A number that was only planned or simulated has no verdict.
+    Attributes:
+        text: The claim, and its place in the paper.
+        paper: The paper's number.
+        measured: Ours, measured.
+        simulated: Ours, simulated.
+        planned: Ours, planned.
+        verdict: Whether the measurement agrees.
     """
 
     text: str
@@ -26,7 +32,7 @@ class Claim:
 
 
 def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None = None) -> str:
-    """Return the rows of several pages; with `links`, the path to the pages' folders, each leads to its page."""
+    """Return the rows of several pages; with `links`, the path to the folders, each claim links to its page."""
     rows = [
         [
             claim.text if links is None else f"[{claim.text}]({links}{page})",
@@ -42,7 +48,7 @@ def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None
     return markdown(["claim", "the paper", "measured here", "simulated", "planned", "verdict"], rows)
 
 
-def judged(intervals: Iterable[tuple[str, Interval | None]], form: str) -> str:
-    """Write the verdicts of several figures, by their names; that of nothing is "not run"."""
-    found = [(name, interval.written(form)) for name, interval in intervals if interval is not None]
+def format_verdicts(intervals: Iterable[tuple[str, Interval | None]], form: str) -> str:
+    """Return the verdicts of several figures by their names, or "not run" without any."""
+    found = [(name, interval.describe(form)) for name, interval in intervals if interval is not None]
     return "; ".join(f"{name}: {text}" if name else text for name, text in found) or NOT_RUN

@@ -1,4 +1,4 @@
-"""How a run came to its outcome: the figures of each evaluation, and the training's in between."""
+"""The course of a run: the figures of each evaluation, and those of the training in between."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_curve(metrics: Path) -> list[dict[str, Any]]:
-    """Return a row an evaluation, from the log of a run.
+    """Return one row per evaluation, from the log of a run.
 
     A row has the step, the epoch, the evaluation's figures, such as "test/top1", and as "loss" and "top1" the means
     over the training steps since the evaluation before. Figures that are not finite, null in the log, are left out, and
@@ -49,7 +49,7 @@ def read_training(metrics: Path, num_rows: int = 30, num_steps: int = 10) -> lis
 
 
 def _lines(metrics: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log; where a run has failed and begun anew in the same folder, those of its last start."""
+    """Return the lines of a log; if a run has failed and started again in the same folder, those of its last start."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     starts = [place for place, values in enumerate(lines) if values["step"] == 1 and "learning_rate" in values]
     return lines[starts[-1] :] if starts else lines

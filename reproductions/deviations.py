@@ -1,7 +1,7 @@
-"""The departures from the paper, collected from where they are made: each is marked `Deviation:` in conf/ or the code.
+"""Collect the departures from the paper: each is marked `Deviation:` in conf/ or in the code.
 
 A mark begins a sentence or more in a comment or docstring and reaches to the next mark, or to the end of the paragraph.
-So the lists in the pages have what the code has, no more and no less.
+The lists on the pages therefore equal the marks, no more and no less.
 """
 
 import io
@@ -73,12 +73,12 @@ def deviations(root: Path) -> list[Deviation]:
     found = []
     for path in sorted({path for pattern in _SOURCES for path in root.glob(pattern)}):
         prose = yaml_prose if path.suffix == ".yaml" else python_prose
-        texts = marked(prose(path.read_text(encoding="utf-8")))
+        texts = find_marks(prose(path.read_text(encoding="utf-8")))
         found += [Deviation(path.relative_to(root).as_posix(), text) for text in texts]
     return found
 
 
-def marked(prose: Iterable[str | None]) -> Iterator[str]:
+def find_marks(prose: Iterable[str | None]) -> Iterator[str]:
     """Yield the text of each mark in the lines of comments and docstrings; None stands between paragraphs."""
     found: list[str] | None = None
     for line in (*prose, None):

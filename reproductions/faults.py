@@ -1,4 +1,4 @@
-"""What a fault comes to: the table of what the tests of tests/reliability saw.
+"""The tables of faults: what the tests in tests/reliability observed.
 
 GPIPE_FAULT_RECORDS=$PWD/faults.jsonl make reliability   the tests of faults, two at a time, write a line each
 python -m reproductions faults faults.jsonl              makes the record of these lines, and renders

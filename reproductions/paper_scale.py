@@ -1,4 +1,4 @@
-"""Which runs stand beside the paper's numbers: those whose settings are the paper-scale experiment's.
+"""Find the runs that count beside the paper's numbers: those with the settings of the paper-scale experiment.
 
 The settings of a record are compared with those that conf/ composes for its experiment. The data set, the seed, the
 initial weights and where the run is launched may differ. Any other run stands in the table "other settings".

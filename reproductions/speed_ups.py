@@ -23,7 +23,7 @@ def key_of(row: Mapping[str, str]) -> Key:
     return row["title"], int(row["num_stages"]), int(row["num_microbatches"])
 
 
-def over_base(speeds: Mapping[Key, float], paper: Paper) -> dict[Key, float]:
+def divide_by_base(speeds: Mapping[Key, float], paper: Paper) -> dict[Key, float]:
     """Return speeds over that of the paper's base, for each model that has it."""
     bases: dict[str, Key] = {}
     for row in paper:
@@ -31,7 +31,7 @@ def over_base(speeds: Mapping[Key, float], paper: Paper) -> dict[Key, float]:
     return {key: speed / speeds[bases[key[0]]] for key, speed in speeds.items() if bases.get(key[0]) in speeds}
 
 
-def grid(records: Iterable[Record], experiment: str, kind: str) -> list[dict[str, Any]]:
+def find_grid(records: Iterable[Record], experiment: str, kind: str) -> list[dict[str, Any]]:
     """Return the models of the newest grid of "planned" or "simulated" numbers, none where there is none."""
     found = [record for record in records if record.experiment == experiment and record.kind == kind]
     newest = max(found, key=lambda record: record.date, default=None)
@@ -39,7 +39,7 @@ def grid(records: Iterable[Record], experiment: str, kind: str) -> list[dict[str
 
 
 def grid_speeds(models: Iterable[Mapping[str, Any]], batch: str, cut_by: str = "seconds") -> dict[Key, float]:
-    """Return examples a second, by how micro-batches were chosen and what the partitions balance."""
+    """Return examples per second, by how micro-batches were chosen and what the partitions balance."""
     return {
         (model["model"], cell["num_stages"], cell["num_microbatches"]): cell["examples_per_second"]
         for model in models
@@ -122,8 +122,8 @@ def beside_paper(
     columns = {}
     for kind in KINDS:
         for cut, name in (("seconds", kind), ("flops", f"{kind}, cut by FLOPs")):
-            columns[name] = over_base(grid_speeds(grid(records, experiment, kind), "fits", cut), paper)
-    others = [over_base(speeds, paper) for speeds in further.values()]
+            columns[name] = divide_by_base(grid_speeds(find_grid(records, experiment, kind), "fits", cut), paper)
+    others = [divide_by_base(speeds, paper) for speeds in further.values()]
     rows = []
     for row in paper:
         key, expected = key_of(row), float(row["speed_up"])
@@ -142,9 +142,10 @@ def cells_claim(records: Sequence[Record], paper: Paper, experiments: tuple[str,
     """
     rows = [row for row in paper if float(row["speed_up"]) != 1]
     kinds = [
-        over_base(grid_speeds(grid(records, experiments[0], kind), "fits"), paper) for kind in ("simulated", "planned")
+        divide_by_base(grid_speeds(find_grid(records, experiments[0], kind), "fits"), paper)
+        for kind in ("simulated", "planned")
     ]
-    columns = [over_base(measured_speeds(records, experiments[1], "fixed", paper), paper), *kinds]
+    columns = [divide_by_base(measured_speeds(records, experiments[1], "fixed", paper), paper), *kinds]
     near = [
         sum(abs(column.get(key_of(row), 0) / float(row["speed_up"]) - 1) <= TOLERANCE for row in rows)
         for column in columns
@@ -165,7 +166,7 @@ def ratio_claim(
     """Return the ratio of two cells' throughputs: a row of the claims. printed: the paper's own."""
     speeds = [
         measured_speeds(records, experiments[1], "fixed", paper),
-        *(grid_speeds(grid(records, experiments[0], kind), "fits") for kind in ("simulated", "planned")),
+        *(grid_speeds(find_grid(records, experiments[0], kind), "fits") for kind in ("simulated", "planned")),
     ]
     one, other = cells
     ours = [ratio(found[one] / found[other]) if one in found and other in found else "" for found in speeds]
@@ -177,8 +178,8 @@ def with_batch(records: Sequence[Record], paper: Paper, experiments: tuple[str, 
 
     experiments: of the grid, and of the measured runs.
     """
-    columns = [over_base(grid_speeds(grid(records, experiments[0], kind), batch), paper) for kind in KINDS]
-    measured = over_base(measured_speeds(records, experiments[1], batch, paper), paper)
+    columns = [divide_by_base(grid_speeds(find_grid(records, experiments[0], kind), batch), paper) for kind in KINDS]
+    measured = divide_by_base(measured_speeds(records, experiments[1], batch, paper), paper)
     rows = []
     for row in paper:
         found = [ratio(column.get(key_of(row))) for column in columns]

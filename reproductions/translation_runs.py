@@ -114,7 +114,7 @@ def beams(found: Iterable[Trained]) -> list[int]:
     return sorted({beam for one in found for beam in one.scored})
 
 
-def searched(beam: int) -> str:
+def describe_search(beam: int) -> str:
     """Say how translations were searched for."""
     return "greedy" if beam == 1 else f"beam {beam}"
 
@@ -133,7 +133,7 @@ def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
     return f"{fmean(found):{sign}{form}}" + (f" ± {stdev(found):{form}}" if len(found) > 1 else "")
 
 
-def written(value: float | None, form: str) -> str:
+def format_value(value: float | None, form: str) -> str:
     """Write a number, and nothing where there is none."""
     return "" if value is None else f"{value:{form}}"
 

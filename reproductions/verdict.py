@@ -5,7 +5,7 @@ drawn with replacement and, where each gain consists of several languages, langu
 The interval is the mean gain +- t * sqrt(n / (n - 1)) * (standard error over the draws), with Student's t for n - 1
 degrees of freedom and n seeds, or languages where these are fewer. The bootstrap's own percentiles would not do: they
 never reach beyond the seeds, so that three seeds exclude zero whenever they agree, one time in four by chance. This
-interval excludes zero one time in twenty (tests/results/test_verdict.py).
+interval excludes zero one time in twenty (tests/reproductions/test_verdict.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Interval:
             return "reproduced"
         return "contradicted" if self.high < 0 else NOTHING_SHOWN
 
-    def written(self, form: str) -> str:
+    def describe(self, form: str) -> str:
         """Write the verdict and the interval that it follows from, such as "reproduced [+0.1, +0.3]"."""
         if isinf(self.low):
             return f"{NOTHING_SHOWN}: one seed has no interval"

@@ -2,8 +2,8 @@
 
     python -m experiments.data.make_fashion_mnist_subset [--root FOLDER]
 
-The first 600 training and the first 100 test images of each class, in the order of the original files. Takes a few
-seconds and needs Debian's package dataset-fashion-mnist, or its four files in FOLDER. The result is always the same.
+Takes the first 600 training and the first 100 test images of each class, in the order of the original files. Needs
+Debian's package dataset-fashion-mnist, or its four files in FOLDER. The result is always the same. A few seconds.
 """
 
 import argparse

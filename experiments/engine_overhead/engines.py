@@ -84,7 +84,7 @@ def measure_torchgpipe(num_stages: int, num_microbatches: int, rounds: int) -> d
 
 
 def measure_grid(rounds: int) -> list[dict[str, Any]]:
-    """Return a row an engine and a setting."""
+    """Return one row per engine and setting."""
     context = torch.multiprocessing.get_context("spawn")
     rows = []
     for number, (num_stages, num_microbatches) in enumerate(GRID):

@@ -1,4 +1,4 @@
-"""GPipe's step as a plain loop over Gloo, written for one shape: what Gloo and autograd alone take."""
+"""GPipe's step as a plain loop over Gloo, written for one shape: the time that Gloo and autograd alone need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def hand_written(layer: nn.Module, rank: int, num_stages: int, batch: tuple[Tensor, Tensor], size: int) -> None:
-    """Run a step of one layer a process over micro-batches of one example of `size` numbers."""
+    """Run a step of one layer per process over micro-batches of one example of `size` numbers."""
     is_first, is_last = rank == 0, rank == num_stages - 1
     inputs, targets = (list(part.split(1)) for part in batch)
     num, sends = len(inputs), []

@@ -1,4 +1,4 @@
-"""Layers that take a set time without the processor: what they cost more than that is the engine's."""
+"""Layers that sleep for a set time: any further time of a step is the engine's."""
 
 from __future__ import annotations
 

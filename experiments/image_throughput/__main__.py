@@ -1,12 +1,13 @@
-"""How many images a second one GPU trains on, with and without recomputation and torch.compile, beside torchgpipe's.
+"""How many images per second one GPU trains on, with and without recomputation and torch.compile, beside torchgpipe.
 
     python -m experiments.image_throughput --torchgpipe FOLDER
 
-AmoebaNet-B (18,512) at 480 px and AmoebaNet-D (18,256) at 224 px in bfloat16 autocast, channels last, one stage, four
-micro-batches; a step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository, whose benchmarks have
-an AmoebaNet-D of 15.2 billion multiplications an image, ours has 14.2; without it its rows say that they were not run.
-The batch is halved until all rows of a setting fit; what did not stays as a row. Appends a record to Table 4's in
-reproductions/ and renders its README. Needs a GPU; --small prints a record of tiny models on the CPU instead.
+AmoebaNet-B (18,512) at 480 px and AmoebaNet-D (18,256) at 224 px in bfloat16 autocast, channels last, with one stage
+and four micro-batches; a step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository. The
+AmoebaNet-D of its benchmarks has 15.2 billion multiplications per image, ours has 14.2. Without FOLDER its rows say
+"not run". The batch is halved until all rows of a setting fit; a row that did not fit stays in the table. Adds a
+record to reproductions/table4_imagenet_and_transfer/ and renders all pages. Needs a GPU; --small prints a record of
+tiny models on the CPU instead.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
     python -m experiments.peers
 
-Same initial weights, mini-batches, partitions and micro-batches; everything is recomputed, and a step ends with the
-gradients. One process a stage, each with one thread on a core of its own; torchgpipe has one process, and on a CPU it
-does not overlap its stages. torch's engine does not recompute: each of its stages is wrapped in torch's own
-checkpoint. Speed: all engines in turns in the same processes, medians count. Memory: by how much the fullest process of
-an engine grows in processes of its own. Partitions: what each package would choose, by measured seconds.
---device cuda measures on GPUs: a process a stage where there are as many, else all stages on one. Appends a record to
-runs.jsonl in --folder. About ten minutes for K = 1 and 2 on two cores.
+All have the same initial weights, mini-batches, partitions and micro-batches. Everything is recomputed, and a step
+ends with the gradients. There is one process per stage, each with one thread on its own core. torchgpipe has one
+process, and does not overlap its stages on a CPU. torch's engine recomputes nothing: each of its stages is wrapped in
+torch's own checkpoint.
+
+Speed: the engines take turns in the same processes; medians count. Memory: the growth of an engine's largest process,
+in processes of its own. Partitions: the choice of each package, judged by measured seconds. --device cuda measures on
+GPUs, with one process per stage where there are enough GPUs, else with all stages on one. Adds a record to runs.jsonl
+in --folder. Ten minutes for K = 1 and 2 on two cores.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ OURS = "ours"
 
 
 def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row an engine: its speed, by how much ours is faster in the median pair, and its peak memory."""
+    """Return one row per engine: its speed, by how much ours is faster in the median pair, and its peak memory."""
     fixed = {"model": cell.model.title, "num_stages": cell.num_stages, "num_microbatches": cell.num_microbatches}
     fixed |= {"partitions": list(cell.partitions)}
     num_cores = len(os.sched_getaffinity(0))

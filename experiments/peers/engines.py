@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
     Attributes:
         rank: of this process.
-        num_processes: that there are: one, or one a stage.
+        num_processes: that there are: one, or one per stage.
         devices: of all stages.
         mesh: of the processes, where there are several.
     """

@@ -1,4 +1,4 @@
-"""How fast the engines are, in turns, and how far the memory of each one's own processes grows."""
+"""How fast the engines are, in turns, and how much the memory of each engine's own processes grows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.peers.workloads import SCALES
 
 
 def seconds_in_turns(cell: Cell, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Run the engines in turns, A B C A B C ..., some steps in a row each; return the seconds a step, by the round."""
+    """Run the engines in turns, A B C A B C ..., several steps each; return the seconds per step of each round."""
     return run(_time, cell, cell.num_processes, rounds, steps)
 
 

@@ -1,4 +1,4 @@
-"""New processes, each on a core or a GPU of its own, in which engines are measured."""
+"""New processes, each on its own core or GPU, in which engines are measured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
     @property
     def num_processes(self) -> int:
-        """A process a stage; but one for all stages where they share one GPU."""
+        """One process per stage, but one for all stages where they share one GPU."""
         return self.num_stages if self.device == "cpu" or self.num_stages <= torch.cuda.device_count() else 1
 
 

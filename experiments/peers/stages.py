@@ -1,4 +1,4 @@
-"""What the peers are given: a stage's layers with our engine's initial weights, and the shapes at its boundaries."""
+"""What the peers receive: the layers of a stage with our engine's initial weights, and the shapes at its boundaries."""
 
 from __future__ import annotations
 

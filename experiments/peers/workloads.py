@@ -1,4 +1,4 @@
-"""What the engines are compared on: small and large forms of the paper's two models, with made-up mini-batches."""
+"""What the engines train: small and large variants of the paper's two models, with made-up mini-batches."""
 
 from __future__ import annotations
 

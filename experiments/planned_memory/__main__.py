@@ -2,9 +2,9 @@
 
     python -m experiments.planned_memory
 
-One process plays all stages of a real step, and what each stage holds at most is read from torch's allocator
-(stage_accounting.py), for every mode of re-materialisation, K = 1, 2 and 4, and both schedules with one stage a device.
-Adds a record to reproductions/table1_model_size/ and renders its README. About a minute on two cores.
+One process plays all stages of a real step. stage_accounting.py reads the peak of each stage from torch's allocator,
+for every mode of re-materialisation, K = 1, 2 and 4, and both schedules with one stage per device. Adds a record to
+reproductions/table1_model_size/ and renders all pages. One minute on two cores.
 """
 
 from __future__ import annotations

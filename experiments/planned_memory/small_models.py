@@ -1,4 +1,4 @@
-"""A small model of each family of Table 1, for what is measured on a CPU."""
+"""A small model of each family of Table 1, to be measured on a CPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Account every allocation of a step to the stage that holds it, while one process plays all stages.
 
-A stage's forward, recomputation and backward run between two readings of the allocator. What a task leaves behind is
-its stage's, except for boundary outputs and input gradients, which are their receiver's from then on. What is freed
-after a task, such as the gradients that it was given, is its stage's too.
+The allocator is read before and after each forward, recomputation and backward of a stage. What a task leaves behind
+belongs to its stage, except for boundary outputs and input gradients, which belong to their receiver from then on.
+What is freed after a task, such as the gradients that it received, also counts for its stage.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m experiments.table1_capacity
 
-Plans all ten columns with float32 and 12 bytes a parameter on the paper's accelerators, cut by the paper's rule (least
-variance of FLOPs) and by memory, and some with other choices (table1_variants.py); finds the largest model for each K;
-adds a record to reproductions/table1_model_size/ and renders its README. With a GPU it then measures the columns
-(capacity_on_gpu.py) and adds a second record. About ten minutes on two cores, most of them for the search.
+Plans all ten columns with float32 and 12 bytes per parameter on the paper's accelerators, cut by the paper's rule
+(least variance of FLOPs) and by memory, and some with other choices (variants.py). Finds the largest model for each
+K. Adds a record to reproductions/table1_model_size/ and renders all pages. With a GPU it then measures the columns
+(on_gpu.py) and adds a second record. Ten minutes on two cores, most of them for the search.
 """
 
 from __future__ import annotations

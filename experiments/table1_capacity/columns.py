@@ -1,4 +1,4 @@
-"""The ten columns of the paper's Table 1: a model each, cut into K stages."""
+"""The ten columns of the paper's Table 1: one model each, cut into K stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.step import Setting
 
-STATE_RATIO = 1.0  # RMSProp without momentum: 12 bytes a parameter with its weight and gradient, as the paper counts
+STATE_RATIO = 1.0  # RMSProp without momentum: 12 bytes per parameter with its weight and gradient, as the paper counts
 IMAGE_SIZE, IMAGES = 224, 128
 TOKENS, SEQUENCES = 1024, 32
 NUM_MICROBATCHES = 32  # Deviation: the paper does not say how it cut these mini-batches.

@@ -1,7 +1,8 @@
-"""The columns of Table 1 measured: all stages in one process on one GPU, what each holds read from the allocator.
+"""The columns of Table 1 measured: one process plays all stages on one GPU, and the allocator gives each stage's peak.
 
-A stage that needs more than the paper's accelerators have does not fit; where the GPU itself runs out of memory, that
-is the result. Of a Transformer's stages the first, a middle one and the last are measured: the others are like these.
+A stage does not fit if it needs more memory than the paper's accelerators have. If the GPU itself runs out of memory,
+this is the result. Of a Transformer only the first, a middle and the last stage are measured: the others equal the
+middle one.
 """
 
 from __future__ import annotations

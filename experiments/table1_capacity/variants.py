@@ -1,4 +1,4 @@
-"""Columns of Table 1 with other choices where the paper gives none: what they do to the memory of the activations."""
+"""Columns of Table 1 with other choices where the paper gives none: their effect on the memory of activations."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""How training speeds up with K and M: the paper's Tables 2 and 3, simulated from seconds a layer, and planned.
+"""How training speeds up with K and M: the paper's Tables 2 and 3, simulated from seconds per layer, and planned.
 
     python -m experiments.table2_throughput
 
-Times forward, recomputation, backward and update of every layer at the paper's scale on one core (or one GPU:
---device cuda), cuts the models by these seconds, and simulates the schedule of K such devices, linked as the paper's
-were. The links are as much slower than the paper's as the device at hand computes more slowly. The same grid is planned
-from the figures of the paper's devices. Adds records to reproductions/table2_throughput and table3_slow_links and
-renders their READMEs. About 8 minutes on one core; 12 GB. --small prints the records of tiny models instead.
+Times forward, recomputation, backward and update of every layer at the paper's scale on one core (--device cuda: on
+one GPU), cuts the models by these seconds, and simulates the schedule of K such devices. Their links are slower than
+the paper's by the factor by which the device at hand computes more slowly. The same grid is planned from the figures
+of the paper's devices. Adds records to reproductions/table2_throughput/ and table3_slow_links/ and renders all pages.
+8 minutes on one core; 12 GB. --small prints the records of tiny models instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A model of the paper's Tables 2 and 3 at work on K devices: which micro-batches fit, and what a step takes.
+"""A model of the paper's Tables 2 and 3 on K devices: which micro-batches fit, and how long a step takes.
 
-What its layers take is planned, from the figures of the paper's device (the roofline), or measured on a device at hand.
-In the second case the links are slowed as much as the device at hand is slower than the paper's, so that a transfer
-keeps its ratio to computing.
+The seconds of its layers are planned, from the figures of the paper's device (the roofline), or measured on the
+device at hand. In the second case the links are slowed by the factor by which the device at hand is slower than the
+paper's, which keeps the ratio of transfer to computing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Study:
         return size
 
     def peak_bytes(self, size: int, setting: Setting, kind: str, by: str) -> int:
-        """Return the planned memory of the fullest device, at 12 bytes a parameter."""
+        """Return the planned memory of the fullest device, at 12 bytes per parameter."""
         partitions = self.cut(size, setting.num_stages, kind, by)
         return max(memory.peak_bytes for memory in plan_memory(self.profiles(size), partitions, setting))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from gpipe.records import Record
 from reproductions.claims import NO_TEST, NOT_RUN, Claim
-from reproductions.speed_ups import grid
+from reproductions.speed_ups import find_grid
 from reproductions.table import Paper, markdown, newest, not_run, provenance
 from reproductions.table2_throughput.tables import GRID
 
@@ -29,7 +29,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG
     others = {
         kind: [
             f"{cell['shares']['bubble']:.1%}"
-            for model in grid(records, GRID, kind)
+            for model in find_grid(records, GRID, kind)
             for cell in model["cells"]
             if _is_cell(cell) and (cell["batch"], cell["cut_by"]) == ("fits", "seconds")
             if model["model"] == "Transformer-48"
@@ -76,7 +76,7 @@ def engine_overhead(records: Sequence[Record]) -> str:
         ]
         for row in record.results["grid"]
     ]
-    header = ["engine, recomputation", "K", "M", "F + B as slept, ms", "ms a step", "formula, ms", "formula / step"]
+    header = ["engine, recomputation", "K", "M", "F + B as slept, ms", "ms per step", "formula, ms", "formula / step"]
     return markdown(header, rows)
 
 
@@ -97,7 +97,7 @@ def one_stage_overhead(records: Sequence[Record]) -> str:
         ["hand-written loop", f"{results['hand_written_seconds'] * 1e3:.1f}", ""],
         ["ours, K = 1", f"{results['ours_seconds'] * 1e3:.1f}", f"{results['ratio']:.3f}"],
     ]
-    return markdown([setting, "ms a step", "of the loop, median of pairs"], rows)
+    return markdown([setting, "ms per step", "of the loop, median of pairs"], rows)
 
 
 def schedule_simulation(records: Sequence[Record]) -> str:
@@ -137,7 +137,7 @@ def schedule_simulation_run(records: Sequence[Record]) -> str:
 
 
 def schedule_memory(records: Sequence[Record]) -> str:
-    """Return each schedule's planned bubble, time and memory, a row a schedule and mode of re-materialisation."""
+    """Return each schedule's planned bubble, time and memory, one row per schedule and mode of re-materialisation."""
     record = newest(records, "schedule_memory")
     if record is None:
         return not_run("python -m experiments.schedule_memory")
@@ -155,7 +155,7 @@ def schedule_memory(records: Sequence[Record]) -> str:
     header = [
         "schedule, recomputation",
         "planned bubble",
-        "planned s a step",
+        "planned s per step",
         "GiB of activations, fullest device",
         "emptiest device",
         "GiB, peak",
@@ -169,7 +169,7 @@ def schedule_memory_run(records: Sequence[Record]) -> str:
 
 
 def checkpoint_cost(records: Sequence[Record]) -> str:
-    """Return a row a way to save: how long training stood still, and when the files were on the disk."""
+    """Return one row per way to save: how long training stood still, and when the files were on the disk."""
     record = newest(records, CHECKPOINT_COST)
     if record is None:
         return not_run(_CHECKPOINT_PROGRAM)

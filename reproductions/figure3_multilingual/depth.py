@@ -7,7 +7,7 @@ from typing import Any
 
 from gpipe.decoding.resource_groups import GROUPS, resource_groups
 from gpipe.records import Record
-from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.table import Paper, markdown, not_run
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
@@ -15,9 +15,9 @@ from reproductions.translation_runs import (
     SCORER,
     Trained,
     beams,
+    describe_search,
     mean,
     planned_models,
-    searched,
     spread,
     training_pairs,
     trainings,
@@ -42,7 +42,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
         groups["all"] = groups["all"] or next(iter(deep.values())).evaluated()  # before anything is scored
         both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
         seeds = sorted(deep.keys() & wide.keys())
-        search = ", ".join(searched(beam) for beam in beams((*deep.values(), *wide.values()))[:1])
+        search = ", ".join(describe_search(beam) for beam in beams((*deep.values(), *wide.values()))[:1])
         rows = []
         for name, group in itertools.product(_FIGURES, GROUPS):
             values = [[mean(found[name, group].values()) for found in models.values()] for models in both]
@@ -51,7 +51,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
             cells = [*(spread(of, _FIGURES[name]) for of in values), spread(means, _FIGURES[name], "+")]
             interval = _interval(name, gains)
             title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
-            verdict = f"not run: {SCORER}" if interval is None else interval.written(_FIGURES[name])
+            verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
             rows.append([title, group, *cells, str(len(seeds)), verdict])
         names = [next(iter(models.values())).model for models in (deep, wide)]
         tables.append(markdown([data[0], "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
@@ -74,11 +74,11 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)",
                 f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
                 "; ".join(f"{title} {interval.mean:+.2f}" for title, interval in found if interval is not None),
-                verdict=judged(found, ".2f"),
+                verdict=format_verdicts(found, ".2f"),
             )
         )
     for ways in deep_trainings(records).values():
-        outcomes = Counter(itertools.chain.from_iterable(map(became, runs) for runs in ways.values()))
+        outcomes = Counter(itertools.chain.from_iterable(map(describe_outcome, runs) for runs in ways.values()))
         rows.append(
             Claim(
                 "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)",
@@ -147,7 +147,7 @@ def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, floa
     }
 
 
-def became(run: Record) -> str:
+def describe_outcome(run: Record) -> str:
     """Say what became of a training: it trained, learnt nothing, or diverged, and after how many steps.
 
     It has learnt nothing where the negative log-likelihood of its last steps is not below that of its first ones.
@@ -187,7 +187,7 @@ def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list
         spread([largest_rise(course) for course in courses], ".3f"),
         f"{max(norms):.3g}" if norms else "",
         "" if limit is None else spread([mean(clipped)], ".2%"),
-        ", ".join(f"{text}: {count}" for text, count in Counter(map(became, runs)).items()),
+        ", ".join(f"{text}: {count}" for text, count in Counter(map(describe_outcome, runs)).items()),
     ]
 
 
@@ -210,7 +210,7 @@ def _deep_verdict(ways: Mapping[tuple[bool, float | None], Sequence[Record]]) ->
     if len(losses) != 2:
         return NOT_RUN
     gains = {seed: {"": losses[1][seed] - losses[0][seed]} for seed in sorted(losses[0].keys() & losses[1].keys())}
-    return judged([("final loss", over_seeds_and_parts(gains))], ".3f")
+    return format_verdicts([("final loss", over_seeds_and_parts(gains))], ".3f")
 
 
 def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], dict[str, float]]:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from gpipe.records import Record
 from reproductions import paper_scale
-from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.figure3_multilingual import depth, text_scale
 from reproductions.table import Paper, markdown, not_run, provenance, rounds_to
 from reproductions.translation_runs import (
@@ -17,14 +17,14 @@ from reproductions.translation_runs import (
     SCORING,
     Trained,
     beams,
+    describe_search,
+    format_value,
     mean,
     planned_models,
-    searched,
     shape_of,
     spread,
     training_pairs,
     trainings,
-    written,
 )
 from reproductions.verdict import Interval, over_seeds_and_parts
 
@@ -91,7 +91,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             planned=f"{planned['parameters'] / 1e9:.2f}B parameters" if planned else "",
         )
     ]
-    for seeds in compared(records).values():
+    for seeds in pair_models(records).values():
         narrowest = min(beams(one for pairs in seeds.values() for pair in pairs.values() for one in pair), default=None)
         found = {
             figure.title: (figure, _gain(seeds, figure))
@@ -107,7 +107,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                     for title, (figure, interval) in found.items()
                     if interval is not None
                 ),
-                verdict=judged(((title, interval) for title, (_, interval) in found.items()), ".2f"),
+                verdict=format_verdicts(((title, interval) for title, (_, interval) in found.items()), ".2f"),
             )
         )
     return [*rows, *depth.claims(records, paper)]
@@ -116,11 +116,11 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 def figure3_low_resource(records: Sequence[Record]) -> str:
     """Return how one multilingual model does beside bilingual ones of its size, on the languages that have these.
 
-    A row a figure and seed, then one of all seeds; each number is a mean over the languages, each model at its least
-    validation loss.
+    There is one row per figure and seed, then one for all seeds. Each number is a mean over the languages, with each
+    model at its least validation loss.
     """
     tables = []
-    for setting, seeds in compared(records).items():
+    for setting, seeds in pair_models(records).items():
         rows = []
         for figure in _figures(seeds.values()):
             means = {seed: found for seed in sorted(seeds) if (found := _means(seeds[seed], figure))}
@@ -130,7 +130,7 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
             ]
             rows.append([figure.title, f"all {len(means)}", "", *_cells(list(means.values()), figure)])
             interval = _gain(seeds, figure) if figure.is_judged else None
-            rows[-1].append("" if interval is None else interval.written(figure.form))
+            rows[-1].append("" if interval is None else interval.describe(figure.form))
             if not means:
                 rows[-1][-1] = f"not run: {SCORER}"
         header = [setting, "seed", "languages", "bilingual", "multilingual", "difference", "multilingual is better on"]
@@ -144,18 +144,18 @@ def figure3_languages(records: Sequence[Record]) -> str:
     Scores are those of the narrowest beam.
     """
     tables = []
-    for setting, seeds in compared(records).items():
+    for setting, seeds in pair_models(records).items():
         pairs, rows = training_pairs(records, setting.rpartition(", ")[2]), []
         figures = [_LOSS, *(_Figure(name, title, ".1f") for name, title in _SCORES.items())]
         languages = {language for found in seeds.values() for language in found}
         for language in sorted(languages, key=lambda language: (pairs.get(language, 0), language)):
             both = [found[language] for found in seeds.values() if language in found]
             cells = [
-                written(mean(figure.of(pair[place], language) for pair in both), figure.form)
+                format_value(mean(figure.of(pair[place], language) for pair in both), figure.form)
                 for figure in figures
                 for place in (0, 1)
             ]
-            rows.append([language, written(pairs.get(language), ","), str(len(both)), *cells])
+            rows.append([language, format_value(pairs.get(language), ","), str(len(both)), *cells])
         header = [setting, "training pairs", "seeds"]
         header += [f"{name}: {one}" for name in ("loss", "chrF", "BLEU") for one in ("bilingual", "multilingual")]
         tables.append(markdown(header, rows))
@@ -195,7 +195,7 @@ class _Figure:
 
 
 _SCORES = {"chrf": "chrF", "bleu": "BLEU"}
-_LOSS = _Figure("loss", "least loss, nats a token", ".3f", less_is_better=True)
+_LOSS = _Figure("loss", "least loss, nats per token", ".3f", less_is_better=True)
 _STEPS = _Figure("step", "steps to the least loss", ".0f", is_judged=False)
 
 
@@ -203,7 +203,7 @@ def _figures(seeds: Iterable[Pairs]) -> list[_Figure]:
     """Return the figures to compare: scores by the beams that there are."""
     found = beams(one for pairs in seeds for pair in pairs.values() for one in pair)
     scores = [
-        _Figure(name, f"{title}, {searched(beam)}", ".2f", beam)
+        _Figure(name, f"{title}, {describe_search(beam)}", ".2f", beam)
         for beam, (name, title) in itertools.product(found, _SCORES.items())
     ]
     return [_LOSS, *(scores or [_Figure(name, title, ".2f") for name, title in _SCORES.items()]), _STEPS]
@@ -219,7 +219,7 @@ class _Means:
     num_languages: int
 
 
-def compared(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
+def pair_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
     """Return the bilingual and the multilingual model by setting, seed and language.
 
     Only languages that both have with the same seed are in it.

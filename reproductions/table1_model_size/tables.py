@@ -250,7 +250,7 @@ def planned_memory(records: Sequence[Record]) -> str:
 
 
 def planned_memory_deviations(records: Sequence[Record]) -> str:
-    """Return how far the plans of all runs are from the measurement, a row a model and number of stages."""
+    """Return how far the plans of all runs are from the measurement, one row per model and number of stages."""
     record = newest(records, "planned_memory")
     if record is None:
         return not_run("python -m experiments.planned_memory")

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def peers_throughput(records: Sequence[Record]) -> str:
-    """Return a row a model, K and M: how many examples a second each engine trains on, and how far ours is ahead."""
+    """Return one row per model, K and M: each engine's examples per second, and how far ours is ahead."""
     record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_PROGRAM)

@@ -10,14 +10,14 @@ from reproductions.speed_ups import (
     beside_paper,
     breakdown,
     cells_claim,
+    divide_by_base,
     figures,
-    grid,
+    find_grid,
     grid_run,
     held_against,
     key_of,
     measured_runs,
     names,
-    over_base,
     partitions,
     ratio,
     ratio_claim,
@@ -76,9 +76,9 @@ def table2_law(records: Sequence[Record], paper: Paper) -> str:  # noqa: ARG001 
     The bubble formula is (M+K-1)/(KM). With recomputation while a stage waits it is (M+K-1) F + M (R+B) + (K-1) B: with
     B = 2F and R = F an example takes (4M+3K-3)/(KM) forwards. The last column is the M that this would need.
     """
-    bubble = over_base({(t, k, m): k * m / (m + k - 1) for t, k, m in map(key_of, paper)}, paper)
+    bubble = divide_by_base({(t, k, m): k * m / (m + k - 1) for t, k, m in map(key_of, paper)}, paper)
     speeds = {(t, k, m): k * m / (4 * m + 3 * k - 3) for t, k, m in map(key_of, paper)}
-    early = over_base(speeds, paper)
+    early = divide_by_base(speeds, paper)
     rows = []
     for row in paper:
         key, found = key_of(row), float(row["speed_up"])
@@ -92,22 +92,22 @@ def table2_law(records: Sequence[Record], paper: Paper) -> str:  # noqa: ARG001 
 
 def table2_breakdown(records: Sequence[Record]) -> str:
     """Return where the time of each simulated cell goes."""
-    return breakdown(grid(records, GRID, "simulated"), "fits", "seconds")
+    return breakdown(find_grid(records, GRID, "simulated"), "fits", "seconds")
 
 
 def table2_planned_breakdown(records: Sequence[Record]) -> str:
     """Return where the time of each planned cell goes."""
-    return breakdown(grid(records, GRID, "planned"), "fits", "seconds")
+    return breakdown(find_grid(records, GRID, "planned"), "fits", "seconds")
 
 
 def table2_partitions(records: Sequence[Record]) -> str:
     """Return the simulated cells' partitions and their quality."""
-    return partitions(grid(records, GRID, "simulated"), "fits")
+    return partitions(find_grid(records, GRID, "simulated"), "fits")
 
 
 def table2_figures(records: Sequence[Record]) -> str:
     """Return the devices and links of the paper and of the simulation."""
-    return figures(grid(records, GRID, "planned"), grid(records, GRID, "simulated"))
+    return figures(find_grid(records, GRID, "planned"), find_grid(records, GRID, "simulated"))
 
 
 def table2_laptop(records: Sequence[Record]) -> str:
@@ -153,7 +153,7 @@ def _laptop_key(run: Record) -> tuple[str, int, int]:
 
 
 def transformer_utilization(records: Sequence[Record]) -> str:
-    """Return a row a setting: tokens a second, and the model's FLOPs as a share of the maker's peak."""
+    """Return one row per setting: tokens per second, and the model's FLOPs as a share of the maker's peak."""
     record = newest(records, "transformer_utilization")
     if record is None:
         return not_run(_UTILIZATION_PROGRAM)
@@ -171,7 +171,8 @@ def transformer_utilization(records: Sequence[Record]) -> str:
                 ("reached" if share >= _LEAST_UTILIZATION else "not reached") if is_judged else "",
             ]
         )
-    header = ["recomputation", "compiled", "ms a step", "tokens/s", "utilisation", f"at least {_LEAST_UTILIZATION:.0%}"]
+    header = ["recomputation", "compiled", "ms per step", "tokens/s", "utilisation"]
+    header.append(f"at least {_LEAST_UTILIZATION:.0%}")
     return markdown(header, rows)
 
 

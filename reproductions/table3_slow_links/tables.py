@@ -9,7 +9,7 @@ from reproductions.speed_ups import (
     breakdown,
     cells_claim,
     figures,
-    grid,
+    find_grid,
     grid_run,
     partitions,
     with_batch,
@@ -37,17 +37,17 @@ def table3_fixed(records: Sequence[Record], paper: Paper) -> str:
 
 def table3_breakdown(records: Sequence[Record]) -> str:
     """Return where the time of each simulated cell goes."""
-    return breakdown(grid(records, GRID, "simulated"), "fits", "seconds")
+    return breakdown(find_grid(records, GRID, "simulated"), "fits", "seconds")
 
 
 def table3_partitions(records: Sequence[Record]) -> str:
     """Return the simulated cells' partitions and their quality."""
-    return partitions(grid(records, GRID, "simulated"), "fits")
+    return partitions(find_grid(records, GRID, "simulated"), "fits")
 
 
 def table3_figures(records: Sequence[Record]) -> str:
     """Return the devices and links of the paper and of the simulation."""
-    return figures(grid(records, GRID, "planned"), grid(records, GRID, "simulated"))
+    return figures(find_grid(records, GRID, "planned"), find_grid(records, GRID, "simulated"))
 
 
 def table3_run(records: Sequence[Record]) -> str:

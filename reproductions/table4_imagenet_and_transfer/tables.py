@@ -6,7 +6,7 @@ from typing import Any
 
 from gpipe.records import Record
 from reproductions import paper_scale
-from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.table import Paper, markdown, newest, not_run, provenance
 from reproductions.verdict import Interval, over_runs_and_images, over_seeds
 
@@ -26,7 +26,7 @@ def table4(records: Sequence[Record], paper: Paper) -> str:
         for figure in (figure for figure in ("top1", "top5") if row[figure]):
             ours = [run.results[figure] for run in runs]
             interval = _above_paper(ours, row, figure)
-            verdict = _not_run(records, row["data"]) if interval is None else interval.written(".2%")
+            verdict = _not_run(records, row["data"]) if interval is None else interval.describe(".2%")
             title = row["title"] if figure == "top1" else f"{row['title']}, top-5"
             rows.append([title, *sizes, f"{float(row[figure]):.1f}%", *_spread(ours), verdict])
     header = ["data set", "train", "test", "classes", "paper", "ours", "deviation", "runs", "verdict"]
@@ -44,7 +44,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     rows = []
     for figure, name in (("top1", "top-1"), ("top5", "top-5")):
         ours = [run.results[figure] for run in paper_scale_runs(records, "imagenet")]
-        verdict = judged([("", _above_paper(ours, imagenet, figure))], ".2%")
+        verdict = format_verdicts([("", _above_paper(ours, imagenet, figure))], ".2%")
         measured = " ± ".join(filter(None, _spread(ours)[:2])) or NOT_RUN
         rows.append(Claim(f"ImageNet {name} (Table 4)", f"{imagenet[figure]}%", measured, verdict=verdict))
     transfers = [row for row in paper if row["data"] != "imagenet"]
@@ -67,7 +67,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             "pre-training helps another data set, at laptop scale",
             "not compared",
             f"{min(points):+.1f} to {max(points):+.1f} points of top-1" if points else NOT_RUN,
-            verdict=judged(
+            verdict=format_verdicts(
                 ((f"{data}, rate {rate:g}", over_seeds(found)) for (data, rate), found in gains.items()), ".1%"
             ),
         )
@@ -132,7 +132,7 @@ def table4_cost(records: Sequence[Record]) -> str:
         ]
         for row in newest.results["rows"]
     ]
-    header = ["data set", "images", "batch", "steps", "TFLOPs an image, forward", "FLOPs in all", "accelerator-days"]
+    header = ["data set", "images", "batch", "steps", "TFLOPs per image, forward", "FLOPs in all", "accelerator-days"]
     header.append("stages x GiB of state, largest")
     return markdown(header, rows)
 
@@ -198,7 +198,7 @@ def _gain(gains: Sequence[float]) -> list[str]:
     """Return the mean and smallest gain of fine-tuning over the seeds, in points, and the verdict on it."""
     if not gains:
         return ["", "not run: one of the two is missing"]
-    return [f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})", judged([("", over_seeds(gains))], ".2%")]
+    return [f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})", format_verdicts([("", over_seeds(gains))], ".2%")]
 
 
 def image_runs(records: Sequence[Record]) -> str:
@@ -219,7 +219,7 @@ def image_runs(records: Sequence[Record]) -> str:
         ]
         for run in sorted(runs, key=lambda run: run.date)
     ]
-    header = ["model", "images", "K", "M", "seed", "top-1", "minutes", "images/s", "bubble", "MiB a process, peak"]
+    header = ["model", "images", "K", "M", "seed", "top-1", "minutes", "images/s", "bubble", "MiB per process, peak"]
     return markdown(header, rows)
 
 
@@ -230,7 +230,7 @@ def image_runs_from(records: Sequence[Record]) -> str:
 
 
 def input_pipeline(records: Sequence[Record]) -> str:
-    """Return how many images a second are decoded and augmented, by our loader and by torchvision's."""
+    """Return how many images per second are decoded and augmented, by our loader and by torchvision's."""
     record = newest(records, "input_pipeline")
     if record is None:
         return not_run("python -m experiments.input_pipeline")
@@ -255,7 +255,7 @@ def input_pipeline(records: Sequence[Record]) -> str:
 
 
 def image_throughput(records: Sequence[Record]) -> str:
-    """Return how many images a second one GPU trains on, beside torchgpipe's model at the same batch size."""
+    """Return how many images per second one GPU trains on, beside torchgpipe's model at the same batch size."""
     record = newest(records, "image_throughput")
     if record is None:
         return not_run("python -m experiments.image_throughput")

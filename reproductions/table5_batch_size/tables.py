@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpipe.records import Record
 from reproductions import paper_scale
-from reproductions.claims import NOT_RUN, Claim, judged
+from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.paper_scale import Differences
 from reproductions.table import Paper, markdown, not_run, provenance
-from reproductions.translation_runs import SCORER, SCORING, Trained, beams, mean, searched, spread, trainings
+from reproductions.translation_runs import SCORER, SCORING, Trained, beams, describe_search, mean, spread, trainings
 from reproductions.verdict import Interval, over_seeds
 
 PAPER_SCALE = "batch_size"
@@ -25,7 +25,7 @@ def table5(records: Sequence[Record], paper: Paper) -> str:
         ours = [spread([bleu(one) for one in runs], ".2f"), spread([one.last("loss") for one in runs], ".2f")]
         cells = [row["bleu"], ours[0] or "not run", row["nll"], ours[1] or "not run", str(len(runs))]
         rows.append([row["title"], *cells])
-    return markdown(["tokens a mini-batch", "BLEU: paper", "ours", "NLL: paper", "ours", "runs"], rows)
+    return markdown(["tokens per mini-batch", "BLEU: paper", "ours", "NLL: paper", "ours", "runs"], rows)
 
 
 def table5_other_settings(records: Sequence[Record], paper: Paper) -> str:
@@ -44,7 +44,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             f"from {paper[0]['title']} to {paper[-1]['title']} tokens per mini-batch BLEU rises (Table 5)",
             f"{paper[0]['bleu']} to {paper[-1]['bleu']}",
             " to ".join(scores) if all(scores) else NOT_RUN,
-            verdict=judged([("BLEU", over_seeds([gain for gain in gained if gain is not None]))], ".2f"),
+            verdict=format_verdicts([("BLEU", over_seeds([gain for gain in gained if gain is not None]))], ".2f"),
         )
     ]
     for small in small_runs(records).values():
@@ -55,7 +55,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 "larger mini-batches lower the NLL, at laptop scale (Table 5)",
                 f"{paper[0]['nll']} to {paper[-1]['nll']}",
                 " to ".join(spread([one.last("loss") for one in small[size].values()], ".2f") for size in small),
-                verdict=judged(found, ".2f"),
+                verdict=format_verdicts(found, ".2f"),
             )
         )
     return rows
@@ -84,15 +84,18 @@ def table5_laptop(records: Sequence[Record]) -> str:
                     spread(_gains(smaller, seeds), ".3f", "+"),
                     spread([bleu(one) for one in runs], ".2f"),
                     spread([chrf(one) for one in runs], ".2f"),
-                    "" if interval is None else interval.written(".3f"),
+                    "" if interval is None else interval.describe(".3f"),
                 ]
             )
             smaller = seeds
     if not rows:
         return not_run(_COMMAND)
-    header = ["model, data", "tokens a mini-batch", "M", "steps", "runs", "NLL, nats a token"]
+    header = ["model, data", "tokens per mini-batch", "M", "steps", "runs", "NLL, nats per token"]
     found = beams(one for sizes in small_runs(records).values() for one in _all(sizes))
-    scores = ", ".join(["BLEU", *map(searched, found[:1])]), ", ".join(["chrF", *map(searched, found[:1])])
+    scores = (
+        ", ".join(["BLEU", *map(describe_search, found[:1])]),
+        ", ".join(["chrF", *map(describe_search, found[:1])]),
+    )
     table = markdown([*header, "gain over the row above", *scores, "larger is better, NLL"], rows)
     return table if found else f"{table}\nBLEU and chrF: {not_run(SCORER).lower()}"
 

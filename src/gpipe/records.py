@@ -1,4 +1,4 @@
-"""The record of a run: what was run, on what, with which outcome; every printed number comes from one."""
+"""The record of a run: its command, settings, hardware and results. Every published number comes from a record."""
 
 import datetime
 import importlib.metadata
@@ -19,20 +19,20 @@ from gpipe.durable_files import write_flushed
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 KINDS = ("measured", "simulated", "planned", "not run")
-# What may differ between two runs of the same settings: where they run and what watches them.
+# Two runs with the same settings may differ in these: where they run, and what observes them.
 WHEREABOUTS = {
     "launch", "tracking", "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
     "data.cache", "data.num_workers", "data.prefetch_factor",
 }  # fmt: skip
-# Where another place may have other data, or another state to go on from.
+# Another place may have other data, or another state to resume from.
 _SOURCES = {"data.root", "trainer.resume_from"}
-# What changes how fast a training is, and what it leaves behind, but not what is trained.
+# These change how fast a training is and which files it leaves, but not the weights.
 _EFFORTS = (WHEREABOUTS - _SOURCES) | {
     "pipeline.partition_by", "pipeline.partitions", "pipeline.objective", "pipeline.memory_limit_bytes",
     "pipeline.timeout_seconds", "trainer.timeline_every_steps", "trainer.num_untimed_steps", "trainer.checkpoints",
     "trainer.non_finite",
 }  # fmt: skip
-# What a run that goes on from another one's state may have of its own: its length, its learning rate, how it is run.
+# A run that resumes from the state of another run may differ in these: its length, its learning rate, how it is run.
 RESUMED_MAY_DIFFER = _EFFORTS | {
     "name", "schedule", "optimizer.learning_rate", "optimizer.times_batch_size", "optimizer.clip_norm",
     "pipeline.num_stages", "pipeline.schedule", "pipeline.stages_per_device", "pipeline.rematerialize",
@@ -40,18 +40,31 @@ RESUMED_MAY_DIFFER = _EFFORTS | {
     "trainer.resume_from", "trainer.num_epochs", "trainer.max_steps", "trainer.evaluation",
     "trainer.dry_run",
 }  # fmt: skip
-# In JSON text, the folders of a path and its last name: of a whole string, an argument, or an override.
+# In JSON text, the folders and the last name of an absolute path: a whole string, an argument, or an override.
 _ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
 _PACKAGES = ("torch", "timm", "fairseq", "sacrebleu", "sentencepiece")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run. `commit` and `dirty` are None outside git; `date` is UTC in ISO 8601; the rest is JSON.
+    """One run. It has no name of a host, because records are published.
 
-    `kind` says what the numbers are: measured, simulated or planned, which never share a column; the record of what
-    was not run has a reason instead of numbers.
-    The name of the host is left out on purpose: records are published.
+    Attributes:
+        kind: "measured", "simulated" or "planned", which never share a column, or "not run", with a reason as result.
+        command: The command that makes the record again.
+        experiment: The name under which tables find the record.
+        commit: The commit of the program; None outside git.
+        dirty: Whether there were uncommitted changes; None outside git.
+        date: UTC in ISO 8601.
+        hardware: The processor, the number of cores, and the GPUs.
+        packages: Versions by name.
+        config: All settings, as JSON.
+        seed: The seed.
+        results: Whatever the program measured, as JSON.
+        schema_version: The version of this format.
+
+    Raises:
+        ValueError: A field has a wrong type or value; the message names the field.
     """
 
     kind: str
@@ -68,7 +81,7 @@ class Record:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        """Refuse wrong types and kinds; raises ValueError naming the field."""
+        """Refuse wrong types and kinds."""
         if self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {self.schema_version}, but this program reads {SCHEMA_VERSION}.")
         if self.kind not in KINDS:
@@ -81,7 +94,7 @@ class Record:
 
     @property
     def examples_per_second(self) -> float | None:
-        """The median speed of a training, which earlier records have as images_per_second."""
+        """The median speed of a training; earlier records call it images_per_second."""
         speed: float | None = self.results.get("examples_per_second", self.results.get("images_per_second"))
         return speed
 
@@ -111,9 +124,17 @@ def make_record(
     gpus: Sequence[str] = (),
     num_cores: int | None = None,
 ) -> Record:
-    """Describe a run that has just been made here.
+    """Return the record of a run that has just ended in this process.
 
-    gpus: the names of the GPUs that it used. num_cores: that it could use; None: as many as this process.
+    Args:
+        kind: See Record.
+        experiment: See Record.
+        config: See Record.
+        seed: See Record.
+        results: See Record.
+        command: The command; None takes that of this process.
+        gpus: The names of the GPUs that the run used.
+        num_cores: The number of cores that the run could use; None takes that of this process.
     """
     commit, dirty = git_state(Path(__file__).parent)
     return Record(
@@ -165,25 +186,28 @@ def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
 
 
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Say whether two runs' settings, as JSON, describe the same training, wherever it runs."""
+    """Return whether the settings of two runs, as JSON, describe the same training, wherever it runs."""
     return _without(WHEREABOUTS, one) == _without(WHEREABOUTS, other)
 
 
 def is_reusable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Say whether the record of one run stands for the other: the same settings, and data of the same place."""
+    """Return whether the record of one run also holds for the other: the same settings and place of the data."""
     may_differ = WHEREABOUTS - _SOURCES
     return _without(may_differ, one) == _without(may_differ, other)
 
 
 def same_training(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Say whether one of two runs can go on where the other stopped, to the same weights: they may differ in speed."""
+    """Return whether one run can resume the other to the same weights; they may differ in speed."""
     return _without(_EFFORTS, one) == _without(_EFFORTS, other)
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any], may_differ: Collection[str] = _EFFORTS) -> list[str]:
-    """Return in which settings two trainings differ, "<key> is <value> there, <value> here" each, by default all.
+    """Return the settings in which two trainings differ, each as "<key> is <value> there, <value> here".
 
-    saved, own: as JSON. A setting that one of the two lacks, such as one of a later program, is left out.
+    Args:
+        saved: The settings there, as JSON.
+        own: The settings here, as JSON. A setting that one of the two lacks, such as a newer one, is left out.
+        may_differ: Keys that are left out too.
     """
     there, here = _flat(_without(may_differ, saved)), _flat(_without(may_differ, own))
     return [
@@ -203,7 +227,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Return a value as one writes it on the command line, cut where it is long."""
+    """Return a value as a user types it on the command line, shortened to 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -218,18 +242,22 @@ def _without(left_out: Collection[str], config: Mapping[str, Any], prefix: str =
 
 
 def without_places(record: Record) -> Record:
-    """Return a record in which only the last name is left of each absolute path: records are published."""
+    """Return a record with only the last name of each absolute path, because records are published."""
     text = json.dumps(asdict(record))
     return Record(**json.loads(_ABSOLUTE_PATH.sub(r"\1<...>/\2", text)))
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write one record as JSON; the file appears complete or not at all. Raises ValueError for NaN and infinities."""
+    """Write one record as JSON; the file appears complete or not at all.
+
+    Raises:
+        ValueError: A number is NaN or infinite.
+    """
     _write(path, json.dumps(asdict(record), indent=2, allow_nan=False) + "\n")
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Write records as the lines of a .jsonl file, in place of what it had; otherwise like `write_record`."""
+    """Replace the lines of a .jsonl file by records; otherwise like `write_record`."""
     _write(path, "".join(_line(record) for record in records))
 
 
@@ -243,7 +271,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add one record as a line to a .jsonl file. Raises ValueError for NaN and infinities."""
+    """Add one record as a line to a .jsonl file.
+
+    Raises:
+        ValueError: A number is NaN or infinite.
+    """
     line = _line(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -251,9 +283,11 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a .jsonl file (a record a line), a .json file (one record), or every record.json below a folder.
+    """Read a .jsonl file (one record per line), a .json file (one record), or every record.json below a folder.
 
-    Raises ValueError naming the file, the line and the fault; FileNotFoundError where `path` does not exist.
+    Raises:
+        ValueError: A record is invalid; the message names the file, the line and the fault.
+        FileNotFoundError: There is no such path.
     """
     if path.is_dir():
         return [record for file in sorted(path.rglob(RECORD_FILE)) for record in read_records(file)]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from hydra import compose
+from omegaconf import OmegaConf
 
 from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.launch import devices
 from gpipe.programs.folder_lock import hold
 from gpipe.programs.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
-from gpipe.programs.sweep import run_job
+from gpipe.programs.sweep import SweepEnd, run_job
 from gpipe.records import RECORD_FILE, make_record, write_record
 
 pytestmark = pytest.mark.usefixtures("composer")
@@ -166,7 +167,7 @@ def test_the_table_of_speeds_has_the_figures_that_there_are(tmp_path: Path) -> N
     summarize(tmp_path, read_jobs(tmp_path))
     lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    names = ["examples/s", "s a step, data apart", "bubble", "bubble, predicted", "MiB, peak", "minutes"]
+    names = ["examples/s", "s per step, data apart", "bubble", "bubble, predicted", "MiB, peak", "minutes"]
     assert cells[0] == ["stages", *names, "outcome"]
     assert cells[2:] == [
         ["1", "12.35", "0.988", "", "0.0%", "3", "0.5", "done"],
@@ -229,3 +230,13 @@ def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:
     jobs: list[Job] = read_jobs(tmp_path)
     summarize(tmp_path, jobs)
     assert "outcome" in (tmp_path / SUMMARY_FILE).read_text()
+
+
+def test_a_reproduction_that_is_not_here_is_refused_before_the_first_job(tmp_path: Path) -> None:
+    config = OmegaConf.create({"reproduction": "claim", "hydra": {"runtime": {"cwd": str(tmp_path)}}})
+    with pytest.raises(SystemExit, match=r"reproduction is claim, but there is no .*runs\.jsonl: start train"):
+        SweepEnd().on_multirun_start(config)
+    SweepEnd().on_multirun_start(OmegaConf.merge(config, {"reproduction": None}))
+    (tmp_path / "reproductions" / "claim").mkdir(parents=True)
+    (tmp_path / "reproductions" / "claim" / "runs.jsonl").touch()
+    SweepEnd().on_multirun_start(config)

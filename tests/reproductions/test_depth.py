@@ -8,11 +8,11 @@ from gpipe.records import Record
 from reproductions.figure3_multilingual.depth import (
     DEEP_OR_WIDE,
     DEEP_TRAINING,
-    became,
     deep_or_wide,
     deep_or_wide_models,
     deep_training,
     deep_trainings,
+    describe_outcome,
     largest_rise,
 )
 from tests.reproductions.translation_records import cells, scored, trained
@@ -79,7 +79,7 @@ def test_a_row_has_a_way_to_train_a_deep_model_and_what_became_of_it() -> None:
     [((3.0, 2.0, 2.5, 2.25), "trained", 0.5), ((3.0, 3.5), "learnt nothing", 0.5), ((3.0, 2.0), "trained", 0.0)],
 )
 def test_a_course_is_summed_up(nll: tuple[float, ...], outcome: str, rise: float) -> None:
-    assert (became(deep(0, course(*nll))), largest_rise(course(*nll))) == (outcome, rise)
+    assert (describe_outcome(deep(0, course(*nll))), largest_rise(course(*nll))) == (outcome, rise)
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:

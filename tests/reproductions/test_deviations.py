@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reproductions.deviations import deviations, deviations_table, marked, python_prose, yaml_prose
+from reproductions.deviations import deviations, deviations_table, find_marks, python_prose, yaml_prose
 from reproductions.pages import CLAIMS
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ a: 1 # Deviation: it has 2
 # About b.
 b: 2
 """
-    assert list(marked(yaml_prose(source))) == ["The paper has none.", "Nor this.", "`a: 1`: it has 2"]
+    assert list(find_marks(yaml_prose(source))) == ["The paper has none.", "Nor this.", "`a: 1`: it has 2"]
 
 
 def test_a_docstring_reaches_to_the_end_of_its_paragraph() -> None:
@@ -68,4 +68,8 @@ A = 1  # Deviation: the paper has 2.
 # nothing.
 B = "Deviation: no docstring"
 '''
-    assert list(marked(python_prose(source))) == ["The paper pads differently.", "The paper has 2.", "It says nothing."]
+    assert list(find_marks(python_prose(source))) == [
+        "The paper pads differently.",
+        "The paper has 2.",
+        "It says nothing.",
+    ]

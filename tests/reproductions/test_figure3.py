@@ -64,8 +64,8 @@ def test_a_model_of_the_papers_size_has_its_mean_bleu_over_the_languages() -> No
 def test_the_multilingual_model_stands_beside_the_bilingual_ones_of_its_seed() -> None:
     records = [*pair(0, 3.0, 2.5), *pair(1, 4.0, 3.5), trained(BILINGUAL, 7, {"sw": 1.0}, languages=["sw"])]
     loss = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("least loss")]
-    assert loss[0] == ["least loss, nats a token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
-    assert loss[1] == ["least loss, nats a token", "1", "2", "3.750", "2.500", "-1.250", "2", ""]
+    assert loss[0] == ["least loss, nats per token", "0", "2", "2.750", "2.500", "-0.250", "1", ""]
+    assert loss[1] == ["least loss, nats per token", "1", "2", "3.750", "2.500", "-1.250", "2", ""]
     spread = f"3.250 ± {stdev((2.75, 3.75)):.3f}"
     assert (
         loss[2][1:5] == ["all 2", "", spread, "2.500 ± 0.000"]

@@ -30,13 +30,13 @@ def test_three_seeds_that_agree_by_chance_are_no_verdict() -> None:
 def test_one_seed_decides_nothing() -> None:
     found = over_seeds([5.0])
     assert found == Interval(5.0, -inf, inf)
-    assert found.written(".1f") == "undecided: one seed has no interval"
+    assert found.describe(".1f") == "undecided: one seed has no interval"
     assert over_seeds([]) is None and over_seeds_and_parts({0: {}}) is None
 
 
 def test_the_interval_stands_beside_the_verdict() -> None:
-    assert Interval(0.2, 0.1, 0.3).written(".2f") == "reproduced [+0.10, +0.30]"
-    assert Interval(0.2, -0.1, 0.5).written(".1%") == "undecided [-10.0%, +50.0%]"
+    assert Interval(0.2, 0.1, 0.3).describe(".2f") == "reproduced [+0.10, +0.30]"
+    assert Interval(0.2, -0.1, 0.5).describe(".1%") == "undecided [-10.0%, +50.0%]"
 
 
 @pytest.mark.parametrize(("num_seeds", "num_parts"), [(3, 1), (6, 1), (3, 30), (6, 3)])

@@ -1,13 +1,13 @@
-"""BLEU and chrF of a trained translation model, a language and a group of languages, by beam search in one process.
+"""Score a trained translation model, by language and group of languages, with BLEU and chrF after beam search.
 
     python bleu.py runs/transformer_multilingual_laptop/<date> --record runs/bleu.jsonl
     python bleu.py runs/sweep-<id>/*/checkpoints/best --record runs/bleu.jsonl
 
-The languages are ordered by the number of training pairs that the model had: the larger half is high, the smaller one
-low resource. Each language counts alike in an average. sacreBLEU's BLEU and chrF with their default settings, and
-fairseq's two scorers beside: "sacrebleu", which should be the same, and "bleu", its C library, which does not smooth.
-A reference is the text of its tokens: the text itself, if the tokenizer spells in bytes what it has no piece for, as
-those of this package do.
+The half of the languages with the most training pairs is high resource, the other half low resource. All languages
+have the same weight in an average. The scores are sacreBLEU's BLEU and chrF with their default settings, and those of
+fairseq's two scorers: "sacrebleu", which should be equal, and "bleu", its C library, which does not smooth. A
+reference is the text of its tokens. It equals the original text if the tokenizer spells unknown characters in bytes,
+as those of this package do.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def score_languages(texts: Mapping[str, tuple[list[str], list[str]]], num_pairs:
 
 
 def print_scores(results: Mapping[str, Any]) -> None:
-    """Print a row a language, the richest in training pairs first, the averages, and how the scores are made."""
+    """Print one row per language, the richest in training pairs first, the averages, and how the scores are made."""
     table = Table()
     for name in ("language", "group", "training pairs", "sentences", *COLUMNS.values()):
         table.add_column(name, justify="left" if name in ("language", "group") else "right")
@@ -138,15 +138,15 @@ def record_of(model: TrainedModel, results: dict[str, Any], words: list[str], de
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line; evaluate and record one run after the other."""
+    """Read the command line; score and record one run after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="run", help="a run's folder, a checkpoint's, or checkpoints/best")
+    parser.add_argument("runs", nargs="+", metavar="run", help="a run, a checkpoint, or checkpoints/best: its folder")
     parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--languages", nargs="+", help="codes; by default all that the model was trained on")
-    parser.add_argument("--limit", type=int, help="at most so many sentences of a language, the first ones")
-    parser.add_argument("--beam", type=int, default=4, help="hypotheses a sentence")
+    parser.add_argument("--languages", nargs="+", help="codes; default: all that the model was trained on")
+    parser.add_argument("--limit", type=int, help="translate only the first so many sentences of each language")
+    parser.add_argument("--beam", type=int, default=4, help="hypotheses per sentence")
     parser.add_argument("--device", choices=[device.value for device in Device], default="auto")
-    parser.add_argument("--record", type=Path, help="a .jsonl file that gets the record")
+    parser.add_argument("--record", type=Path, help="the .jsonl file to which the record is added")
     options = parser.parse_args(arguments)
     if options.limit is not None and options.limit < 1:
         parser.error(f"--limit is {options.limit}, expected 1 or more: leave it out for all sentences.")

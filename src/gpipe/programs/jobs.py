@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what became of each, and the table of all."""
+"""The jobs of a sweep: the outcome of each, and the table of all."""
 
 import json
 import math
@@ -17,17 +17,22 @@ from gpipe.records import RECORD_FILE, Record, read_records
 
 OUTCOME_FILE = "outcome.json"
 SUMMARY_FILE = "summary.md"
-# What the engine says of a step whose loss or gradient it refuses.
+# The engine's message about a step whose loss or gradient is not finite.
 _NOT_FINITE = re.compile(r"\bthe loss of step \d+ is -?(nan|inf)\b|\bthe gradient of \S+ has the norm -?(nan|inf)\b")
 _WIDTH = 200  # characters; no cell is broken on a pipe or in the file
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: `status` is done, failed or not run, and `reason` says why it is not done.
+    """The outcome of a job.
 
-    overrides: those of the job. data: the data set's name. config: the whole settings of a job that this machine has
-    too few devices for, or that failed while it trained; where the data are missing, that is all there is to say.
+    Attributes:
+        status: "done", "failed" or "not run".
+        overrides: The job's.
+        data: The name of the data set.
+        reason: Why the job is not done.
+        config: All settings of a job that failed in training, or for which this machine has too few devices; None where
+            the data are missing.
     """
 
     status: str
@@ -44,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A job's outcome and folder, and its record where it is done."""
+    """The outcome and the folder of a job, and its record if it is done."""
 
     outcome: Outcome
     folder: Path
@@ -57,7 +62,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs in a sweep's folder that came to an end, in the order of their settings."""
+    """Read the jobs in a sweep's folder that have ended, in the order of their settings."""
     jobs = []
     for path in folder.glob(f"*/{OUTCOME_FILE}"):
         outcome = Outcome(**json.loads(path.read_text(encoding="utf-8")))
@@ -87,11 +92,11 @@ def _statuses(jobs: Sequence[Job]) -> list[str]:
 
 
 def _table(jobs: Sequence[Job]) -> Table:
-    """Return a row a job: those of its overrides in which the jobs differ, its figures, and what became of it.
+    """Return one row per job: the overrides in which the jobs differ, its figures, and its outcome.
 
     Jobs that lack the same data or devices share a row; a figure that no job has is left out.
     """
-    settings = [dict(_pair(override) for override in job.outcome.overrides) for job in jobs]
+    settings = [dict(_split_override(override) for override in job.outcome.overrides) for job in jobs]
     keys = [key for key in dict.fromkeys(key for part in settings for key in part) if _differs(key, settings)]
     table = Table(box=MARKDOWN)
     for key in keys:
@@ -100,15 +105,15 @@ def _table(jobs: Sequence[Job]) -> Table:
     for figure in shown:
         table.add_column(figure.name, justify="right")
     table.add_column("outcome")
-    for group in _grouped(jobs):
-        parts = [dict(map(_pair, job.outcome.overrides)) for job in group]
+    for group in _group_jobs(jobs):
+        parts = [dict(map(_split_override, job.outcome.overrides)) for job in group]
         shared = [values.pop() if len(values := {part.get(key, "") for part in parts}) == 1 else "" for key in keys]
-        table.add_row(*shared, *(figure.cell(group[0].record) for figure in shown), _became(group))
+        table.add_row(*shared, *(figure.cell(group[0].record) for figure in shown), _describe_outcome(group))
     return table
 
 
-def _grouped(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Put the jobs together that were not run for the same reason on the same data; every other job is a group."""
+def _group_jobs(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Group the jobs that were not run for the same reason on the same data; every other job is its own group."""
     groups: dict[object, list[Job]] = {}
     for job in jobs:
         is_run = job.outcome.status != "not run"
@@ -116,23 +121,23 @@ def _grouped(jobs: Sequence[Job]) -> list[list[Job]]:
     return list(groups.values())
 
 
-def _became(group: Sequence[Job]) -> str:
-    """Say what became of the jobs of a group."""
+def _describe_outcome(group: Sequence[Job]) -> str:
+    """Return the outcome of a group of jobs in words."""
     outcome = group[0].outcome
     why = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
     return f"{outcome.status}{why}" + (f" ({len(group)} runs)" if len(group) > 1 else "")
 
 
 def _order(override: str) -> tuple[str, float, str]:
-    """Return what puts an override in its place: by key, then as a number where it is one, then as text."""
-    key, value = _pair(override)
+    """Return the sorting key of an override: its key, then its value as a number if it is one, then as text."""
+    key, value = _split_override(override)
     try:
         return key, float(value), ""
     except ValueError:
         return key, math.inf, value
 
 
-def _pair(override: str) -> tuple[str, str]:
+def _split_override(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key.lstrip("+"), value
 
@@ -143,7 +148,7 @@ def _differs(key: str, settings: Sequence[dict[str, str]]) -> bool:
 
 @dataclass(frozen=True)
 class _Figure:
-    """A column of the table: how a record's figure is found, and written."""
+    """A column of the table: how to find a figure in a record, and how to format it."""
 
     name: str
     value: Callable[[Record], float | None]
@@ -168,7 +173,7 @@ _FIGURES = (
     _Figure("top-5", _result("top5"), "{:.2%}".format),
     _Figure("loss", _loss, "{:.4f}".format),
     _Figure("examples/s", lambda record: record.examples_per_second, "{:.4g}".format),
-    _Figure("s a step, data apart", _result("step_seconds"), "{:.3g}".format),
+    _Figure("s per step, data apart", _result("step_seconds"), "{:.3g}".format),
     _Figure("bubble", _result("bubble"), "{:.1%}".format),
     _Figure("bubble, predicted", _result("predicted_bubble"), "{:.1%}".format),
     _Figure("MiB, peak", _result("peak_memory_bytes"), lambda value: f"{value / 2**20:.0f}"),
