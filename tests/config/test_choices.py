@@ -1,6 +1,5 @@
 """A file that is chosen on the command line is in force, or is refused, whatever the experiment says."""
 
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ FILES = {
     group: sorted(path.stem for path in (CONF / group).glob("*.yaml"))
     for group in ("model", "data", "pipeline", "optimizer", "launch", "tracking")
 }
+NUM_SAMPLES = 4  # times the experiments, several times all files of the largest group
 pytestmark = pytest.mark.usefixtures("composer")
 
 
@@ -34,24 +34,30 @@ def said_by(group: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_choice_is_in_force_in_every_experiment(experiment: str) -> None:
-    """All groups are chosen at once, so that the number of compositions is that of the largest group's files."""
+def test_a_choice_is_in_force_in_every_experiment(experiment: str) -> None:
+    """Choose in all groups at once, other files with each experiment; an experiment is not told which file it is."""
     alone = raw(f"+experiment={experiment}")
-    for number in range(max(map(len, FILES.values()))):
-        chosen = {group: names[number % len(names)] for group, names in FILES.items()}
+    for number in range(NUM_SAMPLES):
+        sample = NUM_SAMPLES * EXPERIMENTS.index(experiment) + number
+        chosen = {group: names[sample % len(names)] for group, names in FILES.items()}
         found = raw(f"+experiment={experiment}", *(f"{group}={name}" for group, name in chosen.items()))
         assert found == {**alone, **{group: said_by(group, name) for group, name in chosen.items()}}
 
 
-@pytest.mark.parametrize("experiment", ["transfer_kornblith_laptop", "transformer_multilingual_laptop"])
-def test_a_choice_alone_leaves_the_rest_of_an_experiment_as_it_is_or_is_refused(experiment: str) -> None:
-    alone = raw(f"+experiment={experiment}")
-    for group, names in FILES.items():
-        for name in names:
-            composed = compose("train", overrides=[f"+experiment={experiment}", f"{group}={name}", "init_from=null"])
-            assert OmegaConf.to_container(composed, resolve=False) == {**alone, group: said_by(group, name)}
-            with suppress(ConfigError):  # a sentence, as tests/config/test_config.py has them
-                to_run(composed)
+@pytest.mark.parametrize("group", FILES)
+def test_every_choice_alone_is_in_force_or_refused_and_leaves_the_rest_as_it_is(group: str) -> None:
+    experiment = "+experiment=transfer_kornblith_laptop"  # which says something of each group
+    alone = raw(experiment)
+    for name in FILES[group]:
+        composed = compose("train", overrides=[experiment, f"{group}={name}", "init_from=null"])
+        assert OmegaConf.to_container(composed, resolve=False) == {**alone, group: said_by(group, name)}
+        try:
+            to_run(composed)
+        except ConfigError as refusal:
+            message = str(refusal)
+        else:
+            message = "."
+        assert message.endswith(".") and "\n" not in message
 
 
 def test_an_interleaved_pipeline_at_laptop_scale_has_two_devices() -> None:
