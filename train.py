@@ -3,7 +3,7 @@
 
 from gpipe.launch import garbage_collection, stops, terminal
 
-# Before anything that takes its time to load: a stop at any moment is one in good order.
+# First of all, so that a run can be stopped in good order at any moment.
 stops.listen()
 terminal.outlive_readers()
 garbage_collection.pause()
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, newest_run, register_schemas, to_run
 from gpipe.launch.errors import report_errors, report_hydra_errors
-from gpipe.programs.resume import continued
+from gpipe.programs.resume import resume_folder
 from gpipe.programs.sweep import run_job
 
 register_schemas()
@@ -34,25 +34,25 @@ def main(composed: DictConfig) -> float | None:
     job = HydraConfig.get()
     folder, overrides = Path(os.path.relpath(job.runtime.output_dir)), list(job.overrides.task)
     if job.mode is RunMode.MULTIRUN:
-        return run_job(folder, overrides, composed.data.name, partial(check, composed), train)
+        return run_job(folder, overrides, composed.data.name, partial(check_settings, composed), load_and_train)
     try:
         with report_errors(debug=composed.launch.debug):
-            run = check(composed)
-            with continued(run, folder, is_dated=is_dated(job)) as at:
-                train(run, at, overrides)
+            run = check_settings(composed)
+            with resume_folder(run, folder, is_dated=is_dated(job)) as at:
+                load_and_train(run, at, overrides)
     finally:
         with suppress(OSError):
-            os.removedirs(folder)  # those that are empty, because nothing was trained
+            os.removedirs(folder)  # if it is empty, because nothing was trained
     return None
 
 
 def is_dated(job: HydraConf) -> bool:
-    """Say whether the run's folder is named after the moment, and not by the user: then another one does as well."""
+    """Return whether the run's folder is named by date and not by the user; only then may another folder be used."""
     return "${date_folder:" in OmegaConf.to_yaml(job.run)
 
 
-def check(composed: DictConfig) -> RunConfig:
-    """Return the checked settings; an error, such as data that is not there, comes before anything heavy is loaded."""
+def check_settings(composed: DictConfig) -> RunConfig:
+    """Return the checked settings; refuse wrong settings and missing data before torch is loaded."""
     run = to_run(composed)
     if run.init_from is not None:
         run = replace(run, init_from=newest_run(run.init_from))
@@ -63,11 +63,11 @@ def check(composed: DictConfig) -> RunConfig:
     return run
 
 
-def train(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
-    """Load what trains, start the processes, and train; or print the plan alone."""
-    from gpipe.programs.train import start
+def load_and_train(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+    """Load torch, start the processes, and train; or only print the plan."""
+    from gpipe.programs.train import launch_training
 
-    start(run, folder, overrides, hints=hints)
+    launch_training(run, folder, overrides, hints=hints)
 
 
 if __name__ == "__main__":

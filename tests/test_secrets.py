@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from gpipe.config import to_run
 from gpipe.environment_secrets import find_secret, redact
 from gpipe.launch.errors import report_errors
-from gpipe.programs.train import start
+from gpipe.programs.train import launch_training
 from tests.support.foreign_config import compose_with
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def test_no_secret_of_the_environment_and_no_pickle_has_a_part_in_a_run(elsewher
     run = to_run(compose("train", overrides=[*TINY]))
     for name in ("run", "again"):
         (elsewhere / name).mkdir()
-    start(run, elsewhere / "run", list(TINY))
+    launch_training(run, elsewhere / "run", list(TINY))
     assert next((elsewhere / "run").glob("wandb/offline-run-*/*.wandb"), None) is not None
     files = [path for path in (elsewhere / "run" / "checkpoints").rglob("*.safetensors") if path.is_file()]
     for path in files:
@@ -107,7 +107,7 @@ def test_no_secret_of_the_environment_and_no_pickle_has_a_part_in_a_run(elsewher
         compose("train", overrides=[*TINY, "trainer.max_steps=2", f"trainer.resume_from={elsewhere / 'run'}"])
     )
     with pytest.raises(SystemExit):
-        start(resumed, elsewhere / "again", list(TINY))
+        launch_training(resumed, elsewhere / "again", list(TINY))
     refusal = (elsewhere / "again" / "error.txt").read_text().splitlines()[0]
     assert files and str(elsewhere / "run" / "checkpoints") in refusal
     assert not (elsewhere / "sprung").exists()

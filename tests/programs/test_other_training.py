@@ -12,7 +12,7 @@ from hydra import compose
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.manifest import MANIFEST, Position, seal, write_manifest
 from gpipe.config import RunConfig, newest_run, to_plain, to_run, to_yaml
-from gpipe.programs.train import start
+from gpipe.programs.train import launch_training
 from tests.support.train_program import TINY
 
 pytestmark = pytest.mark.usefixtures("composer")
@@ -37,7 +37,7 @@ def leave(folder: Path, *overrides: str) -> Path:
 def fail(run: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Start a run that fails, and return what it says."""
     with pytest.raises(SystemExit) as end:
-        start(run, folder, [])
+        launch_training(run, folder, [])
     assert end.value.code == 1
     return capsys.readouterr().err
 
@@ -86,7 +86,9 @@ def test_a_run_goes_on_from_none_of_other_settings(
 def test_a_run_that_goes_on_from_another_has_a_length_and_a_learning_rate_of_its_own(
     tmp_path: Path, override: str
 ) -> None:
-    start(run_of(override, f"trainer.resume_from={leave(tmp_path / 'other')}", "trainer.dry_run=true"), tmp_path, [])
+    launch_training(
+        run_of(override, f"trainer.resume_from={leave(tmp_path / 'other')}", "trainer.dry_run=true"), tmp_path, []
+    )
 
 
 def test_what_an_older_program_did_not_save_is_no_difference(tmp_path: Path) -> None:
@@ -95,7 +97,7 @@ def test_what_an_older_program_did_not_save_is_no_difference(tmp_path: Path) -> 
     content = json.loads(path.read_text())
     del content["config"]["ema"], content["config"]["trainer"]["compile"]
     path.write_text(json.dumps(seal(content)))
-    start(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])
+    launch_training(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])
 
 
 @contextmanager
@@ -126,4 +128,4 @@ def test_a_checkpoint_is_found_without_the_pointer_to_it(tmp_path: Path) -> None
     folder = leave(tmp_path / "run")
     (folder / "checkpoints" / "latest").unlink()
     assert newest_run(str(tmp_path)) == str(folder)
-    start(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])
+    launch_training(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])

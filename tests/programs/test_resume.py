@@ -10,7 +10,7 @@ from hydra import compose
 
 from gpipe.config import ConfigError, RunConfig, read_yaml, to_plain, to_run, to_yaml
 from gpipe.programs.folder_lock import LOCK_FILE, FolderHeld, hold
-from gpipe.programs.resume import continued, is_unfinished
+from gpipe.programs.resume import is_unfinished, resume_folder
 
 pytestmark = pytest.mark.usefixtures("composer")
 
@@ -34,7 +34,7 @@ def test_the_newest_unfinished_one_of_the_same_settings_goes_on(
     newest = leave(tmp_path / "2")
     leave(tmp_path / "3", "seed=1")
     (leave(tmp_path / "4") / "record.json").touch()
-    with continued(run_of(), tmp_path / "5") as folder:
+    with resume_folder(run_of(), tmp_path / "5") as folder:
         assert folder == newest
         assert not (newest / "error.txt").exists() and not (tmp_path / "5").exists()
     said = capsys.readouterr().out
@@ -45,31 +45,31 @@ def test_one_that_has_saved_something_comes_before_a_newer_one_that_has_not(tmp_
     saved = leave(tmp_path / "1")
     (saved / "checkpoints" / "step-00000002").mkdir(parents=True)
     leave(tmp_path / "2")
-    with continued(run_of(), tmp_path / "3") as folder:
+    with resume_folder(run_of(), tmp_path / "3") as folder:
         assert folder == saved
 
 
 def test_one_that_still_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path / "1")
-    with continued(run_of(), tmp_path / "2") as first, continued(run_of(), tmp_path / "3") as second:
+    with resume_folder(run_of(), tmp_path / "2") as first, resume_folder(run_of(), tmp_path / "3") as second:
         assert (first, second) == (tmp_path / "1", tmp_path / "3")
     assert f"{tmp_path / '1'} is in use by process {os.getpid()} on " in capsys.readouterr().out
-    with continued(run_of(), tmp_path / "4") as third:
+    with resume_folder(run_of(), tmp_path / "4") as third:
         assert third == tmp_path / "1"
 
 
 def test_runs_that_begin_in_the_same_second_have_a_folder_each(tmp_path: Path) -> None:
     (tmp_path / "now").mkdir()  # by Hydra, for all of them
     with (
-        continued(run_of(), tmp_path / "now") as first,
-        continued(run_of("seed=1"), tmp_path / "now") as second,
-        continued(run_of(), tmp_path / "now") as third,
+        resume_folder(run_of(), tmp_path / "now") as first,
+        resume_folder(run_of("seed=1"), tmp_path / "now") as second,
+        resume_folder(run_of(), tmp_path / "now") as third,
     ):
         assert [path.name for path in (first, second, third)] == ["now", "now-2", "now-3"]
         (first / "config.yaml").write_text(to_yaml(run_of()))
         (first / "record.json").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["now"], "what stays empty is removed"
-    with continued(run_of(), tmp_path / "now") as later:
+    with resume_folder(run_of(), tmp_path / "now") as later:
         assert later.name == "now-2", "one that is finished within the second keeps its folder"
 
 
@@ -89,7 +89,7 @@ def test_of_many_that_meet_each_has_a_folder(tmp_path: Path) -> None:
     run = run_of()
 
     def leave_something() -> None:
-        with continued(run, tmp_path / "now") as folder:
+        with resume_folder(run, tmp_path / "now") as folder:
             (folder / "only me").open("x").close()
 
     children = [forked(leave_something) for _ in range(12)]
@@ -118,11 +118,11 @@ def test_a_folder_is_free_once_its_holder_is_dead_though_a_process_forked_by_it_
 
 
 def test_a_folder_that_the_user_names_is_held_by_one_run(tmp_path: Path) -> None:
-    with continued(run_of(), tmp_path / "mine", is_dated=False) as folder:
+    with resume_folder(run_of(), tmp_path / "mine", is_dated=False) as folder:
         assert folder == tmp_path / "mine"
         with (
             pytest.raises(ConfigError, match=rf"mine is in use by process {os.getpid()} on .*hydra\.run\.dir"),
-            continued(run_of(), folder, is_dated=False),
+            resume_folder(run_of(), folder, is_dated=False),
         ):
             pass
 
@@ -143,7 +143,7 @@ def test_a_folder_that_the_user_names_has_one_run(tmp_path: Path, then: list[str
         (folder / "record.json").touch()
         then = []
     before = sorted(folder.iterdir())
-    with pytest.raises(ConfigError, match=said), continued(run_of(*then), folder, is_dated=False):
+    with pytest.raises(ConfigError, match=said), resume_folder(run_of(*then), folder, is_dated=False):
         pass
     assert sorted(folder.iterdir()) == before
 
@@ -151,21 +151,21 @@ def test_a_folder_that_the_user_names_has_one_run(tmp_path: Path, then: list[str
 def test_a_folder_that_the_user_names_goes_on_with_the_same_settings(tmp_path: Path) -> None:
     leave(tmp_path / "newer")
     folder = leave(tmp_path / "mine")
-    with continued(run_of(), folder, is_dated=False) as at:
+    with resume_folder(run_of(), folder, is_dated=False) as at:
         assert at == folder
 
 
 @pytest.mark.parametrize("override", ["trainer.resume=never", "trainer.dry_run=true"])
 def test_a_run_may_start_anew(tmp_path: Path, override: str) -> None:
     leave(tmp_path / "1")
-    with continued(run_of(override), tmp_path / "2") as folder:
+    with resume_folder(run_of(override), tmp_path / "2") as folder:
         assert folder == tmp_path / "2"
 
 
 def test_of_torchruns_processes_the_first_one_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(tmp_path / "1")
     monkeypatch.setenv("RANK", "1")
-    with continued(run_of(), tmp_path) as folder:
+    with resume_folder(run_of(), tmp_path) as folder:
         assert folder == tmp_path
 
 

@@ -8,7 +8,7 @@ import torch
 from hydra import compose
 
 from gpipe.config import to_run
-from gpipe.programs.train import start as train
+from gpipe.programs.train import launch_training
 from gpipe.records import read_records
 from tests.support.train_program import metrics, run_folder, start, weights
 
@@ -60,7 +60,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(two_proces
     for name, more in (("whole", []), ("rest", [f"trainer.resume_from={run_folder(two_processes)}"])):
         folder = tmp_path / name / "runs" / "train" / "now"
         folder.mkdir(parents=True)
-        train(to_run(compose("train", overrides=[*TINY, "trainer.max_steps=5", *more])), folder, [])
+        launch_training(to_run(compose("train", overrides=[*TINY, "trainer.max_steps=5", *more])), folder, [])
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     assert [line["step"] for line in metrics(rest)] == [1, 2, 3, 3, 4, 5, 5]
     assert metrics(rest) == metrics(two_processes) + metrics(whole)[-3:]

@@ -17,7 +17,7 @@ from gpipe.data.text.multilingual_text import read_embedded
 from gpipe.data.text.sentences import Sentences
 from gpipe.decoding.resource_groups import resource_groups
 from gpipe.programs import build
-from gpipe.programs.train import start as train
+from gpipe.programs.train import launch_training
 from gpipe.programs.workloads import workload_of
 from gpipe.records import read_records
 from tests.data.text.small_text import write_parallel
@@ -36,7 +36,7 @@ def trained(folder: Path, *overrides: str) -> Path:
     """Train in this process, in a folder like a user's, which is returned."""
     run = folder / "runs" / "transformer_multilingual_laptop" / "now"
     run.mkdir(parents=True)
-    train(run_of(*TINY, *overrides), run, [])
+    launch_training(run_of(*TINY, *overrides), run, [])
     return folder
 
 

@@ -18,7 +18,7 @@ from gpipe.config.translate import register_schema, take_literally, to_settings
 from gpipe.data import Tokenizer, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.programs import bleu
-from gpipe.programs.train import start as train
+from gpipe.programs.train import launch_training
 from gpipe.programs.trained import TrainedModel, open_trained
 from gpipe.programs.translate import start
 from gpipe.records import read_records
@@ -61,7 +61,7 @@ def trained(folder: Path, *overrides: str) -> Path:
     run.mkdir()
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        train(to_run(compose("train", overrides=list(overrides))), run, [])
+        launch_training(to_run(compose("train", overrides=list(overrides))), run, [])
     return run
 
 

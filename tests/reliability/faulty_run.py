@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 STEP = 3  # finished steps at the moment of the damage in a step
 MICRO_BATCH = 2
 NOTES_SECONDS = 1.0  # what a process does is on the notice board by then
-TRAIN = run.train
+TRAIN = run.train_in_process
 
 
 class Broken(ArithmeticError):
@@ -193,6 +193,6 @@ if __name__ == "__main__":
     # By its name in the package: what is pickled must be found again in the other processes.
     from tests.reliability import faulty_run
 
-    run.train = faulty_run.train
+    run.train_in_process = faulty_run.train
     sys.argv = [str(ROOT / "train.py"), *sys.argv[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -18,8 +18,8 @@ from hydra import compose, initialize_config_dir
 
 from gpipe.config import register_schemas, to_run
 from gpipe.data import check_data
-from gpipe.programs.resume import continued
-from gpipe.programs.train import start
+from gpipe.programs.resume import resume_folder
+from gpipe.programs.train import launch_training
 from tests.reliability.session import ROOT, TINY
 
 
@@ -37,8 +37,8 @@ def main(folder: Path, num_kills: int, seconds: float, seed: int) -> None:
         began = time.monotonic()
         child = os.fork()
         if child == 0:
-            with continued(run, folder / "runs" / "train" / f"session-{number:03}") as at:
-                start(run, at, [], hints=False)
+            with resume_folder(run, folder / "runs" / "train" / f"session-{number:03}") as at:
+                launch_training(run, at, [], hints=False)
             sys.stdout.flush()
             os._exit(0)
         if number < num_kills:

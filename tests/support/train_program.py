@@ -11,7 +11,7 @@ from hydra import compose
 from safetensors.torch import load_file
 
 from gpipe.config import to_run
-from gpipe.programs.train import start as start_run
+from gpipe.programs.train import launch_training
 from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def train_here(folder: Path, *overrides: str) -> None:
     """Train in this process, in a folder like a user's: all but the start of the program. Needs `composer`."""
     run = folder / "runs" / "train" / "now"
     run.mkdir(parents=True)
-    start_run(to_run(compose("train", overrides=list(overrides))), run, [])
+    launch_training(to_run(compose("train", overrides=list(overrides))), run, [])
 
 
 def run_folder(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its log and its checkpoints, and its last words."""
+"""Write the record and the timeline of a finished run, and print its outcome."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpipe.config import AmoebaNetConfig, PipelineConfig, RunConfig, TranslationModelConfig, to_plain
 from gpipe.durable_files import replacing
 from gpipe.launch.processes import Place
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
@@ -21,9 +22,9 @@ TRACE_FILE = "timeline.json"
 PICTURE_FILE = "timeline.png"
 
 
-def finish(
+def record_outcome(
     folder: Path,
-    config: Mapping[str, Any],
+    run: RunConfig,
     plan: Plan,
     summary: Summary,
     timeline: Timeline | None,
@@ -33,19 +34,27 @@ def finish(
     *,
     hints: bool,
 ) -> None:
-    """Write the run's record and timeline, and print what it did, where its files are, and what to try next.
+    """Write the run's record and timeline; print what it did, where its files are, and what to try next.
 
-    config: the whole run's, as JSON. timeline: the last step that was recorded. overrides: those of the command line.
-    hints: whether to say what to try next.
+    Args:
+        folder: the run's folder.
+        run: its settings.
+        plan: how it was cut into stages.
+        summary: what training came to.
+        timeline: the last step that was recorded; None if none was.
+        place: this process.
+        overrides: the words of the command line.
+        tracker: gets the picture and the table of the outcome.
+        hints: whether to say what to try next.
     """
-    bubbles = "" if timeline is None else _write_timeline(folder, config["pipeline"], plan, timeline)
+    bubbles = "" if timeline is None else _write_timeline(folder, run.pipeline, plan, timeline)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0
     record = make_record(
         kind="measured",
         command=_command(overrides),
-        experiment=config["name"],
-        config=config,
-        seed=config["seed"],
+        experiment=run.name,
+        config=to_plain(run),
+        seed=run.seed,
         results={
             **summary.as_dict(),
             "simulated_bubble": plan.bubble,
@@ -60,25 +69,24 @@ def finish(
     write_record(folder / RECORD_FILE, record)
     if timeline is not None:
         tracker.log_picture(summary.num_steps, "timeline", folder / PICTURE_FILE)
-    tracker.log_table(summary.num_steps, OUTCOME, _rows(summary.as_dict()))
-    more = f"\n{_hints(folder, config, overrides)}" if hints else ""
-    print(f"\n{_outcome(config['name'], summary)}{bubbles}{more}", flush=True)
+    tracker.log_table(summary.num_steps, OUTCOME, _tabulate(summary.as_dict()))
+    more = f"\n{_suggest(folder, run, overrides)}" if hints else ""
+    print(f"\n{_describe(run.name, summary)}{bubbles}{more}", flush=True)
 
 
-def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measured: Timeline) -> str:
-    """Write a step as a trace for Perfetto and, above its simulation, as a picture; return a line on its bubble.
+def _write_timeline(folder: Path, pipeline: PipelineConfig, plan: Plan, measured: Timeline) -> str:
+    """Write a step as a trace for Perfetto, and as a picture above its simulation; return a line on its bubble.
 
-    The simulation gives every task its measured mean time, and each device of the schedule one of its own, with links
-    that cost nothing.
+    In the simulation every task takes its measured mean time, each stage has a device, and transfers take no time.
     """
     num_microbatches = 1 + max(event.task.micro_batch for event in measured.events)
-    shape = pipeline["num_stages"], num_microbatches, Rematerialize(pipeline["rematerialize"])
-    schedule = SCHEDULES[pipeline["schedule"]](*shape, pipeline["stages_per_device"])
+    shape = pipeline.num_stages, num_microbatches, Rematerialize(pipeline.rematerialize.value)
+    schedule = SCHEDULES[pipeline.schedule.value](*shape, pipeline.stages_per_device)
     simulated = simulate(schedule, measured.mean_seconds())
     with replacing(folder / TRACE_FILE) as trace, replacing(folder / PICTURE_FILE) as picture:
         measured.write_trace(trace)
         plot({"measured": measured, "simulated": simulated}, picture)
-    if plan.bubble is None:
+    if plan.bubble is None:  # the stages take turns in one process
         return ""
     return (
         f"\nPlanned {describe_bubble(plan)}; {simulated.bubble:.1%} simulated from the tasks' measured seconds, "
@@ -86,16 +94,16 @@ def _write_timeline(folder: Path, pipeline: Mapping[str, Any], plan: Plan, measu
     )
 
 
-def _rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the outcome as a table of figures, those of each evaluation set among them."""
+def _tabulate(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the outcome as a table of figures, including those of each evaluation set."""
     figures = {key: value for key, value in results.items() if key not in ("evaluation", "least_loss")}
     for name, metrics in results["evaluation"].items():
         figures |= {f"{name}/{metric}": value for metric, value in metrics.items()}
     return [{"figure": figure, "value": value} for figure, value in figures.items()]
 
 
-def _outcome(name: str, summary: Summary) -> str:
-    """Return a run's last words; a wait for data worth mentioning is mentioned, with its remedy."""
+def _describe(name: str, summary: Summary) -> str:
+    """Return one line on the result; a long wait for data is mentioned, with its remedy."""
     minutes, seconds = divmod(round(summary.seconds), 60)
     took = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
     waited = summary.wait_seconds / max(summary.seconds, 1e-9)
@@ -109,33 +117,33 @@ def _outcome(name: str, summary: Summary) -> str:
     return f"{name}: {result} after {summary.num_steps} steps in {took}.{replaced}"
 
 
-def _hints(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    length = "max_steps" if config["trainer"]["max_steps"] else "num_epochs"
-    more = f"trainer.{length}={2 * config['trainer'][length]}"
-    train_on = f"  train on          {_command(overrides, more, f'trainer.resume_from={folder}')}\n"
+def _suggest(folder: Path, run: RunConfig, overrides: Sequence[str]) -> str:
+    """Return the names of the run's files, and commands to try next."""
+    length = "num_epochs" if run.trainer.max_steps is None else "max_steps"
+    longer = f"trainer.{length}={2 * getattr(run.trainer, length)}"
     alone = ["pipeline.num_stages=1", "launch.num_processes=1"]
-    if config["launch"]["num_replicas"] > 1:
+    if run.launch.num_replicas > 1:
         alone.append("launch.num_replicas=1")
-    if config["pipeline"]["stages_per_device"] > 1:  # 1F1B has the same gradients, to the last bit
+    if run.pipeline.stages_per_device > 1:  # 1F1B has the same gradients, to the last bit
         alone += ["pipeline.schedule=1f1b", "pipeline.stages_per_device=1"]
-    plain = _command(overrides, *alone)
-    experiment = "amoebanet_imagenet" if config["model"]["family"] == "amoebanet" else "transformer_multilingual"
-    translate = ""
-    if config["model"]["family"] == "translation_transformer" and config["trainer"]["checkpoints"]["keep"]:
-        command = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
-        translate = f"  translate         {command}\n"
-    return (
-        f"Files in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}\n"
-        "Try next:\n"
-        f"{train_on if config['trainer']['checkpoints']['keep'] else ''}"
-        f"{translate}"
-        f"  without pipeline  {plain}\n"
-        f"  the paper's plan  python train.py +experiment={experiment} trainer.dry_run=true"
-    )
+    is_translation = isinstance(run.model, TranslationModelConfig)
+    experiment = "amoebanet_imagenet" if isinstance(run.model, AmoebaNetConfig) else "transformer_multilingual"
+    commands = {
+        "train on": _command(overrides, longer, f"trainer.resume_from={folder}"),
+        "translate": shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"]),
+        "without pipeline": _command(overrides, *alone),
+        "the paper's plan": f"python train.py +experiment={experiment} trainer.dry_run=true",
+    }
+    if run.trainer.checkpoints.keep is None:
+        del commands["train on"]
+    if run.trainer.checkpoints.keep is None or not is_translation:
+        del commands["translate"]
+    files = ", ".join(sorted(path.name for path in folder.glob("[!.]*")))
+    return f"Files in {folder}: {files}\nTry next:\n" + "\n".join(f"  {to:<17} {what}" for to, what in commands.items())
 
 
 def _command(overrides: Sequence[str], *changes: str) -> str:
-    """Return the command line of a run with these overrides and changes, which replace overrides of the same keys."""
+    """Return the command of a run with these overrides; changes replace overrides of the same keys."""
     changed = {change.partition("=")[0] for change in changes}
     kept = [item for item in overrides if item.lstrip("+").partition("=")[0] not in changed]
     return shlex.join(["python", "train.py", *kept, *changes])

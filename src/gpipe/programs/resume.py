@@ -5,7 +5,7 @@
     runs/sweep-<id>/<job>/     a sweep's job has the same folder each time
 
 A run holds its folder while it lives (gpipe.programs.folder_lock). What is there is looked for in it by each session
-of the run: in `gpipe.programs.train.train`, from the newest good checkpoint.
+of the run: in `gpipe.programs.train.train_in_process`, from the newest good checkpoint.
 """
 
 import os
@@ -25,7 +25,7 @@ _OTHER_FOLDER = "choose another hydra.run.dir"
 
 
 @contextmanager
-def continued(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Iterator[Path]:
+def resume_folder(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Iterator[Path]:
     """Return the folder to train in, which no other process uses until the body ends; one that stays empty is removed.
 
     That is the folder of the newest unfinished run of the same settings; this says so, and how to start anew. Otherwise

@@ -1,8 +1,7 @@
-"""What happens between the checked settings of a run and its record.
+"""From the checked settings of a run to its record.
 
-The processes that are started for a run import this module, whichever program asked for them. What takes seconds to
-load (timm, torchvision, torch's compiler) comes inside of the functions: a process that only starts others needs none
-of it, and they wait for it.
+The processes of a run import this module, whichever program starts them. What takes seconds to load (timm, torchvision,
+torch's compiler) is imported inside the functions, because a process that only starts others does not need it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe.config import RunConfig, to_plain, to_yaml
+from gpipe.config import RunConfig, to_yaml
 from gpipe.durable_files import write_flushed
 from gpipe.launch import garbage_collection, processes, stops
 from gpipe.launch.devices import check_devices
@@ -21,14 +20,18 @@ from gpipe.training.endings import Stopped
 if TYPE_CHECKING:
     from gpipe.pipeline.timeline import Timeline
 
-# What `train` loads. Loading it must not touch a GPU: a process whose CUDA has begun cannot be copied.
+# What `train_in_process` imports. Importing it must not touch a GPU: a process that has started CUDA cannot fork.
 LOADED_ONCE = ("gpipe.programs.build", "gpipe.programs.outcome")
 
 
-def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
-    """Start the processes that train, or print the plan alone; an error is one message and an exit with status 1.
+def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+    """Start the processes that train, or only print the plan; print an error as one message and exit with status 1.
 
-    folder: the run's. overrides: those of the command line. hints: say in the end what to try next.
+    Args:
+        run: the settings.
+        folder: the run's folder.
+        overrides: the words of the command line.
+        hints: whether to suggest at the end what to try next.
     """
     with report_errors(debug=run.launch.debug):
         if (run.trainer.resume_from, run.init_from) != (None, None):
@@ -40,13 +43,16 @@ def start(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = T
             return
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
-    processes.run(train, _processes_of(run, folder), run, overrides, hints)
+    processes.run(train_in_process, _describe_processes(run, folder), run, overrides, hints)
 
 
-def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hints: bool) -> None:
-    """Build and train what `run` says, in each of its processes; the first one writes and speaks.
+def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list[str], hints: bool) -> None:
+    """Build and train the run's part of this process; the first process writes and prints.
 
-    Goes on where an earlier session in this folder stopped. Raises SystemExit(75) where this one was asked to stop.
+    Continues where an earlier session in this folder stopped.
+
+    Raises:
+        SystemExit: with status 75, when this session was asked to stop.
     """
     from gpipe.planning.report import print_plan
     from gpipe.programs import build, outcome
@@ -69,7 +75,7 @@ def train(place: Place, folder: Path, run: RunConfig, overrides: list[str], hint
                 summary = trainer.train()
             if plan is not None:
                 timeline = timelines[-1] if timelines else None
-                outcome.finish(folder, to_plain(run), plan, summary, timeline, place, overrides, tracker, hints=hints)
+                outcome.record_outcome(folder, run, plan, summary, timeline, place, overrides, tracker, hints=hints)
     except Stopped as stopped:
         if place.is_main:
             print(stopped, flush=True)
@@ -85,8 +91,8 @@ def _print_plan(run: RunConfig) -> None:
     print_plan(build.build_planner(run, build.accelerator_at_hand(run)), build.build_setting(run), run.name)
 
 
-def _processes_of(run: RunConfig, folder: Path) -> Processes:
-    """Return how many processes the run wants, and of which kind; `folder` is the run's."""
+def _describe_processes(run: RunConfig, folder: Path) -> Processes:
+    """Return how many processes the run needs, and of which kind."""
     return Processes(
         num_stages=run.pipeline.num_stages,
         num_replicas=run.launch.num_replicas,
