@@ -217,6 +217,16 @@ def test_jobs_that_lack_the_same_data_share_a_row(tmp_path: Path) -> None:
     assert rows == [["", data, "not run: data missing (2 runs)"] for data in ("cifar10", "food101")]
 
 
+def test_a_table_over_experiments_names_the_ones_that_ran(tmp_path: Path) -> None:
+    for name in ("half", "other_half"):
+        (tmp_path / name).mkdir()
+        words = [f"experiment={name}", "+experiment=whole"]
+        write_outcome(tmp_path / name, Outcome("failed", words, "some", "no memory"))
+    summarize(tmp_path, read_jobs(tmp_path))
+    rows = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
+    assert [row.strip("|").split("|")[0].strip() for row in rows] == ["half", "other_half"]
+
+
 def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
     for language in ("sw", "tn"):
         folder = tmp_path / language

@@ -96,7 +96,7 @@ def _table(jobs: Sequence[Job]) -> Table:
 
     Jobs that lack the same data or devices share a row; a figure that no job has is left out.
     """
-    settings = [dict(_split_override(override) for override in job.outcome.overrides) for job in jobs]
+    settings = [_settings(job) for job in jobs]
     keys = [key for key in dict.fromkeys(key for part in settings for key in part) if _differs(key, settings)]
     table = Table(box=MARKDOWN)
     for key in keys:
@@ -106,7 +106,7 @@ def _table(jobs: Sequence[Job]) -> Table:
         table.add_column(figure.name, justify="right")
     table.add_column("outcome")
     for group in _group_jobs(jobs):
-        parts = [dict(map(_split_override, job.outcome.overrides)) for job in group]
+        parts = [_settings(job) for job in group]
         shared = [values.pop() if len(values := {part.get(key, "") for part in parts}) == 1 else "" for key in keys]
         table.add_row(*shared, *(figure.cell(group[0].record) for figure in shown), _describe_outcome(group))
     return table
@@ -140,6 +140,11 @@ def _order(override: str) -> tuple[str, float, str]:
 def _split_override(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key.lstrip("+"), value
+
+
+def _settings(job: Job) -> dict[str, str]:
+    """Return a job's overrides by key; experiment=a, which a table says, replaces +experiment=b of the command line."""
+    return dict(map(_pair, sorted(job.outcome.overrides, key=lambda override: not override.startswith("+"))))
 
 
 def _differs(key: str, settings: Sequence[dict[str, str]]) -> bool:
