@@ -157,7 +157,7 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
         ("pipeline.partitions=[3,4,2]", "pipeline.partitions is [3, 4, 2], expected 2 (pipeline.num_stages)"),
         ("pipeline.partitions=[9,0]", "pipeline.partitions is [9, 0], expected"),
         ("pipeline.timeout_seconds=0", "pipeline.timeout_seconds is 0.0, expected a number above 0"),
-        ("launch.num_processes=3", "launch.num_processes is 3, expected 1, or 2 for one process a stage"),
+        ("launch.num_processes=3", "launch.num_processes is 3, expected 1, or 2 for one process per stage"),
         ("pipeline.stages_per_device=2", "pipeline.stages_per_device is 2, expected 1 with pipeline.schedule=gpipe;"),
         ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_device is 1, expected 2 or more"),
         ("launch.num_threads=0", "launch.num_threads is 0, expected 1 or more, or null"),
@@ -273,7 +273,7 @@ def test_an_interleaved_pipeline_has_a_process_for_several_stages() -> None:
     assert "is 4, expected a divisor of pipeline.num_stages=6:" in refusal_of(
         *interleaved, "pipeline.stages_per_device=4"
     )
-    assert "launch.num_processes is 6, expected 1, or 3 for one process every 2 stages" in refusal_of(
+    assert "launch.num_processes is 6, expected 1, or 3 for one process per 2 stages" in refusal_of(
         *interleaved, "launch.num_processes=6"
     )
 

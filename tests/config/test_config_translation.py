@@ -8,7 +8,7 @@ from hydra import compose
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from gpipe.config import ConfigError, Tie, TranslationModelConfig
+from gpipe.config import ConfigError, TiedTables, TranslationModelConfig
 from gpipe.models import translation_transformer
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -32,7 +32,7 @@ def test_every_size_of_section_5_is_a_choice_and_builds() -> None:
         else:
             assert name == "translation_t{}_{}_{}".format(*sizes)
             assert (model.model_size, model.head_size) == ((1024, 64) if sizes[1] >= 8192 else (64, 16))
-        assert (model.tied, model.scale_feedforward, model.logit_limit) == (Tie.inputs, True, 20.0)
+        assert (model.tied, model.scale_feedforward, model.logit_limit) == (TiedTables.inputs, True, 20.0)
         options = {key: value for key, value in vars(model).items() if key not in ("family", "tied")}
         with torch.device("meta"):
             translation_transformer(**options, tied=model.tied.value, vocabulary_size=10)

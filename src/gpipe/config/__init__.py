@@ -1,15 +1,21 @@
 """Every setting of a run, declared and checked; the values are in conf/. Nothing here imports torch.
 
-A field that can change a result has no value in Python (MISSING), so that a composed configuration tells the whole run.
-An unknown key, a wrong type and another model's key are refused while Hydra composes; a wrong value when `to_run` makes
-the dataclasses.
+A field that can change a result has no default in Python (MISSING): every such value stands in conf/. Hydra refuses
+unknown keys and wrong types while it composes; `to_run` refuses wrong values when it builds the dataclasses.
 """
 
 from gpipe.config.checks import ConfigError
 from gpipe.config.composed import compose_plain
 from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import newest_run
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, Tie, TransformerLMConfig, TranslationModelConfig, Variant
+from gpipe.config.model import (
+    AmoebaNetConfig,
+    ModelConfig,
+    TiedTables,
+    TransformerLMConfig,
+    TranslationModelConfig,
+    Variant,
+)
 from gpipe.config.pipeline import (
     Device,
     LaunchConfig,
@@ -69,7 +75,7 @@ __all__ = [
     "RunConfig",
     "SGDConfig",
     "ScheduleConfig",
-    "Tie",
+    "TiedTables",
     "TokensConfig",
     "TrackingConfig",
     "TrackingMode",

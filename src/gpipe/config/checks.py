@@ -1,17 +1,17 @@
-"""Checks of one setting each; a failure is one sentence: the name, the value, what was expected, how to set it."""
+"""Checks of one setting each; an error is one sentence with the name, the value, what is allowed and the remedy."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args
 
-# Times anything that a run has, it is still a number of hours, steps or milliseconds that a computer can count.
+# Multiplied by any other number of a run, this still fits a 64-bit float or a counter.
 _LARGEST_NUMBER = 1e9
 _LARGEST_WHOLE_NUMBER = 2**63 - 1
 
 
 class ConfigError(ValueError):
-    """A setting that is wrong in itself, or does not go with another one."""
+    """A wrong setting, or two settings that do not fit each other."""
 
 
 def why(error: Exception) -> str:
@@ -47,7 +47,7 @@ def optional_at_least(name: str, value: float | None, least: float) -> None:
 
 
 def fixed(name: str, value: str, expected: str, group: str) -> None:
-    """Refuse another name than the composed group has: the name follows from the choice of a file in conf/."""
+    """Refuse a name other than that of the chosen file in conf/."""
     if value != expected:
         raise ConfigError(
             f"{name} is {value}, but the settings beside it are those of {expected}: choose with {group}=..."
@@ -55,10 +55,7 @@ def fixed(name: str, value: str, expected: str, group: str) -> None:
 
 
 def countable(settings: object) -> None:
-    """Refuse numbers that nothing can count with or save, in a dataclass of settings and in those that it has.
-
-    A run with inf or nan among its settings would train to the end, and then no checkpoint's JSON could hold them.
-    """
+    """Refuse infinities, NaN and huge numbers in a dataclass of settings and in its parts: JSON cannot save them."""
     for name, value, kind in _settings_of(settings):
         alternative = ", or null" if type(None) in get_args(kind) else ""
         for number in value if isinstance(value, list) else [value]:
@@ -71,7 +68,7 @@ def countable(settings: object) -> None:
 
 
 def _settings_of(settings: Any, place: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield the full name, the value and the type of every field that is no dataclass itself."""
+    """Yield the full name, the value and the type of every field, including those of nested dataclasses."""
     for field in fields(settings):
         name, value = f"{place}{field.name}", getattr(settings, field.name)
         if is_dataclass(value):

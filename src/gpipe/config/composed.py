@@ -1,4 +1,4 @@
-"""Settings as an experiment in conf/ has them, composed without starting a run."""
+"""Compose the settings of an experiment without starting a run."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -18,17 +18,18 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
 def compose_plain(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that these overrides compose to, as JSON-able dicts; also while another run is composed.
+    """Return the settings that overrides compose to, as JSON-able dicts; also works inside another Hydra program.
 
-    Raises ConfigError for wrong values and for what conf/ does not have.
+    Raises:
+        ConfigError: a value is wrong, or a file is not in conf/.
     """
-    return deepcopy(_compose_plain(tuple(overrides)))  # the cached one is nobody's to change
+    return deepcopy(_compose_plain(tuple(overrides)))  # callers may change it
 
 
 @cache
 def _compose_plain(overrides: tuple[str, ...]) -> dict[str, Any]:
     register_schemas()
-    around = GlobalHydra.instance().hydra  # that of a sweep, whose end renders the pages
+    around = GlobalHydra.instance().hydra  # of a sweep that renders pages when it ends
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -1,4 +1,4 @@
-"""The data's settings: one dataclass a kind of data."""
+"""The data's settings: one dataclass per kind of data."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from gpipe.config.checks import above, at_least, optional_at_least, rate, requir
 
 
 class AugmentationPolicy(Enum):
-    """A published set of random changes to a training image, beside crop, flip and colour jitter."""
+    """A published augmentation policy, applied besides crop, flip and colour jitter."""
 
     none = "none"
     autoaugment = "autoaugment"
@@ -20,7 +20,9 @@ class AugmentationPolicy(Enum):
 class DataConfig:
     """What all data sets share.
 
-    root: the folder that holds the set; null is its usual place.
+    Attributes:
+        name: the data set's name, which is that of its file in conf/data.
+        root: the folder that holds the data set; null is its usual place.
     """
 
     name: str = MISSING
@@ -29,14 +31,18 @@ class DataConfig:
 
 @dataclass
 class ImagesConfig(DataConfig):
-    """Labelled images, and what happens to them before the model sees them.
+    """Labelled images, and how they are changed before the model sees them.
 
-    image_size: pixels a side. channels: 1 is grey, 3 is colour; a grey image is repeated where 3 are asked for.
-    crop_scale: the training crop's share of the area; null resizes the whole image instead.
-    crop_aspect: the crop's width over height.
-    cutout: side of the square that is cut out of a training image, as a share of the image's side; 0 is off.
-    center_crop: the evaluation crop's share of the side. num_workers: processes that decode, 0 is none.
-    max_broken_images: so many files of a split may be broken; another image of the class stands in for each.
+    Attributes:
+        image_size: pixels per side.
+        channels: 1 is grey, 3 is colour; a grey image is repeated if 3 are asked for.
+        crop_scale: the smallest and the largest share of the area in the training crop; null resizes the whole image.
+        crop_aspect: the smallest and the largest ratio of the crop's width to its height.
+        cutout: the side of the square that is cut out of a training image, as a share of the image's side; 0 is off.
+        center_crop: the evaluation crop's share of the side.
+        num_workers: processes that decode images; 0 decodes in the training process.
+        prefetch_factor: mini-batches that each worker prepares ahead.
+        max_broken_images: the number of broken files allowed per split; another image of the class replaces each.
     """
 
     num_classes: int = MISSING
@@ -54,7 +60,7 @@ class ImagesConfig(DataConfig):
     max_broken_images: int = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         at_least("data.num_classes", self.num_classes, 2)
         at_least("data.image_size", self.image_size, 3)
         require(self.channels in (1, 3), "data.channels", self.channels, "1 (grey) or 3 (colour)")
@@ -72,9 +78,12 @@ class ImagesConfig(DataConfig):
 
 @dataclass
 class TokensConfig(DataConfig):
-    """Sequences of tokens, in which a model tells each next one.
+    """Sequences of tokens; the model predicts each next token.
 
-    sequence_length: tokens that are read. num_train, num_test: sequences.
+    Attributes:
+        sequence_length: the number of tokens that the model reads.
+        num_train: the number of training sequences.
+        num_test: the number of test sequences.
     """
 
     vocabulary_size: int = MISSING
@@ -83,7 +92,7 @@ class TokensConfig(DataConfig):
     num_test: int = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         at_least("data.vocabulary_size", self.vocabulary_size, 2)
         for name in ("sequence_length", "num_train", "num_test"):
             at_least(f"data.{name}", getattr(self, name), 1)
@@ -91,14 +100,17 @@ class TokensConfig(DataConfig):
 
 @dataclass
 class TranslationDataConfig(DataConfig):
-    """Pairs of sentences of several languages with one target language, English.
+    """Pairs of sentences, from several languages to English.
 
-    languages: codes; null is all that the corpus has. tokenizer: path of a SentencePiece model; null is the one that
-    comes with the data. vocabulary_size: of that tokenizer, or of the binarised corpus's dictionary.
-    temperature: languages are drawn with (share of the pairs)^(1 / temperature). max_tokens: of the longest sentence,
-    its end included; longer ones are left out. max_pairs: the most training pairs of a language; null is all.
-    cache: the folder in which parallel_text and binarized keep what is read once, the ids of a text and where sentences
-    lie; null is token_cache in data.root.
+    Attributes:
+        languages: codes; null is every language of the corpus.
+        tokenizer: the path of a SentencePiece model; null is the one that comes with the data.
+        vocabulary_size: the size of that tokenizer, or of the binarised corpus's dictionary.
+        temperature: languages are drawn with probability proportional to (share of the pairs)^(1 / temperature).
+        max_tokens: the most tokens of a sentence, its end included; longer pairs are left out.
+        max_pairs: the most training pairs per language; null is all.
+        cache: the folder in which parallel_text and binarized keep token ids and positions of sentences; null is
+            token_cache in data.root.
     """
 
     languages: list[str] | None = MISSING
@@ -110,7 +122,7 @@ class TranslationDataConfig(DataConfig):
     cache: str | None = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         require(self.languages != [], "data.languages", self.languages, "codes of languages, or null for all")
         at_least("data.vocabulary_size", self.vocabulary_size, 5)  # four are special
         above("data.temperature", self.temperature, 0)

@@ -1,4 +1,4 @@
-"""The names of the folders that runs leave their files in."""
+"""Names of the folders of runs."""
 
 import hashlib
 import os
@@ -13,19 +13,19 @@ _LONGEST_NAME = 120
 def date_folder() -> str:
     """Return the name of a run's folder: the local date and time.
 
-    Each of torchrun's processes composes for itself and would start a folder of its own second: all but the first get
-    ".", the parent folder, and learn the real one from the first (gpipe.launch).
+    Each process of torchrun composes the settings for itself, maybe in another second. All but the first get ".", the
+    parent folder, and learn the real name from the first (gpipe.launch).
     """
     return time.strftime("%Y-%m-%d_%H-%M-%S") if os.environ.get("RANK", "0") == "0" else "."
 
 
 def sweep_id() -> str:
-    """Return a few characters that are the same for the same command line, in whatever order its words come."""
+    """Return a digest of the command line that does not depend on the order of its words."""
     return _digest("\0".join(sorted(word for word in sys.argv[1:] if word not in ("-m", "--multirun"))))
 
 
 def job_folder(overrides: str) -> str:
-    """Return the name of the folder of a sweep's job, given its overrides, key=value joined by commas."""
+    """Return the folder name of a sweep's job from its overrides, key=value joined by commas."""
     name = re.sub(r"[^\w.,=+-]+", "_", overrides) or "job"
     if name == overrides and len(name) <= _LONGEST_NAME:
         return name
@@ -33,7 +33,7 @@ def job_folder(overrides: str) -> str:
 
 
 def newest_run(folder: str) -> str:
-    """Return a run's or checkpoint's folder as it is; of a folder of runs, the one that saved a checkpoint last."""
+    """Return a run's or checkpoint's folder unchanged; for a folder of runs, the run that saved last."""
     path = Path(folder)
     if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")):
         return folder

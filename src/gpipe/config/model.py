@@ -1,4 +1,4 @@
-"""The model's settings: one dataclass a family, so that another family's key is refused."""
+"""The model's settings: one dataclass per family, so that another family's keys are refused."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -17,8 +17,8 @@ class Variant(Enum):
     d = "d"
 
 
-class Tie(Enum):
-    """Which tables of a translation model are one parameter: those of source, target and softmax layer."""
+class TiedTables(Enum):
+    """Which tables of a translation model share one parameter: source, target and softmax layer."""
 
     none = "none"
     inputs = "inputs"
@@ -28,7 +28,7 @@ class Tie(Enum):
 
 @dataclass
 class ModelConfig:
-    """What all families share; `family` says which one a composed configuration holds."""
+    """What all families share."""
 
     family: str = MISSING
 
@@ -37,10 +37,11 @@ class ModelConfig:
 class AmoebaNetConfig(ModelConfig):
     """AmoebaNet (L, D); the image size, the channels and the classes are the data's.
 
-    drop_path: the rate at the end of training, to which it rises linearly from 0.
-    auxiliary_weight: of the auxiliary head's loss; the head exists in training only.
-    batch_norm_momentum: the weight of a new mini-batch, which is 1 minus TensorFlow's decay.
-    min_microbatch_size: a run is refused where batch norm would see fewer images of a micro-batch at once.
+    Attributes:
+        auxiliary_head: whether training has an auxiliary head, whose loss counts auxiliary_weight times.
+        drop_path: the rate at the end of training, to which it rises linearly from 0.
+        batch_norm_momentum: the weight of a new mini-batch in the running statistics, 1 minus TensorFlow's decay.
+        min_microbatch_size: refuse a run in which batch norm sees fewer images at once.
     """
 
     family: str = "amoebanet"
@@ -56,7 +57,7 @@ class AmoebaNetConfig(ModelConfig):
     min_microbatch_size: int = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         fixed("model.family", self.family, "amoebanet", "model")
         groups = self.num_layers >= 3 and self.num_layers % 3 == 0
         require(groups, "model.num_layers", self.num_layers, "a multiple of 3, for three equal groups of cells")
@@ -74,8 +75,9 @@ class AmoebaNetConfig(ModelConfig):
 class TransformerLMConfig(ModelConfig):
     """Transformer-L, a language model; the vocabulary is the data's.
 
-    model_size: the width of the states, an even multiple of num_heads. dropout: of embeddings and of what each half of
-    a layer adds.
+    Attributes:
+        model_size: the width of the states, an even multiple of num_heads.
+        dropout: of embeddings and of the output of each half of a layer.
     """
 
     family: str = "transformer_lm"
@@ -86,7 +88,7 @@ class TransformerLMConfig(ModelConfig):
     dropout: float = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         fixed("model.family", self.family, "transformer_lm", "model")
         at_least("model.num_layers", self.num_layers, 1)
         at_least("model.feedforward_size", self.feedforward_size, 1)
@@ -100,10 +102,14 @@ class TransformerLMConfig(ModelConfig):
 class TranslationModelConfig(ModelConfig):
     """T(L, H, A), an encoder and a decoder of num_layers each; the vocabulary is the data's.
 
-    model_size: the width of the states, even. head_size: channels a head, whatever the width. dropout: of embeddings
-    and of what each part of a layer adds. tied: see Tie. scale_feedforward: start with feed-forward weights of
-    1 / num_layers times their usual size. logit_limit: the largest magnitude of a logit in training; null for any.
-    soft_limit: approach it by tanh instead of cutting off there.
+    Attributes:
+        model_size: the width of the states, even.
+        head_size: channels per head, independent of the width.
+        dropout: of embeddings and of the output of each part of a layer.
+        tied: which tables are one parameter.
+        scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size.
+        logit_limit: the largest magnitude of a logit in training; null is no limit.
+        soft_limit: approach the limit by tanh instead of cutting off there.
     """
 
     family: str = "translation_transformer"
@@ -113,13 +119,13 @@ class TranslationModelConfig(ModelConfig):
     model_size: int = MISSING
     head_size: int = MISSING
     dropout: float = MISSING
-    tied: Tie = MISSING
+    tied: TiedTables = MISSING
     scale_feedforward: bool = MISSING
     logit_limit: float | None = MISSING
     soft_limit: bool = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         fixed("model.family", self.family, "translation_transformer", "model")
         at_least("model.num_layers", self.num_layers, 1)
         at_least("model.feedforward_size", self.feedforward_size, 1)

@@ -9,19 +9,19 @@ from gpipe.config.checks import above, at_least, optional_at_least, require
 
 
 class Rematerialize(Enum):
-    """Which micro-batches' forward functions are recomputed for the backward pass."""
+    """Which micro-batches are recomputed in the backward pass."""
 
     always = "always"
     except_last = "except_last"
     never = "never"
 
 
-# The order of a step's tasks. In a class statement no member could be called 1f1b.
+# The order of a step's tasks; no member of a class statement could be called 1f1b.
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved_1f1b": "interleaved_1f1b"})
 
 
 class PartitionBy(Enum):
-    """What makes a layer expensive.
+    """The cost of a layer that the partitions balance.
 
     seconds: of forward, recomputation and backward, planned for the accelerator at hand. measured_seconds: the same,
     measured by the first process before training. memory: the cut with the lowest peak.
@@ -47,7 +47,7 @@ class Objective(Enum):
 
 
 class Device(Enum):
-    """Where the stages compute; auto is CUDA where there is a GPU."""
+    """Where the stages compute; auto is CUDA if there is a GPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -58,13 +58,19 @@ class Device(Enum):
 class PipelineConfig:
     """K stages, M micro-batches, and how the layers are cut into partitions.
 
-    stages_per_device: how many stages a process or GPU has; more than 1 where the schedule is interleaved.
-    memory_limit_bytes: the most that a device may need at its planned peak: parameters, gradients, optimiser state,
-        boundary inputs and activations; null is no limit.
-    partitions: the number of layers of each stage; null chooses them as partition_by and objective say.
-    timeout_seconds: how long a stage waits for a silent neighbour.
-    synchronize_batch_norm: whether batch norms normalise a micro-batch by its statistics over all launch.num_replicas
-        replicas; with one replica, these are the statistics of the micro-batch, and it makes no difference.
+    Attributes:
+        num_stages: K.
+        num_microbatches: M.
+        schedule: the order of a step's tasks.
+        stages_per_device: the number of stages per process or GPU; more than 1 if the schedule is interleaved.
+        rematerialize: which micro-batches are recomputed in the backward pass.
+        partition_by: the cost of a layer that the partitions balance.
+        objective: what the cut minimises.
+        memory_limit_bytes: the most bytes that a device may need at its planned peak, of parameters, gradients,
+            optimiser state, boundary inputs and activations; null is no limit.
+        partitions: the number of layers of each stage; null cuts by the four settings above.
+        timeout_seconds: how long a stage waits for a silent neighbour.
+        synchronize_batch_norm: whether batch norm normalises a micro-batch over all replicas.
     """
 
     num_stages: int = MISSING
@@ -80,7 +86,7 @@ class PipelineConfig:
     synchronize_batch_norm: bool = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves; that K fits the layers is checked where these are known."""
+        """Check each value; the planner checks that K fits the layers."""
         at_least("pipeline.num_stages", self.num_stages, 1)
         at_least("pipeline.num_microbatches", self.num_microbatches, 1)
         self._check_stages_per_device()
@@ -104,13 +110,15 @@ class PipelineConfig:
 
 @dataclass
 class LaunchConfig:
-    """Processes: one that plays all stages, or one per stage and replica.
+    """The processes of a run: one for all stages, or one per stage and replica.
 
-    num_threads: of each process; null shares the processor's cores out.
-    pin_cores: true starts every process anew, even a single one, and on a CPU gives it as many cores of its own as it
-        has threads, so that speeds can be compared.
-    max_restarts: restarts allowed after a process has failed; the run goes on from its last checkpoint.
-    debug: true shows the whole traceback of an error instead of one message.
+    Attributes:
+        num_threads: threads per process; null divides the processor's cores among the processes.
+        pin_cores: start every process anew, also a single one, and on a CPU give each its own cores, one per thread, so
+            that speeds can be compared.
+        max_restarts: restarts allowed after a failure, each from the last checkpoint; with more than 0, a single
+            process runs as a child.
+        debug: print the whole traceback of an error instead of one message.
     """
 
     num_processes: int = MISSING
@@ -122,7 +130,7 @@ class LaunchConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         at_least("launch.num_processes", self.num_processes, 1)
         at_least("launch.num_replicas", self.num_replicas, 1)
         optional_at_least("launch.num_threads", self.num_threads, 1)

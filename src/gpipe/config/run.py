@@ -30,7 +30,7 @@ from gpipe.config.training import (
     TrainerConfig,
 )
 
-# What the families of models see, and what to choose for it where something else was chosen.
+# The data of each family of models, and what to choose for it.
 _SEES: dict[type[ModelConfig], tuple[type[DataConfig], str]] = {
     AmoebaNetConfig: (ImagesConfig, "images, such as data=fashion_mnist_embedded"),
     TransformerLMConfig: (TokensConfig, "tokens, such as data=random_tokens"),
@@ -41,12 +41,14 @@ TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is
 
 @dataclass
 class RunConfig:
-    """Everything that a run is: what is trained on what, how, and in which processes.
+    """All settings of a run.
 
-    name: the experiment's, and the folder below runs/. seed: of weights, masks, order and augmentation.
-    init_from: a run's or checkpoint's folder to take all weights but the softmax layer's from, its moving averages if
-        it has any; or the folder of several runs, of which the newest counts; null draws them.
-    reproduction: the folder in reproductions/ that a sweep adds its records to; null adds them to none.
+    Attributes:
+        name: the experiment's name, and the name of its folder in runs/.
+        seed: of weights, masks, the order of the data and augmentation.
+        init_from: a run's or checkpoint's folder; all weights but the softmax layer's are taken from there (the moving
+            averages, if it has any). For a folder of several runs, the newest counts. null draws the weights.
+        reproduction: the folder in reproductions/ to which a sweep adds its records; null adds them to none.
     """
 
     name: str = MISSING
@@ -64,7 +66,7 @@ class RunConfig:
     tracking: TrackingConfig = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be saved, and settings that do not go together."""
+        """Refuse numbers that cannot be saved, and settings that do not fit each other."""
         countable(self)
         plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name) is not None
         require(plain, "name", repr(self.name), "letters, digits, and _ . - between them: it becomes a folder's name")
@@ -84,10 +86,10 @@ class RunConfig:
         stages, per_device = self.pipeline.num_stages, self.pipeline.stages_per_device
         expected = stages // per_device * replicas
         if processes not in (1, expected):
-            share = "a stage" if per_device == 1 else f"every {per_device} stages"
+            share = "stage" if per_device == 1 else f"{per_device} stages"
             shape = f"pipeline.num_stages={stages}" + (f" / {per_device}" if per_device > 1 else "")
             raise ConfigError(
-                f"launch.num_processes is {processes}, expected 1, or {expected} for one process {share} "
+                f"launch.num_processes is {processes}, expected 1, or {expected} for one process per {share} "
                 f"({shape} x launch.num_replicas={replicas}): set one of the three."
             )
         size = self.trainer.batch_size
@@ -96,7 +98,7 @@ class RunConfig:
             self._check_microbatches(self.model.min_microbatch_size)
 
     def _check_microbatches(self, least: int) -> None:
-        """Refuse micro-batches that leave batch norm fewer than `least` images; all mini-batches are full ones."""
+        """Refuse micro-batches that leave batch norm fewer than `least` images; every mini-batch is full."""
         size, replicas = self.trainer.batch_size, self.launch.num_replicas
         num_microbatches = self.pipeline.num_microbatches
         together = replicas if self.pipeline.synchronize_batch_norm else 1
@@ -113,14 +115,14 @@ class RunConfig:
 
 
 def smallest_microbatch(num_examples: int, num_microbatches: int) -> int:
-    """Return the number of examples of the smallest micro-batch of a mini-batch, which is cut evenly."""
+    """Return the size of the smallest micro-batch of an evenly split mini-batch."""
     return num_examples // min(num_examples, num_microbatches)
 
 
 def register_schemas(run: type[RunConfig] = RunConfig) -> None:
-    """Tell Hydra the shape of a run, or of more; it then refuses unknown keys and wrong types while it composes.
+    """Register the schemas with Hydra, which then refuses unknown keys and wrong types while it composes.
 
-    From here on no configuration that it composes can name code, or hold a secret of the environment.
+    From then on it also refuses a configuration that names code or holds a secret of the environment.
     """
     guard_composition()
     store = ConfigStore.instance()

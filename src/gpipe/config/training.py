@@ -36,8 +36,11 @@ class TrackingMode(Enum):
 class OptimizerConfig:
     """What all optimisers share.
 
-    times_batch_size: true means that the peak learning rate is learning_rate x trainer.batch_size.
-    weight_decay: of kernels only. clip_norm: of the gradients of all stages together; null clips nothing.
+    Attributes:
+        learning_rate: at its peak.
+        times_batch_size: multiply the peak learning rate by trainer.batch_size.
+        weight_decay: of kernels only.
+        clip_norm: the largest norm of the gradients of all stages together; null does not clip.
     """
 
     name: str = MISSING
@@ -47,7 +50,7 @@ class OptimizerConfig:
     clip_norm: float | None = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         above("optimizer.learning_rate", self.learning_rate, 0)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         if self.clip_norm is not None:
@@ -64,7 +67,7 @@ class RMSPropConfig(OptimizerConfig):
     epsilon: float = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "rmsprop", "optimizer")
         rate("optimizer.decay", self.decay)
@@ -80,7 +83,7 @@ class SGDConfig(OptimizerConfig):
     momentum: float = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "sgd", "optimizer")
         rate("optimizer.momentum", self.momentum)
@@ -96,7 +99,7 @@ class AdamWConfig(OptimizerConfig):
     epsilon: float = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "adamw", "optimizer")
         rate("optimizer.beta1", self.beta1)
@@ -106,10 +109,12 @@ class AdamWConfig(OptimizerConfig):
 
 @dataclass
 class AdafactorConfig(OptimizerConfig):
-    """Adafactor: a row and a column of second moments a kernel, in place of two numbers a parameter.
+    """Adafactor, which stores a row and a column of second moments per kernel.
 
-    decay: exponent of the second moments' decay. epsilon: the least root mean square by which a parameter's step is
-    scaled. clip_threshold: the most root mean square of an update.
+    Attributes:
+        decay: the exponent of the second moments' decay.
+        epsilon: the least root mean square by which a parameter's step is scaled.
+        clip_threshold: the largest root mean square of an update.
     """
 
     name: str = "adafactor"
@@ -118,7 +123,7 @@ class AdafactorConfig(OptimizerConfig):
     clip_threshold: float = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "adafactor", "optimizer")
         require(0 < self.decay <= 1, "optimizer.decay", self.decay, "an exponent in (0, 1]")
@@ -128,9 +133,14 @@ class AdafactorConfig(OptimizerConfig):
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate over time: a linear warm-up, then a curve; decay_* belong to the exponential one.
+    """The learning rate over time: a linear warm-up, then a curve.
 
-    warm_up_steps: in place of warm_up_epochs, which is 0 then; null is those.
+    Attributes:
+        name: the curve.
+        warm_up_epochs: the length of the warm-up.
+        warm_up_steps: the length in steps, instead of warm_up_epochs, which is 0 then; null uses the epochs.
+        decay_rate: the factor of the exponential curve's stairs.
+        decay_epochs: the length of a stair.
     """
 
     name: Decay = MISSING
@@ -140,7 +150,7 @@ class ScheduleConfig:
     decay_epochs: float = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         at_least("schedule.warm_up_epochs", self.warm_up_epochs, 0)
         optional_at_least("schedule.warm_up_steps", self.warm_up_steps, 0)
         one = self.warm_up_steps is None or self.warm_up_epochs == 0
@@ -151,16 +161,18 @@ class ScheduleConfig:
 
 @dataclass
 class EmaConfig:
-    """The moving average of weights and statistics that is evaluated; decay null: no average, the weights themselves.
+    """The moving average of weights and statistics, which is what is evaluated.
 
-    warm_up: true forgets the initial weights faster, for runs of few steps.
+    Attributes:
+        decay: of the average; null evaluates the weights themselves.
+        warm_up: forget the initial weights faster, for runs of few steps.
     """
 
     decay: float | None = MISSING
     warm_up: bool = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         if self.decay is not None:
             rate("ema.decay", self.decay)
 

@@ -19,13 +19,18 @@ _LITERAL = ("checkpoint", "text", "file", "output")
 class TranslateConfig:
     """A checkpoint, a text, and a beam search.
 
-    checkpoint: a run's folder or a checkpoint's. text: a sentence; or file: a text file, a sentence a line, - is the
-    standard input. output: the file that gets the translations; null prints them.
-    beam: hypotheses a sentence. length_penalty: scores are divided by length ** length_penalty; above 1 favours long
-        translations. max_length: tokens, of a sentence and of its translation. max_length_a, max_length_b: a
-        translation of n tokens has at most max_length_a * n + max_length_b.
-    batch_size: tokens of the sentences that are translated at once, padding included.
-    debug: print whole tracebacks.
+    Attributes:
+        checkpoint: a run's folder or a checkpoint's.
+        text: a sentence.
+        file: a text file with one sentence per line; - is the standard input. Set either this or text.
+        output: the file for the translations; null prints them.
+        beam: hypotheses per sentence.
+        length_penalty: scores are divided by length ** length_penalty; above 1 favours long translations.
+        max_length: the most tokens of a sentence, and of its translation.
+        max_length_a: a translation of n tokens has at most max_length_a * n + max_length_b tokens.
+        max_length_b: see max_length_a.
+        batch_size: tokens that are translated at once, padding included.
+        debug: print whole tracebacks.
     """
 
     checkpoint: str | None = MISSING
@@ -42,7 +47,7 @@ class TranslateConfig:
     debug: bool = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
+        """Check each value."""
         countable(self)
         if self.checkpoint is None:
             raise ConfigError(

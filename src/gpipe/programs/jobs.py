@@ -144,7 +144,7 @@ def _split_override(override: str) -> tuple[str, str]:
 
 def _settings(job: Job) -> dict[str, str]:
     """Return a job's overrides by key; experiment=a, which a table says, replaces +experiment=b of the command line."""
-    return dict(map(_pair, sorted(job.outcome.overrides, key=lambda override: not override.startswith("+"))))
+    return dict(map(_split_override, sorted(job.outcome.overrides, key=lambda override: not override.startswith("+"))))
 
 
 def _differs(key: str, settings: Sequence[dict[str, str]]) -> bool:
