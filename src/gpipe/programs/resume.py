@@ -1,11 +1,11 @@
-"""The same command again goes on where it stopped: which folder of a run that is.
+"""Find the folder of a run: the same command again continues where it stopped.
 
-    runs/<name>/<date>/        a run's own; an unfinished one of the same settings, or a new one
+    runs/<name>/<date>/        a run's own: an unfinished one of the same settings, or a new one
     runs/<name>/<date>-2/      the folder of another run that began in the same second
     runs/sweep-<id>/<job>/     a sweep's job has the same folder each time
 
-A run holds its folder while it lives (gpipe.programs.folder_lock). What is there is looked for in it by each session
-of the run: in `gpipe.programs.train.train_in_process`, from the newest good checkpoint.
+A run locks its folder (gpipe.programs.folder_lock). Each session of the run loads the newest good checkpoint there
+(`gpipe.programs.train.train_in_process`).
 """
 
 import os
@@ -26,13 +26,19 @@ _OTHER_FOLDER = "choose another hydra.run.dir"
 
 @contextmanager
 def resume_folder(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Iterator[Path]:
-    """Return the folder to train in, which no other process uses until the body ends; one that stays empty is removed.
+    """Lock the folder to train in until the body ends, and return it; remove it if it stays empty.
 
-    That is the folder of the newest unfinished run of the same settings; this says so, and how to start anew. Otherwise
-    it is a new one: `folder`, or <folder>-2 and so on where others have taken it.
-    is_dated: `folder` is a proposal, named after the moment; False: the user has named it, so it is that one or none.
-    Raises ConfigError where the named one is in use, or has another run.
-    torchrun's processes learn the folder of the first one, which alone looks for it (gpipe.launch).
+    It is the folder of the newest unfinished run of the same settings, which is printed together with how to start
+    anew. Otherwise it is a new one: `folder`, or <folder>-2 and so on if that is taken. Of torchrun's processes only
+    the first one looks for it; the others learn it from the first (gpipe.launch).
+
+    Args:
+        run: the settings.
+        folder: the proposed folder.
+        is_dated: whether the folder is named by date. If the user has named it, no other one is used.
+
+    Raises:
+        ConfigError: the folder that the user has named is in use, or has another run.
     """
     if os.environ.get("RANK", "0") != "0" or run.trainer.dry_run:
         yield folder
@@ -46,9 +52,9 @@ def resume_folder(run: RunConfig, folder: Path, *, is_dated: bool = True) -> Ite
 
 
 def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | None:
-    """Hold an unfinished run of the same settings beside `folder`; None where there is none that is free.
+    """Lock and return an unlocked unfinished run of the same settings beside `folder`; None if there is none.
 
-    It is the newest one, or the newest of those that have saved something, where there are any.
+    Runs with a checkpoint come first, then the newest.
     """
     if run.trainer.resume is Resume.never:
         return None
@@ -60,7 +66,7 @@ def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | No
             except FolderHeld as busy:
                 print(f"{busy} and has the same settings: this run is another one")
                 continue
-            if is_unfinished(path, run):  # still
+            if is_unfinished(path, run):  # it may have finished before it was locked
                 held.push(tried.pop_all())
                 _announce(path, "trainer.resume=never starts anew")
                 return path
@@ -68,7 +74,7 @@ def _hold_unfinished(run: RunConfig, folder: Path, held: ExitStack) -> Path | No
 
 
 def _hold_new(folder: Path, held: ExitStack) -> Path:
-    """Hold a folder that nobody has ever used."""
+    """Lock and return a new folder."""
     for number in count(1):
         path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         with suppress(FolderHeld), ExitStack() as tried:
@@ -80,7 +86,7 @@ def _hold_new(folder: Path, held: ExitStack) -> Path:
 
 
 def _hold_named(run: RunConfig, folder: Path, held: ExitStack) -> None:
-    """Hold the folder that the user has named; raises ConfigError where it has another run than this one."""
+    """Lock the folder that the user has named. Raises ConfigError if it has another run."""
     held.callback(_remove_if_empty, folder)
     try:
         held.enter_context(hold(folder))
@@ -116,20 +122,20 @@ def _has_saved(folder: Path) -> bool:
 
 
 def is_unfinished(folder: Path, run: RunConfig) -> bool:
-    """Say whether a folder has a run of the same settings that did not come to its end."""
+    """Return whether a folder has an unfinished run of the same settings."""
     if (folder / RECORD_FILE).exists() or not (folder / CONFIG_FILE).exists():
         return False
     return same_training(read_yaml(folder / CONFIG_FILE), to_plain(run))
 
 
 def clear(folder: Path, run: RunConfig) -> None:
-    """Make a job's folder, which is held, fit to train in: what a run of other settings left there is set aside."""
+    """Prepare a job's locked folder: move the files of a run of other settings aside."""
     (folder / ERROR_FILE).unlink(missing_ok=True)
     if not (folder / CONFIG_FILE).exists() or (run.trainer.resume is Resume.auto and is_unfinished(folder, run)):
         return
     aside = folder.parent / "set_aside" / f"{folder.name}.{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     aside.mkdir(parents=True)
-    # The settings go last: as long as they are there, this is not done.
+    # The settings move last: while they are here, the move is not complete.
     for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG_FILE):
         if path.name != LOCK_FILE:
             path.rename(aside / path.name)

@@ -1,4 +1,4 @@
-"""Sweeps: each job of a grid or a search is done once, and a table tells what all of them came to.
+"""Sweeps: each job of a grid or a search runs once, and a table shows the results of all.
 
     runs/sweep-<id>/                   the id follows from the command line: the same command again goes on here
       data=digits,seed=0/              a run's folder, named by the job's overrides
@@ -7,7 +7,7 @@
       set_aside/                       folders of jobs whose settings have changed since
       summary.md                       the table
 
-A job that has a record of the same settings is not run again; one that was cut short goes on from its last checkpoint.
+A job that has a record of the same settings is not run again; an unfinished one continues from its last checkpoint.
 """
 
 import sys
@@ -32,7 +32,7 @@ from gpipe.records import RECORD_FILE, Record, command_line, is_reusable, read_r
 
 
 class Train(Protocol):
-    """What trains a run in a folder."""
+    """Trains a run in a folder."""
 
     def __call__(self, run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
         """Train, or print an error's message and raise SystemExit(1)."""
@@ -41,11 +41,17 @@ class Train(Protocol):
 def run_job(
     folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
 ) -> float | None:
-    """Do one job of a sweep, unless it is done; return its top-1, which a search makes as large as it can.
+    """Run one job of a sweep unless it is done; return its top-1, which a search maximises.
 
-    data: the data set's name. check: returns the job's settings, or raises. Where it cannot run or fails, the outcome
-    says why and the other jobs go on; only a signal, such as Ctrl-C, ends the sweep. A job that another process does
-    just now is left to it.
+    If the job cannot run or fails, its outcome says why and the other jobs continue; only a signal ends the sweep.
+    A job that another process is running is left to it.
+
+    Args:
+        folder: the job's folder.
+        overrides: its words of the command line.
+        data: the data set's name.
+        check: returns the job's settings, or raises.
+        train: trains them.
     """
     label = " ".join(word for word in overrides if word not in sys.argv) or "the only one"
     try:
@@ -59,7 +65,7 @@ def run_job(
 def _run_held_job(
     label: str, folder: Path, overrides: list[str], data: str, check: Callable[[], RunConfig], train: Train
 ) -> float | None:
-    """Do a job whose folder nobody else uses."""
+    """Run a job whose folder is locked."""
     made = partial(Outcome, overrides=overrides, data=data)
     try:
         run = check()
@@ -94,7 +100,7 @@ def _run_held_job(
 
 
 class SweepEnd(Callback):
-    """Print and write the table of a sweep when its last job has ended; add its records to a reproduction."""
+    """Print and write the table of a sweep after its last job; add its records to a reproduction."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse a reproduction that is not here before the first job starts, instead of after the last one."""
@@ -106,7 +112,7 @@ class SweepEnd(Callback):
             )
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Sum up the jobs in the sweep's folder; exit with status 1 where one has failed."""
+        """Summarise the jobs in the sweep's folder; exit with status 1 if one has failed."""
         folder = Path(config.hydra.sweep.dir)
         jobs = read_jobs(folder)
         summarize(folder, jobs)
@@ -119,7 +125,7 @@ class SweepEnd(Callback):
 
 
 def _lack_of_devices(run: RunConfig) -> str | None:
-    """Return what a job needs and this machine has not, None where that is nothing."""
+    """Return what a job needs and this machine lacks; None if it lacks nothing."""
     launch = run.launch
     try:
         if not run.trainer.dry_run:
@@ -130,7 +136,7 @@ def _lack_of_devices(run: RunConfig) -> str | None:
 
 
 def _record(folder: Path, run: RunConfig) -> Record | None:
-    """Return the record of a job's folder, if it is one of these settings."""
+    """Return the record in a job's folder if it has the same settings."""
     path = folder / RECORD_FILE
     if not path.exists():
         return None
