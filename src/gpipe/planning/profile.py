@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
-from gpipe.pipeline.shared.ties import tied_parameters
+from gpipe.pipeline.shared.tied_parameters import count_tied_parameters
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.repeats import Shortened
 
@@ -185,7 +185,7 @@ def profile_layers(
         found = shortened.expand(found)
     else:
         found = _profile(list(layers), loss, example, autocast)
-    counts = [*tied_parameters(layers), 0]  # the loss has none
+    counts = [*count_tied_parameters(layers), 0]  # the loss has none
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
 
