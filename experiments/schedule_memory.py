@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gpipe.results.reproduction import add_record
-
 from experiments.table1_capacity.columns import Column
 from experiments.table1_capacity.plans import by_variance, planner_of
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Setting
 from gpipe.records import make_record
+from reproductions.additions import add_record
 
 NUM_LAYERS, NUM_DEVICES, NUM_MICROBATCHES = 48, 8, 32
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))  # with the stages of each device

@@ -20,7 +20,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpipe.results.reproduction import add_record
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,6 +27,7 @@ import gpipe
 from gpipe.models.transformer_layers import TransformerLayer
 from gpipe.planning.accelerator import ACCELERATORS, Accelerator
 from gpipe.records import make_record
+from reproductions.additions import add_record
 
 FOLDER = "table2_throughput"
 MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS = 2048, 8192, 32

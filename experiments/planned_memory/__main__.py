@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from gpipe.results.reproduction import add_record
 
 import gpipe
 from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel, images, text
@@ -23,6 +22,7 @@ from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.step import Setting, plan_memory
 from gpipe.records import make_record
+from reproductions.additions import add_record
 
 FOLDER = "table1_model_size"
 NUM_MICROBATCHES = 4
