@@ -33,24 +33,32 @@ def said_by(group: str, name: str) -> Any:
     return raw(f"{group}={name}")[group]
 
 
+def usual(*overrides: str) -> dict[str, str]:
+    """The file of each group that is chosen where the command line says nothing more."""
+    composed = compose("train", overrides=[*overrides, "init_from=null"], return_hydra_config=True)
+    return dict(composed.hydra.runtime.choices)
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_choice_is_in_force_in_every_experiment(experiment: str) -> None:
     """Choose in all groups at once, other files with each experiment; an experiment is not told which file it is."""
-    alone = raw(f"+experiment={experiment}")
+    alone, files = raw(f"+experiment={experiment}"), usual(f"+experiment={experiment}")
     for number in range(NUM_SAMPLES):
         sample = NUM_SAMPLES * EXPERIMENTS.index(experiment) + number
         chosen = {group: names[sample % len(names)] for group, names in FILES.items()}
         found = raw(f"+experiment={experiment}", *(f"{group}={name}" for group, name in chosen.items()))
-        assert found == {**alone, **{group: said_by(group, name) for group, name in chosen.items()}}
+        others = {group: said_by(group, name) for group, name in chosen.items() if name != files[group]}
+        assert found == {**alone, **others}
 
 
 @pytest.mark.parametrize("group", FILES)
 def test_every_choice_alone_is_in_force_or_refused_and_leaves_the_rest_as_it_is(group: str) -> None:
     experiment = "+experiment=transfer_kornblith_laptop"  # which says something of each group
-    alone = raw(experiment)
+    alone, files = raw(experiment), usual(experiment)
     for name in FILES[group]:
         composed = compose("train", overrides=[experiment, f"{group}={name}", "init_from=null"])
-        assert OmegaConf.to_container(composed, resolve=False) == {**alone, group: said_by(group, name)}
+        in_force = alone[group] if name == files[group] else said_by(group, name)
+        assert OmegaConf.to_container(composed, resolve=False) == {**alone, group: in_force}
         try:
             to_run(composed)
         except ConfigError as refusal:
@@ -66,9 +74,19 @@ def test_an_interleaved_pipeline_at_laptop_scale_has_two_devices() -> None:
 
 
 def test_values_on_the_command_line_are_said_of_the_chosen_file() -> None:
-    words = ["+experiment=amoebanet_imagenet_laptop", "model.num_filters=24", "model=amoebanet_b"]
-    expected = {**raw("model=amoebanet_b")["model"], "num_filters": 24}
+    words = ["+experiment=amoebanet_imagenet_laptop", "model.num_filters=24", "model=amoebanet_c"]
+    expected = {**raw("model=amoebanet_c")["model"], "num_filters": 24}
     assert raw(*words)["model"] == expected
+
+
+def test_to_choose_the_file_that_is_chosen_anyway_changes_nothing() -> None:
+    words = [
+        "+experiment=amoebanet_imagenet_laptop",
+        "model=amoebanet_b",
+        "data=fashion_mnist_embedded",
+        "pipeline=gpipe",
+    ]
+    assert raw(*words) == raw(words[0])
 
 
 def test_a_choice_in_an_inheriting_experiment_replaces_what_the_parent_says() -> None:

@@ -7,10 +7,11 @@ Hydra merges an experiment's values over the files of the groups, whoever chose 
 inherits from another one and chooses a file of its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hydra._internal.config_repository import IConfigRepository
 from hydra.core.default_element import GroupDefault, ResultDefault
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
 
@@ -22,12 +23,31 @@ def drop_replaced_values(defaults: Iterable[ResultDefault], repo: IConfigReposit
         repo: holds them; it caches what it loads, so that it is merged without these sections.
         words: those of the command line, which chooses last.
     """
-    chosen = {word.lstrip("+").partition("=")[0] for word in words}
-    for default in reversed(list(defaults)):
-        loaded = None if default.package or default.config_path is None else repo.load_config(default.config_path)
-        if loaded is None or loaded.path.startswith("structured:") or not isinstance(loaded.config, DictConfig):
-            continue
+    files = [loaded for default in defaults if (loaded := _load(default, repo)) is not None]
+    usual = {
+        group: value for overrides in (False, True) for loaded in files for group, value in _choices(loaded, overrides)
+    }
+    words_split = (word.lstrip("+").partition("=") for word in words)
+    # A choice of the file that is chosen anyway changes nothing.
+    chosen = {group for group, _, value in words_split if usual.get(group) != value}
+    for loaded in reversed(files):
         for section in chosen & {str(key) for key in loaded.config}:
             del loaded.config[section]
-        overrides = (item for item in loaded.defaults_list or () if isinstance(item, GroupDefault) and item.override)
-        chosen |= {str(item.group).removeprefix("/") for item in overrides}
+        chosen |= {group for group, _ in _choices(loaded, overrides=True)}
+
+
+def _load(default: ResultDefault, repo: IConfigRepository) -> ConfigResult | None:
+    """Return a file that sets values of several groups; None for a group's own file and for a schema."""
+    if default.package or default.config_path is None:
+        return None
+    loaded = repo.load_config(default.config_path)
+    if loaded is None or loaded.path.startswith("structured:") or not isinstance(loaded.config, DictConfig):
+        return None
+    return loaded
+
+
+def _choices(loaded: ConfigResult, overrides: bool) -> Iterator[tuple[str, str]]:
+    """Yield the groups for which a file chooses, each with its choice: overrides, or first choices."""
+    for item in loaded.defaults_list or ():
+        if isinstance(item, GroupDefault) and bool(item.override) == overrides:
+            yield str(item.group).removeprefix("/"), str(item.value)
