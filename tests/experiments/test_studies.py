@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.program_server import run_program
+
+from tests.support.program_server import run_program
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 STUDIES = [

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpipe.pipeline.payload import Payload
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.microbatch import Payload
 from gpipe.planning.profile import Input, LayerProfile, profile_layers
 from gpipe.planning.repeats import Shortened, structure
 

@@ -6,7 +6,6 @@ import io
 
 import torch
 from rich.console import Console
-from tests.tied_model import SIZE, loss, mini_batch, tied_layers
 from torch import nn
 
 import gpipe
@@ -16,6 +15,7 @@ from gpipe.planning.profile import profile_layers
 from gpipe.planning.report import print_plan
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer
+from tests.support.tied_model import SIZE, loss, mini_batch, tied_layers
 
 MODEL_PARAMETERS = sum(parameter.numel() for parameter in tied_layers().parameters())
 

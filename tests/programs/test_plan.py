@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from tests.program_server import run_program
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
@@ -15,6 +14,7 @@ from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.programs import train as train_program
 from gpipe.programs.plan import start
 from tests.programs.remembered_profiles import remembered_profiles  # noqa: F401  (a fixture)
+from tests.support.program_server import run_program
 
 pytestmark = pytest.mark.usefixtures("remembered_profiles")
 ROOT = Path(__file__).parents[2]
