@@ -1,6 +1,5 @@
 """What the program says before it trains, and instead: the plan, warnings, and errors in one message."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ from tests.support.train_program import TINY, run_folder, start, train_here
 
 
 def test_an_error_in_a_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    done = start(tmp_path, *TINY, "launch=process_per_stage", "data.num_classes=9")
-    assert time.monotonic() - begin < 60
+    done = start(tmp_path, *TINY, "launch=process_per_stage", "data.num_classes=9")  # else it hangs: pytest's time-out
     assert done.returncode == 1
     sentence = "error: data.num_classes is 9, but fashion_mnist_embedded has 10: set data.num_classes=10.\n"
     assert done.stderr.startswith(sentence)
