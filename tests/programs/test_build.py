@@ -90,7 +90,7 @@ def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
 
 TOKENS = ("data=random_tokens", "data.vocabulary_size=40", "data.sequence_length=5")
 LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", *TOKENS, "trainer.batch_size=8")
-TRANSLATION = ("+experiment=transformer_multilingual", "scale=laptop", "trainer.batch_size=8")
+TRANSLATION = ("+experiment=transformer_multilingual_laptop", "trainer.batch_size=8")
 
 
 @pytest.mark.parametrize("cut", PartitionBy)

@@ -104,18 +104,17 @@ def test_bad_input_is_one_sentence(plan: Plan, overrides: list[str], said: str) 
     assert message.startswith(f"error: {said}") and "\n" not in message
 
 
-@pytest.mark.parametrize("scale", ["paper", "laptop"])
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")))
 def test_a_dry_run_prints_what_the_planner_prints(
-    plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path, experiment: str, scale: str
+    plan: Plan, capsys: pytest.CaptureFixture[str], tmp_path: Path, experiment: str
 ) -> None:
-    overrides = [f"+experiment={experiment}", f"scale={scale}"]
+    overrides = [f"+experiment={experiment}"]
     if experiment.startswith("transfer_") or experiment == "transfer":
         overrides.append("init_from=null")
     planned = plan(*overrides)
     register_schemas()
     run = to_run(compose("train", overrides=[*overrides, "trainer.dry_run=true"]))
-    train_program.start(run, tmp_path, overrides)
+    train_program.launch_training(run, tmp_path, overrides)
     assert capsys.readouterr().out == planned
     assert planned.startswith(f"{run.name}: K={run.pipeline.num_stages} stages, ")
     assert (" bubble " in planned) == (run.launch.num_processes > 1)

@@ -87,7 +87,7 @@ def test_the_throughput_table_tells_speeds_and_which_cells_this_machine_cannot_r
     assert (done.returncode, done.stderr) == (0, "")
     assert "table2_throughput_laptop: not evaluated after 3 steps" in done.stdout
     assert re.search(r"not run: needs 4096 cores, \d+ are here", done.stdout)
-    header = "examples/s | s a step, data apart | bubble | bubble, predicted | MiB, peak | minutes | outcome"
+    header = "examples/s | s per step, data apart | bubble | bubble, predicted | MiB, peak | minutes | outcome"
     assert header in done.stdout.replace("  ", "").replace(" |", " |")
     records = read_records(tmp_path / "runs")
     assert [record.config["trainer"]["batch_size"] for record in records] == [16]
