@@ -17,6 +17,13 @@ def test_an_operation_is_bound_by_arithmetic_or_by_memory() -> None:
     assert speed.seconds([profile, profile]) == [(10.0 + 10.0, 10.0 + 10.0, 2.0)] * 2
 
 
+def test_every_operation_takes_its_time_to_start_and_longer_on_a_slower_accelerator() -> None:
+    speed = Speed(10.0, 5.0, 100.0, 1.0, operation_seconds=3.0)
+    profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200),))
+    assert speed.seconds([profile]) == [(26.0, 26.0, 5.0)]
+    assert speed.slowed(2).seconds([profile]) == [(52.0, 52.0, 10.0)]
+
+
 def test_accelerators_are_found_by_name() -> None:
     assert find_accelerator("tpu_v2").memory_bytes == 8 * 2**30
     assert list(ACCELERATORS) == ["tpu_v2", "tpu_v3", "p40", "p100", "v100", "a100", "h100", "h200", "cpu"]

@@ -32,6 +32,7 @@ class Accelerator:
         bfloat16_flops: FLOP/s of products under autocast to bfloat16; without such units those of float32.
         memory_bandwidth: bytes/s between its memory and its arithmetic units.
         link_bandwidth: bytes/s to a neighbouring accelerator, in one direction.
+        operation_seconds: the time that any operation takes to start; 0 where no maker's figure says it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Accelerator:
     bfloat16_flops: float
     memory_bandwidth: float
     link_bandwidth: float
+    operation_seconds: float = 0.0
 
     def flops_per_second(self, precision: str) -> float:
         """Return the FLOP/s for "float32" or "bfloat16"."""
@@ -61,7 +63,9 @@ _G = 1e9
 # reaches.
 # The CPU is nominal, so that every machine without a GPU makes the same plan: a laptop's memory; one core at 3 GHz with
 # two fused multiply-adds of 8 floats a cycle (AVX2), 96 GFLOP/s, and no units for bfloat16; one channel of DDR4-2666,
-# 21.3 GB/s; and half of that for a message, which is copied into a socket and out of it.
+# 21.3 GB/s; half of that for a message, which is copied into a socket and out of it; and 20 microseconds per operation,
+# without which small layers of many operations, such as AmoebaNet's last cells, look much too cheap: of the measured
+# times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most.
 _ALL = (
     Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 350 * _G, 62 * _G),
     Accelerator("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G),
@@ -71,7 +75,7 @@ _ALL = (
     Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 2039 * _G, 300 * _G),
     Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 3350 * _G, 450 * _G),
     Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 4800 * _G, 450 * _G),
-    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G),
+    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, operation_seconds=20e-6),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _ALL}
 _UNKNOWN_GPU = "a100"
@@ -117,28 +121,32 @@ class Speed:
         flops_per_second: what products reach.
         bytes_per_second: what operations reach between arithmetic and memory.
         link_bytes_per_second: to a neighbouring accelerator, one way.
+        operation_seconds: what any operation takes to start.
     """
 
     peak_flops_per_second: float
     flops_per_second: float
     bytes_per_second: float
     link_bytes_per_second: float
+    operation_seconds: float = 0.0
 
     @classmethod
     def of(cls, accelerator: Accelerator, precision: str, efficiency: float = EFFICIENCY) -> Speed:
         """Assume that an accelerator reaches a share `efficiency` of its peaks, at "float32" or "bfloat16"."""
         peak = accelerator.flops_per_second(precision)
         reached = efficiency * peak, efficiency * accelerator.memory_bandwidth
-        return cls(peak, *reached, accelerator.link_bandwidth)
+        return cls(peak, *reached, accelerator.link_bandwidth, accelerator.operation_seconds)
 
     def slowed(self, factor: float) -> Speed:
         """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
-        return Speed(*(value / factor for value in astuple(self)))
+        *rates, operation_seconds = astuple(self)
+        return Speed(*(rate / factor for rate in rates), operation_seconds * factor)
 
     def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
         """Return how long each layer takes if nothing but its operations does, one after the other.
 
-        Each is bound by arithmetic or by memory, whichever takes longer; a compiler that fuses them does better.
+        Each is bound by arithmetic or by memory, whichever takes longer, and takes `operation_seconds` to start; a
+        compiler that fuses them does better.
         """
         known: dict[int, LayerSeconds] = {}  # equal layers share their profile
         for profile in profiles:
@@ -149,4 +157,4 @@ class Speed:
 
     def _work(self, operations: Iterable[Work]) -> float:
         flops, moved = self.flops_per_second, self.bytes_per_second
-        return sum(max(one.flops / flops, one.bytes_moved / moved) for one in operations)
+        return sum(max(one.flops / flops, one.bytes_moved / moved) + self.operation_seconds for one in operations)
