@@ -1,6 +1,7 @@
 """Fixtures that tests of several folders use."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ CONF = Path(__file__).parents[1] / "conf"
 PROGRAMS = Path(__file__).parent / "programs"
 # For the programs that tests start, beside other tests: threads that share a core wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Programs inherit what is ignored: under nohup, the tests of a closed window would wait for ever.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("any machine", deadline=None)  # a loaded machine is slow, which is no defect
 settings.load_profile("any machine")
 
