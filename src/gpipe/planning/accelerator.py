@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -139,8 +139,13 @@ class Speed:
 
     def slowed(self, factor: float) -> Speed:
         """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
-        *rates, operation_seconds = astuple(self)
-        return Speed(*(rate / factor for rate in rates), operation_seconds * factor)
+        return Speed(
+            self.peak_flops_per_second / factor,
+            self.flops_per_second / factor,
+            self.bytes_per_second / factor,
+            self.link_bytes_per_second / factor,
+            self.operation_seconds * factor,
+        )
 
     def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
         """Return how long each layer takes if nothing but its operations does, one after the other.
