@@ -23,7 +23,7 @@ test: .venv/development .venv/fairseq lint ## set up, then lint and run the test
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
 	$(BIN)/python -m pytest --numprocesses 2 -m alone $$(grep -rl --include="*.py" "mark\.alone" tests)
 
-reliability: .venv/development ## set up, then kill, stop, starve and disconnect whole runs: ten minutes on two cores
+reliability: .venv/development ## set up, then kill, stop, starve and disconnect whole runs: twelve minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m reliability
 
 lint: .venv/development ## style, format, imports and types
