@@ -1,5 +1,6 @@
 """Fixtures that tests of several folders use."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -12,9 +13,12 @@ from hypothesis import settings
 
 from gpipe.config import register_schemas
 from tests.support.process_pool import ProcessPool
+from tests.support.program_server import PROFILES
 
 CONF = Path(__file__).parents[1] / "conf"
 PROGRAMS = Path(__file__).parent / "programs"
+# Tests make much that a collection finds alive, such as configurations: a third of the time of composing one.
+gc.set_threshold(50_000, 20, 20)
 # For the programs that tests start, beside other tests: threads that share a core wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Programs inherit what is ignored: under nohup, the tests of a closed window would wait for ever.
@@ -48,3 +52,12 @@ def processes() -> Iterator[ProcessPool]:
     pool = ProcessPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name a folder for the profiles of models, which all processes of the tests share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
+    folder.mkdir(exist_ok=True)
+    os.environ[PROFILES] = str(folder)

@@ -24,9 +24,8 @@ from gpipe.programs.build import (
 )
 from gpipe.programs.workloads import workload_of
 from gpipe.training.trainer import Trainer
-from tests.programs.remembered_profiles import remembered_profiles  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.usefixtures("composer", "remembered_profiles")
+pytestmark = pytest.mark.usefixtures("composer")
 ALONE = Place(None, "cpu")
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "tracking=disabled")
 

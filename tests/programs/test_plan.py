@@ -13,10 +13,8 @@ from gpipe.config.plan import Find, PlanConfig
 from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.programs import train as train_program
 from gpipe.programs.plan import start
-from tests.programs.remembered_profiles import remembered_profiles  # noqa: F401  (a fixture)
 from tests.support.program_server import run_program
 
-pytestmark = pytest.mark.usefixtures("remembered_profiles")
 ROOT = Path(__file__).parents[2]
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16")
 Plan = Callable[..., str]

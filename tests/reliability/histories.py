@@ -8,7 +8,6 @@ is started until nothing of it is unfinished. Prints each history that went wron
 a count of how the starts ended, as JSON; exits with status 1 where a history went wrong.
 """
 
-import gc
 import json
 import random
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.hydra import Hydra
 
 from tests.reliability.session import assert_same, log_of, run_folder, saved_steps
 from tests.reliability.starts import LONG_SECONDS, Start, fill_disk, signal_of
@@ -459,20 +459,10 @@ def _mark(config: dict[str, Any]) -> str:
 
 
 def load() -> None:
-    """Load what train.py does, without a thread and without hearing signals."""
-    import torch
-    from hydra._internal.hydra import Hydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.plugins import Plugins
-
+    """Load what train.py does."""
     program_server.load()
-    Plugins.instance()
-    OverridesParser.create().parse_overrides(list(BASE))  # its grammar is learnt once
     # Hydra composes everything once more to find hydra.mode, which no command here sets: a quarter of a start.
     setattr(Hydra, "get_mode", lambda *_, **__: None)  # noqa: B010 - for mypy
-    gc.freeze()
-    torch.set_num_threads(1)
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "what has threads cannot be forked"
 
 
 def main(folder: Path, first: int, last: int) -> int:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.support.program_server import Program
+
 ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "train.py"
 LONG_SECONDS = 120.0
 TINY = (
     "data=digits",
@@ -43,25 +46,37 @@ class Session:
     """A run of train.py in a session of its own, so that whatever it leaves behind can be found.
 
     piped: what it says goes into a pipe, which nobody reads until `close_pipe`, instead of a file.
+    anew: Python itself starts too; else the program is a fork of a process that has loaded what it imports.
     """
 
-    def __init__(self, folder: Path, launch: str, *arguments: str, piped: bool = False) -> None:
+    def __init__(self, folder: Path, launch: str, *arguments: str, piped: bool = False, anew: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         python, own = LAUNCHES[launch]
         flags = [word for word in arguments if word.startswith("-")]  # train.py wants them first
         settings = [word for word in arguments if word not in flags]  # the last of several values counts
-        command = [sys.executable, *python, str(ROOT / "train.py"), *flags, *TINY, *own, *settings]
+        words = [*flags, *TINY, *own, *settings]
+        output = folder / "output.txt"
+        output.write_text("")
+        self._process: Program | subprocess.Popen[str]
+        if not (python or piped or anew):
+            self._process = Program(TRAIN, *words, folder=folder, output=output, OMP_NUM_THREADS="1")
+            return
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        self._output = (folder / "output.txt").open("w+", encoding="utf-8")
-        output = subprocess.PIPE if piped else self._output
-        self._process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with output.open("a") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, *python, str(TRAIN), *words],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE if piped else file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
 
     def close_pipe(self) -> None:
         """Leave the run alone with its output, as a `tee` that dies."""
-        assert self._process.stdout is not None
+        assert isinstance(self._process, subprocess.Popen) and self._process.stdout is not None
         self._process.stdout.close()
 
     def wait_for(self, moment: Callable[[Path], bool]) -> None:
@@ -77,7 +92,7 @@ class Session:
         if to_all:
             os.killpg(self._process.pid, number)
         else:
-            self._process.send_signal(number)
+            os.kill(self._process.pid, number)
 
     def pids_of(self, word: str) -> list[int]:
         """Return the processes of the session that have a word in their command lines."""
@@ -100,8 +115,7 @@ class Session:
         """End what is left of it."""
         for pid in self._left():
             os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        self._output.close()
+        self._process.wait(LONG_SECONDS)
 
     def _left(self) -> list[int]:
         return left_of(self._process.pid)

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,27 +102,26 @@ def run_with(
     may_go_on: after the damage it may take any time, and the time-out is a long one.
     """
     timeout_seconds = UNHURRIED_SECONDS if may_go_on else timeout_seconds
-    mark = uuid.uuid4().hex
     fault = json.dumps({"rank": rank, "place": place, "action": action, "times": times})
     overrides = (*overrides, f"pipeline.timeout_seconds={timeout_seconds}")
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "GPIPE_FAULT": fault, "GPIPE_TEST": mark}
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "GPIPE_FAULT": fault}
     done = run_program(FAULTY_RUN, *overrides, folder=folder, warn="ignore", **environment)
     end = time.time()
     assert (folder / "damage").exists(), f"the run failed before the damage:\n{done.stderr}"
     damage = end if may_go_on else float((folder / "damage").read_text())
-    while left := processes_with(f"GPIPE_TEST={mark}"):
+    while left := processes_in(folder):
         assert time.time() < damage + timeout_seconds + GRACE_SECONDS, f"left behind: {left}"
         time.sleep(0.1)
     return Ended(done.returncode, done.stderr, end - damage, timeout_seconds, folder)
 
 
-def processes_with(mark: str) -> dict[int, str]:
-    """Return the command lines, by process id, of running processes that have a mark in their environment."""
+def processes_in(folder: Path) -> dict[int, str]:
+    """Return the command lines, by process id, of running processes whose working folder this is, or is inside."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if mark.encode() in (entry / "environ").read_bytes():
+                if (entry / "cwd").readlink().is_relative_to(folder):
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
             except OSError:  # ended meanwhile, or somebody else's
                 continue

@@ -38,8 +38,8 @@ STOPS = [
 def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     sessions: list[Session] = []
 
-    def begin(launch: str, *arguments: str, piped: bool = False) -> Session:
-        sessions.append(Session(tmp_path, launch, *arguments, piped=piped))
+    def begin(launch: str, *arguments: str, **how: bool) -> Session:
+        sessions.append(Session(tmp_path, launch, *arguments, **how))
         return sessions[-1]
 
     yield begin
@@ -92,7 +92,7 @@ def test_a_signal_to_all_processes_is_one_request(
 def test_a_signal_before_anything_is_there_leaves_nothing(
     begin: Callable[..., Session], launch: str, seconds: float
 ) -> None:
-    session = begin(launch)
+    session = begin(launch, anew=True)
     time.sleep(0.3 + seconds)  # Python itself starts
     session.send(signal.SIGTERM)
     assert session.status() == 75, session.said()
@@ -115,7 +115,7 @@ def test_a_run_that_is_paused_at_random_moments_still_hears(begin: Callable[...,
 
 
 def test_a_process_that_hangs_while_it_starts_is_named_within_the_time_out(begin: Callable[..., Session]) -> None:
-    session = begin("launched", "pipeline.timeout_seconds=5")
+    session = begin("launched", "pipeline.timeout_seconds=5", anew=True)
     begun = time.monotonic()
     while len(started := session.pids_of("multiprocessing.forkserver")) < 3:  # the one that they are copies of, too
         assert time.monotonic() - begun < 60
@@ -129,7 +129,7 @@ def test_a_process_that_hangs_while_it_starts_is_named_within_the_time_out(begin
 def test_a_closed_window_is_nothing_to_a_run_under_nohup(whole: Path, begin: Callable[..., Session]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which what is started here inherits
     try:
-        session = begin("launched")
+        session = begin("launched", anew=True)
     finally:
         signal.signal(signal.SIGHUP, before)
     session.wait_for(MOMENTS["step"])

@@ -4,12 +4,14 @@ A test that starts train.py for one message would otherwise spend four of five s
 processes that the program starts itself are new as usual, and import everything.
 """
 
+import gc
 import json
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -18,7 +20,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.forked_server import fork_server_from_here
+
 _ROOT = Path(__file__).parents[2]
+PROFILES = "GPIPE_TEST_PROFILES"
+"""The variable that names the folder of remembered profiles, if there is one."""
 _SERVE = "from tests.support.program_server import serve; serve()"
 
 
@@ -43,7 +49,8 @@ def run_program(
             "warn": warn,
             "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors)],
         }
-        status = _ask(request)
+        status = _ask({"run": request})
+        assert status is not None
         texts = []
         for file in (output, errors):
             file.seek(0)
@@ -51,21 +58,80 @@ def run_program(
     return subprocess.CompletedProcess([str(program), *arguments], status, *texts)
 
 
+class Program:
+    """A program of this repository that runs, in a session of its own, so that whatever it leaves can be found.
+
+    Args:
+        program: a script.
+        arguments: its arguments.
+        folder: its working folder.
+        output: the file that its output and its errors go to.
+        variables: variables added to this process's environment.
+
+    Attributes:
+        pid: of its process.
+    """
+
+    def __init__(self, program: Path, *arguments: str, folder: Path, output: Path, **variables: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables}
+        request = {"program": str(program), "arguments": arguments, "folder": str(folder), "environment": environment}
+        self.pid = _ask({"start": {**request, "warn": "default", "files": [str(output)] * 2}})
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit status, None while it runs."""
+        if self._status is None:
+            self._status = _ask({"poll": self.pid})
+        return self._status
+
+    def wait(self, seconds: float) -> int:
+        """Return its exit status, once it has ended."""
+        deadline = time.monotonic() + seconds
+        while (status := self.poll()) is None:
+            assert time.monotonic() < deadline, "it does not end"
+            time.sleep(0.02)
+        return status
+
+
 def serve() -> None:
-    """Load what programs load, then run one fork after the other, as standard input requests."""
+    """Load what programs load, then fork, as standard input requests."""
     load()
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            become(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print(json.dumps(_do(**json.loads(line))), flush=True)
+
+
+def _do(run: dict[str, Any] | None = None, start: dict[str, Any] | None = None, poll: int | None = None) -> int | None:
+    """Run a program and return its exit status; or start one and return its process; or ask after the status."""
+    if poll is not None:
+        ended, status = os.waitpid(poll, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+    child = os.fork()
+    if child == 0:
+        if start is not None:
+            os.setsid()
+        become(**(run or start or {}))
+    return child if run is None else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def load() -> None:
-    """Load what programs load."""
+    """Load what programs load, and what they all do first: learn Hydra's grammar, describe a layer without data."""
     parts = ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train", "programs.translate")
-    for name in parts:
-        import_module(f"gpipe.{name}")
+    for name in (*(f"gpipe.{part}" for part in parts), "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        import_module(name)
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.plugins import Plugins
+    from torch import empty, nn
+
+    from gpipe.planning.profile import analyze_layers
+    from tests.support.remembered_profiles import remember_profiles
+
+    Plugins.instance()
+    OverridesParser.create().parse_overrides(["group=choice", "group.key=1"])
+    analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
+    if (folder := os.environ.get(PROFILES)) is not None:
+        remember_profiles(Path(folder))
+    gc.freeze()
+    assert len([*Path("/proc/self/task").iterdir()]) == 1, "what has threads cannot be forked"
 
 
 def become(
@@ -78,9 +144,10 @@ def become(
         os.environ.update(environment)
         os.chdir(folder)
         for path, number in zip(["/dev/null", *files], range(3), strict=True):
-            os.dup2(os.open(path, os.O_RDWR), number)
+            os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
         warnings.simplefilter(warn)
         sys.warnoptions[:] = [warn]  # inherited by the processes that it starts
+        fork_server_from_here()
         sys.argv = [program, *arguments]
         if program.endswith(".py"):
             sys.path[0] = str(Path(program).parent)
@@ -100,12 +167,12 @@ def become(
         os._exit(status if isinstance(status, int) else 1)
 
 
-def _ask(request: Mapping[str, Any]) -> int:
+def _ask(request: Mapping[str, Any]) -> Any:
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
-    return int(server.stdout.readline())
+    return json.loads(server.stdout.readline())
 
 
 @cache
