@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpipe.pipeline.schedule import Kind, Rematerialize, gpipe
-from gpipe.pipeline.timeline import Timeline, simulate
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.simulation import simulate
 from gpipe.records import Record, read_records
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ from experiments.engine_overhead.engines import median_seconds
 from experiments.engine_overhead.hand_written_loop import square
 from experiments.engine_overhead.sleeping_layers import Sleeper, calibrate
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
-from gpipe.pipeline.timeline import simulate
+from gpipe.planning.simulation import simulate
 from gpipe.records import make_record
 from reproductions.additions import add_record
 

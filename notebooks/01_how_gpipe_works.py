@@ -28,7 +28,9 @@ from gpipe.data import ImageLoader, evaluation_transform, open_image_set
 from gpipe.pipeline.partition import partition_ranges
 from gpipe.pipeline.schedule import Kind, Rematerialize
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
-from gpipe.pipeline.timeline import Timeline, plot, simulate
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.picture import plot
+from gpipe.planning.simulation import simulate
 
 BLUE, YELLOW, GREEN = "#4878a8", "#c9a227", "#7d9d5b"
 plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})

@@ -34,7 +34,9 @@ from IPython import display as page
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize
-from gpipe.pipeline.timeline import Timeline, plot, simulate
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.picture import plot
+from gpipe.planning.simulation import simulate
 from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
 from reproductions.pages import read_paper

@@ -6,7 +6,8 @@ import pytest
 
 from experiments.step_timeline import read_events
 from gpipe.pipeline.schedule import Rematerialize, gpipe
-from gpipe.pipeline.timeline import Event, Timeline, simulate
+from gpipe.pipeline.timeline import Event, Timeline
+from gpipe.planning.simulation import simulate
 
 
 def test_a_trace_gives_back_the_tasks_from_the_first_one_on(tmp_path: Path) -> None:

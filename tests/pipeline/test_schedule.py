@@ -23,7 +23,7 @@ from gpipe.pipeline.schedule import (
     one_forward_one_backward,
     sequential,
 )
-from gpipe.pipeline.timeline import simulate
+from gpipe.planning.simulation import simulate
 
 LETTERS = {"F": Kind.FORWARD, "R": Kind.RECOMPUTE, "B": Kind.BACKWARD}
 ALWAYS, EXCEPT_LAST, NEVER = Rematerialize

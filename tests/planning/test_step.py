@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Kind, Rematerialize
-from gpipe.pipeline.timeline import simulate
 from gpipe.planning.accelerator import Speed
+from gpipe.planning.simulation import simulate
 from gpipe.planning.step import Breakdown, Plan, Setting, StagePlan, break_down, plan_memory, plan_step
 from tests.planning.small_profiles import LOSS, layer
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpipe.pipeline.schedule import Kind, gpipe
-from gpipe.pipeline.timeline import simulate
+from gpipe.planning.simulation import simulate
 from gpipe.records import Record, make_record
 from reproductions.table2_throughput.tables import (
     GRID,

@@ -1,20 +1,17 @@
-"""When each task of a step ran, or would run in a simulation: bubble, picture, Perfetto trace."""
+"""When each task of a step ran, or would run in a simulation: bubble, Perfetto trace, clock."""
 
 from __future__ import annotations
 
-import heapq
 import json
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from gpipe.pipeline.schedule import CANNOT_PROCEED, Kind, StepSchedule, Task, count_stages, dependencies, name_stages
-
-_COLORS = {Kind.FORWARD: "#4878a8", Kind.RECOMPUTE: "#c9a227", Kind.BACKWARD: "#7d9d5b"}
+from gpipe.pipeline.schedule import Kind, Task, name_stages
 
 
 class Event(NamedTuple):
@@ -104,94 +101,6 @@ class Timeline:
             for task, start, end in self.events
         ]
         path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
-
-
-def simulate(
-    schedule: StepSchedule,
-    seconds: Callable[[Task], float],
-    transfer_seconds: Callable[[Task], float] = lambda _: 0.0,
-    link: Callable[[Task], Hashable] = lambda task: (task.kind, task.stage),
-) -> Timeline:
-    """Return when each task of a schedule runs if only tasks and transfers take time.
-
-    Args:
-        schedule: the tasks of each device, in order.
-        seconds: how long a task takes.
-        transfer_seconds: how long its result travels to the device that waits for it, over a free link.
-        link: which link the result travels over. A link carries one result at a time, first come, first served. By
-            default each direction of each boundary has its own; with `lambda _: "bus"` all of them share one.
-
-    Raises:
-        ValueError: a task waits for one that never runs.
-    """
-    num_devices, num_stages = len(schedule), count_stages(schedule)
-    free: dict[Hashable, float] = {}  # links, and since when
-    travelling = {needed for tasks in schedule for task in tasks for needed in dependencies(task, num_stages)}
-    arrivals: dict[Task, float] = {}  # of results, where they are waited for
-    waiting = dict.fromkeys(range(num_devices), 0.0)  # devices that run nothing, and since when
-    positions = [0] * num_devices
-    running: list[tuple[float, int]] = []  # a heap of the tasks' ends, with the devices
-    events: list[Event] = []
-    while waiting or running:
-        for device, since in list(waiting.items()):
-            task = schedule[device][positions[device]]
-            needed = dependencies(task, num_stages)
-            if all(other in arrivals for other in needed):
-                start = max([since, *(arrivals[other] for other in needed)])
-                events.append(Event(task, start, start + seconds(task)))
-                heapq.heappush(running, (events[-1].end, device))
-                del waiting[device]
-        if not running:
-            raise ValueError(CANNOT_PROCEED)
-        end, device = heapq.heappop(running)
-        task = schedule[device][positions[device]]
-        if task in travelling:
-            arrivals[task] = end
-            if num_devices > 1:
-                key = link(task)
-                arrivals[task] = free[key] = max(free.get(key, 0.0), end) + transfer_seconds(task)
-        positions[device] += 1
-        if positions[device] < len(schedule[device]):
-            waiting[device] = end
-    return Timeline(tuple(events), num_devices)
-
-
-def plot(timelines: dict[str, Timeline], path: Path) -> None:
-    """Draw timelines below each other on one scale of time, one row per device, and write a PNG.
-
-    Args:
-        timelines: by title, such as "measured" and "simulated".
-        path: of the picture.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state of pyplot
-    from matplotlib.figure import Figure
-
-    rows = sum(timeline.num_devices for timeline in timelines.values())
-    figure = Figure(figsize=(11, 1.1 * len(timelines) + 0.42 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (title, timeline) in zip(axes, timelines.items(), strict=True):
-        _draw(axis, title, timeline)
-    axes[-1].set_xlabel("milliseconds since the step began")
-    handles = [axes[0].barh(0, 0, color=color, label=str(kind)) for kind, color in _COLORS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def _draw(axis: Any, title: str, timeline: Timeline) -> None:
-    begin = min(event.start for event in timeline.events)
-    for task, start, end in timeline.events:
-        row, left, width = timeline.row(task), (start - begin) * 1e3, (end - start) * 1e3
-        strength = 0.75 ** (task.stage // timeline.num_devices)  # a device's later stages are paler
-        style = {"height": 0.82, "color": _COLORS[task.kind], "alpha": strength, "edgecolor": "white", "linewidth": 0.6}
-        axis.barh(row, width, left=left, **style)
-        if width > 0.018 * timeline.makespan_seconds * 1e3:
-            axis.text(left + width / 2, row, str(task.micro_batch), ha="center", va="center", fontsize=7, color="white")
-    axis.set_yticks(range(timeline.num_devices), timeline.row_names())
-    axis.invert_yaxis()
-    axis.spines[["top", "right"]].set_visible(False)
-    milliseconds = timeline.makespan_seconds * 1e3
-    axis.set_title(f"{title}: {milliseconds:.1f} ms, bubble {timeline.bubble:.1%}", loc="left", fontsize=10)
 
 
 class Clock:

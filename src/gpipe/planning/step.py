@@ -13,10 +13,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task, sequential
-from gpipe.pipeline.timeline import Timeline, simulate
+from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory
 from gpipe.planning.profile import LayerProfile
+from gpipe.planning.simulation import simulate
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from gpipe.config import AmoebaNetConfig, PipelineConfig, RunConfig, Translation
 from gpipe.durable_files import replacing
 from gpipe.launch.processes import Place
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
-from gpipe.pipeline.timeline import Timeline, plot, simulate
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.picture import plot
 from gpipe.planning.report import describe_bubble
+from gpipe.planning.simulation import simulate
 from gpipe.planning.step import Plan
 from gpipe.records import RECORD_FILE, make_record, write_record
 from gpipe.training.summary import Summary
