@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe.pipeline.batch_norm import convert_batch_norm
-    from gpipe.pipeline.engine import Pipeline, StepReport
+    from gpipe.pipeline.engine import Pipeline
     from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
     from gpipe.pipeline.partition import partition_layers
+    from gpipe.pipeline.step_report import StepReport
     from gpipe.pipeline.timeline import Timeline
     from gpipe.planning.profile import LayerCost, analyze_layers
     from gpipe.planning.timing import measure_layers
@@ -19,7 +20,7 @@ _PLACES = {
     "PeerFailure": "pipeline.job.errors",
     "Pipeline": "pipeline.engine",
     "PipelineError": "pipeline.job.errors",
-    "StepReport": "pipeline.engine",
+    "StepReport": "pipeline.step_report",
     "Timeline": "pipeline.timeline",
     "analyze_layers": "planning.profile",
     "convert_batch_norm": "pipeline.batch_norm",

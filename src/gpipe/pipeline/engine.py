@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
-from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PipelineError
+from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError
 from gpipe.pipeline.job.topology import Devices, join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
@@ -28,53 +25,12 @@ from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task, check_
 from gpipe.pipeline.shared.replicas import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage, uncached_autocast
+from gpipe.pipeline.step_report import StepReport, measure_peak_memory
 from gpipe.pipeline.timeline import Clock, Timeline
 from gpipe.pipeline.transfer import MiniBatch
 
 Work = Callable[[Stage, Task, Any], Any]
 """What to do for a task: (stage, task, what it received) -> what it sends."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The result of one training step, the same on every process but for the last two attributes.
-
-    Attributes:
-        step: the number of the step, from 0.
-        loss: of the whole mini-batch, over all replicas.
-        metrics: what the loss function returned beside the loss, averaged over the mini-batch as the loss is.
-        notes: what each process of the job passed as its note, where there were any: replica by replica, in the order
-            of their first stages.
-        num_examples: of this pipeline's mini-batch.
-        num_microbatches: into which it was cut.
-        timeline: of all stages, where it was asked for.
-        step_seconds: from the call of train_step to its end, on this process.
-        peak_memory_bytes: the most that this process ever held: of GPU memory on CUDA, of main memory on the CPU.
-    """
-
-    step: int
-    loss: float
-    metrics: dict[str, float] = field(repr=False)
-    notes: list[Any] = field(repr=False)
-    num_examples: int
-    num_microbatches: int
-    timeline: Timeline | None = field(repr=False)
-    step_seconds: float
-    peak_memory_bytes: int
-
-
-class FirstNonFinite(NamedTuple):
-    """An output that is not finite; the least of several is the one that came first in the model."""
-
-    layer: int  # its index in the model; the number of layers where it is the loss
-    replica: int
-    micro_batch: int
-    stage: int
-    name: str  # "layer 3 (Linear)", or "the loss"
-
-    def __str__(self) -> str:
-        """Say where it is."""
-        return f"{self.name} in stage {self.stage}, micro-batch {self.micro_batch} of replica {self.replica}"
 
 
 class Pipeline:
@@ -264,7 +220,7 @@ class Pipeline:
             num_microbatches=mini_batch.num_microbatches,
             timeline=timeline,
             step_seconds=time.perf_counter() - begin,
-            peak_memory_bytes=_peak_memory_bytes(set(self.job.devices.values())),
+            peak_memory_bytes=measure_peak_memory(set(self.job.devices.values())),
         )
 
     def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None) -> Any:
@@ -491,15 +447,6 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for child, training in before:
             child.training = training
-
-
-def _peak_memory_bytes(devices: set[torch.device]) -> int:
-    """Return the most memory that this process held so far, in bytes: the sum over CUDA devices, else main memory."""
-    cuda = [device for device in devices if device.type == "cuda"]
-    if cuda:
-        return sum(torch.cuda.max_memory_allocated(device) for device in cuda)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _unpack(batch: Any) -> tuple[Any, Any]:

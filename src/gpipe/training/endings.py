@@ -1,7 +1,6 @@
 """How a training ends before its time: a request to stop, or a number that is not finite."""
 
-from gpipe.pipeline.engine import FirstNonFinite
-from gpipe.pipeline.job.errors import NonFiniteError
+from gpipe.pipeline.job.errors import FirstNonFinite, NonFiniteError
 
 
 class Stopped(Exception):

@@ -12,8 +12,9 @@ import torch
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Position
-from gpipe.pipeline.engine import Pipeline, StepReport
+from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
+from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
 from gpipe.training.ema import Ema

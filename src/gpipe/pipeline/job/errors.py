@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 
 class PipelineError(RuntimeError):
@@ -35,6 +36,20 @@ class NonFiniteError(PipelineError):
         remedy = "lower the learning rate, clip the gradients, or look at this mini-batch"
         super().__init__(f"{what}; nothing was updated: {remedy}", stage=stage)
         self.what = what
+
+
+class FirstNonFinite(NamedTuple):
+    """An output that is not finite; the least of several is the one that came first in the model."""
+
+    layer: int  # its index in the model; the number of layers where it is the loss
+    replica: int
+    micro_batch: int
+    stage: int
+    name: str  # "layer 3 (Linear)", or "the loss"
+
+    def __str__(self) -> str:
+        """Say where it is."""
+        return f"{self.name} in stage {self.stage}, micro-batch {self.micro_batch} of replica {self.replica}"
 
 
 class PeerFailure(PipelineError):

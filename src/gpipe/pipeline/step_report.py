@@ -1,0 +1,50 @@
+"""What a training step reports."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpipe.pipeline.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The result of one training step, the same on every process but for the last two attributes.
+
+    Attributes:
+        step: the number of the step, from 0.
+        loss: of the whole mini-batch, over all replicas.
+        metrics: what the loss function returned beside the loss, averaged over the mini-batch as the loss is.
+        notes: what each process of the job passed as its note, where there were any: replica by replica, in the order
+            of their first stages.
+        num_examples: of this pipeline's mini-batch.
+        num_microbatches: into which it was cut.
+        timeline: of all stages, where it was asked for.
+        step_seconds: from the call of train_step to its end, on this process.
+        peak_memory_bytes: the most that this process ever held: of GPU memory on CUDA, of main memory on the CPU.
+    """
+
+    step: int
+    loss: float
+    metrics: dict[str, float] = field(repr=False)
+    notes: list[Any] = field(repr=False)
+    num_examples: int
+    num_microbatches: int
+    timeline: Timeline | None = field(repr=False)
+    step_seconds: float
+    peak_memory_bytes: int
+
+
+def measure_peak_memory(devices: Iterable[torch.device]) -> int:
+    """Return the most memory that this process held so far, in bytes: the sum over CUDA devices, else main memory."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    if cuda:
+        return sum(torch.cuda.max_memory_allocated(device) for device in cuda)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
