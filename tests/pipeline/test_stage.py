@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import gpipe
 from gpipe.pipeline.job.topology import Job
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.schedule import Kind, Rematerialize, sequential
+from gpipe.pipeline.schedule import Kind, Rematerialize, Task, sequential
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
 from gpipe.pipeline.transfer import LocalTransfer
 
@@ -255,10 +255,10 @@ class LoggedTransfer(LocalTransfer):
         super().__init__([torch.device("cpu")] * 2)
         self.log = log
 
-    def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
-        self.log.append(f"ask {micro_batch}")
-        super().send_backward(stage + 1, micro_batch, Payload.of((torch.ones(2, 3),)))
-        return super().receive_backward(stage, micro_batch)
+    def receive(self, task: Task) -> Payload:
+        self.log.append(f"ask {task.micro_batch}")
+        super().send(task._replace(stage=task.stage + 1), Payload.of((torch.ones(2, 3),)))
+        return super().receive(task)
 
 
 class FirstOfTwo(Job):

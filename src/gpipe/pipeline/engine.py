@@ -355,9 +355,9 @@ class Pipeline:
         job.check()
         received: Any = None
         if kind is Kind.FORWARD:
-            received = job.transfer.receive_forward(k, micro_batch) if k > 0 else _move(parts[micro_batch], stage)
+            received = job.transfer.receive(task) if k > 0 else _move(parts[micro_batch], stage)
         elif kind is Kind.BACKWARD and k < self.num_stages - 1:
-            received = job.transfer.receive_backward(k, micro_batch)
+            received = job.transfer.receive(task)
         job.activity.start(stage.describe, micro_batch, doing)
         mark = clock.start(stage.device)
         try:
@@ -368,10 +368,8 @@ class Pipeline:
             raise stage.locate(error, micro_batch, doing) from error
         clock.stop(task, stage.device, mark)
         job.activity.stop()
-        if kind is Kind.FORWARD and k < self.num_stages - 1:
-            job.transfer.send_forward(k, micro_batch, result)
-        elif kind is Kind.BACKWARD and k > 0:
-            job.transfer.send_backward(k, micro_batch, result)
+        if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind is Kind.BACKWARD and k > 0):
+            job.transfer.send(task, result)
 
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where batch norms are synchronised, what every replica can cut its mini-batch into."""

@@ -153,22 +153,23 @@ class Stage:
         with microbatch_phase(self._batch_norms, recompute=True, synchronized=kept.synchronized):
             self._run_with_graph(micro_batch, kept)
 
-    def backward(self, micro_batch: int, gradients: list[Tensor | None] | None) -> Payload:
+    def backward(self, micro_batch: int, gradients: Payload | None) -> Payload:
         """Add this micro-batch's gradients to the parameters' `.grad`; return those of the boundary input.
 
         Args:
             micro_batch: one that was kept or recomputed; what was held of it is let go.
-            gradients: one for each output of the stage, None for those without; None altogether in the last stage.
+            gradients: a tuple with one for each output of the stage, None for those without; None altogether in the
+                last stage.
 
         Returns:
-            A payload that nests the gradients of the input's tensors in a tuple, None where there is none.
+            Likewise the gradients of the input's tensors.
         """
         kept = self._kept.pop(micro_batch)
         assert kept.roots is not None, "the schedule forgot to recompute"
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         # The last stage's only root is the loss: a scalar needs no gradient to start from.
         is_last = gradients is None
-        seeds = [None] * len(kept.roots) if gradients is None else gradients
+        seeds = [None] * len(kept.roots) if gradients is None else gradients.value()
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and (is_last or s is not None)]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
         exchange: AbstractContextManager[None] = nullcontext()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.schedule import Kind, Task
 
 
 class MiniBatch(NamedTuple):
@@ -30,7 +31,7 @@ class LocalTransfer:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
-        self._mail: dict[tuple[str, int, int], tuple[Payload, torch.cuda.Event | None]] = {}
+        self._mail: dict[Task, tuple[Payload, torch.cuda.Event | None]] = {}
         self._streams = {device: torch.cuda.Stream(device) for device in set(devices) if device.type == "cuda"}
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
@@ -38,21 +39,31 @@ class LocalTransfer:
         assert batch is not None
         return batch
 
-    def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Send a boundary output of `stage` to the next stage, without waiting."""
-        self._mail["forward", stage + 1, micro_batch] = self._move(payload, stage, stage + 1)
+    def send(self, task: Task, payload: Payload) -> None:
+        """Send a boundary output to the stage after the task's, or gradients to the one before, without waiting."""
+        kind, stage, micro_batch = task
+        neighbour = stage + 1 if kind is Kind.FORWARD else stage - 1
+        here, there = self.devices[stage], self.devices[neighbour]
+        tensors = [tensor.detach() for tensor in payload.tensors]
+        event = None
+        if here != there:
+            tensors, event = self._copy(tensors, here, there)
+        sent = Payload(tensors, payload.structure, payload.differentiable)
+        self._mail[Task(kind, neighbour, micro_batch)] = sent, event
 
-    def receive_forward(self, stage: int, micro_batch: int) -> Payload:
-        """Return the boundary input of `stage`: tensors without history that share no graph with the sender's."""
-        return self._take("forward", stage, micro_batch)
+    def receive(self, task: Task) -> Payload:
+        """Return the boundary input that a forward needs, or the gradients of the outputs that a backward needs.
 
-    def send_backward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Send the gradients of the boundary input of `stage` to the previous stage, without waiting."""
-        self._mail["backward", stage - 1, micro_batch] = self._move(payload, stage, stage - 1)
-
-    def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
-        """Return the gradients of the boundary outputs of `stage`, None where there is none."""
-        return list(self._take("backward", stage, micro_batch).value())
+        The tensors have no history: they share no graph with the sender's. Gradients come as a tuple, with None where
+        there is none.
+        """
+        payload, event = self._mail.pop(task)
+        if event is not None:
+            stream = torch.cuda.current_stream(self.devices[task.stage])
+            stream.wait_event(event)
+            for tensor in payload.tensors:
+                tensor.record_stream(stream)
+        return payload
 
     def reset(self) -> None:
         """Drop what was under way, after a step that failed."""
@@ -63,14 +74,6 @@ class LocalTransfer:
 
     def close(self) -> None:
         """Release threads and connections: here, there are none."""
-
-    def _move(self, payload: Payload, source: int, target: int) -> tuple[Payload, torch.cuda.Event | None]:
-        here, there = self.devices[source], self.devices[target]
-        tensors = [tensor.detach() for tensor in payload.tensors]
-        event = None
-        if here != there:
-            tensors, event = self._copy(tensors, here, there)
-        return Payload(tensors, payload.structure, payload.differentiable), event
 
     def _copy(
         self, tensors: list[Tensor], here: torch.device, there: torch.device
@@ -86,12 +89,3 @@ class LocalTransfer:
         event = torch.cuda.Event()
         event.record(target)
         return copies, event
-
-    def _take(self, direction: str, stage: int, micro_batch: int) -> Payload:
-        payload, event = self._mail.pop((direction, stage, micro_batch))
-        if event is not None:
-            stream = torch.cuda.current_stream(self.devices[stage])
-            stream.wait_event(event)
-            for tensor in payload.tensors:
-                tensor.record_stream(stream)
-        return payload

@@ -6,7 +6,6 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,20 +15,9 @@ from torch import Tensor
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
-FRAME_BYTES = 512  # of a message's first part, which holds the length of the rest
-_LENGTH_BYTES = 4
-
-
-class Tag(IntEnum):
-    """Keeps the streams of messages between two processes apart; within a stream the order is kept."""
-
-    CONTROL = 1
-    FORWARD = 2
-    BACKWARD = 3
-
-    def of_boundary(self, number: int) -> int:
-        """Return the tag of one direction of one boundary: two processes may have several boundaries in common."""
-        return self + 2 * number
+FRAME_BYTES = 512  # of the first message of a text
+_HEADER_BYTES = 9  # in it, before the text: a mark and the text's length
+CONTROL_TAG = 1  # of this module's messages; those of boundaries have higher ones
 
 
 class Messenger:
@@ -51,7 +39,8 @@ class Messenger:
 
     def _send_frame(self, frame: Sequence[Tensor], peer: int) -> None:
         for part in frame:
-            self._sent.append((peer, self.post_send(part, peer, Tag.CONTROL), part))
+            with LostPeer.named([self._ranks[peer]]):
+                self._sent.append((peer, self.group.send([part], peer, CONTROL_TAG), part))
         # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
         # with this many after it the oldest is not waited for in practice.
         self._let_go(256 * self.size)
@@ -63,8 +52,8 @@ class Messenger:
     def _let_go(self, num_kept: int) -> None:
         while len(self._sent) > num_kept:
             peer, work, _ = self._sent.popleft()
-            with self.waiting_for(peer):
-                self.wait(work, peer)
+            with self.waiting_for(peer), LostPeer.named([self._ranks[peer]]):
+                work.wait(FOREVER)
 
     def receive(self, peer: int) -> Any:
         """Wait for the next message of a rank of the group.
@@ -72,36 +61,33 @@ class Messenger:
         Raises:
             PeerFailure: the peer sent the cause of its failure instead.
         """
-        data = self._receive_bytes(FRAME_BYTES, peer)
-        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-        body = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
-        if length > len(body):
-            body += self._receive_bytes(length - len(body), peer)
-        value = json.loads(body)
+        with self.waiting_for(peer):
+            text = self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
+        value = json.loads(text)
         if isinstance(value, dict) and "failure" in value:
             raise PeerFailure(**value["failure"])
         return value
 
-    def _receive_bytes(self, size: int, peer: int) -> bytes:
-        part = torch.empty(size, dtype=torch.uint8)
-        with self.waiting_for(peer):
-            self.wait(self.post_receive(part, peer, Tag.CONTROL), peer)
-        return part.numpy().tobytes()
-
-    def post_send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start sending a contiguous CPU tensor."""
+    def send_bytes(self, message: Tensor, peer: int, tag: int) -> None:
+        """Send a contiguous CPU tensor, and wait until it has arrived."""
         with LostPeer.named([self._ranks[peer]]):
-            return self.group.send([tensor], peer, tag)
+            self.group.send([message], peer, tag).wait(FOREVER)
 
-    def post_receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start receiving into a contiguous CPU tensor."""
+    def receive_bytes(self, size: int, peer: int, tag: int) -> Tensor:
+        """Wait for a message of at most `size` bytes."""
+        message = torch.empty(size, dtype=torch.uint8)
         with LostPeer.named([self._ranks[peer]]):
-            return self.group.recv([tensor], peer, tag)
+            self.group.recv([message], peer, tag).wait(FOREVER)
+        return message
 
-    def wait(self, work: dist.Work, peer: int) -> None:
-        """Wait for a send or receive."""
-        with LostPeer.named([self._ranks[peer]]):
-            work.wait(FOREVER)
+    def receive_text(self, first: Tensor, peer: int, tag: int) -> bytes:
+        """Return the text whose first message is here; wait for the rest, if there is any."""
+        data = first[:FRAME_BYTES].numpy().tobytes()
+        length = int.from_bytes(data[1:_HEADER_BYTES], "little")
+        text = data[_HEADER_BYTES : _HEADER_BYTES + length]
+        if len(text) < length:
+            text += self.receive_bytes(length - len(text), peer, tag).numpy().tobytes()
+        return text
 
     def waiting_for(self, peer: int) -> AbstractContextManager[None]:
         """Let the watch know, while a body runs, for which rank of the group this process waits."""
@@ -141,8 +127,11 @@ class Messenger:
 
 
 def _encode(value: Any) -> list[Tensor]:
-    """Return a value's JSON as a frame of fixed size and, where it is longer, the rest."""
-    body = json.dumps(value, separators=(",", ":")).encode()
-    data = len(body).to_bytes(_LENGTH_BYTES, "little") + body
+    return frame_text(json.dumps(value, separators=(",", ":")).encode())
+
+
+def frame_text(text: bytes, mark: int = 0) -> list[Tensor]:
+    """Return a text as a message of fixed size, which begins with a mark, and another with what it has no room for."""
+    data = bytes([mark]) + len(text).to_bytes(_HEADER_BYTES - 1, "little") + text
     parts = [data[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), data[FRAME_BYTES:]]
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe.pipeline._compat import open_store
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError
-from gpipe.pipeline.job.messages import Messenger, Tag
+from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
 from gpipe.pipeline.job.watch import Activity, Watch
-from gpipe.pipeline.schedule import name_stages
+from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
 from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from gpipe.pipeline.transfer import LocalTransfer
@@ -337,26 +337,21 @@ class MeshJob(Job):
                     )
 
     def _connect_stages(self) -> ProcessTransfer:
-        """Return the connections of this process's stages with their neighbours."""
-        boundaries = [self._boundary(before) for before in range(self._num_stages - 1)]
-        previous = {after: links for after, links in enumerate(boundaries, 1) if links and after in self.devices}
-        following = {before: links for before, links in enumerate(boundaries) if links and before in self.devices}
-        return ProcessTransfer(previous, following)
-
-    def _boundary(self, before: int) -> tuple[Link, Link] | None:
-        """Return this end of the links between stages `before` and `before + 1`: forward, backward."""
-        sender, receiver = self.process_of(before), self.process_of(before + 1)
-        pairs = [[row[sender], row[receiver]] for row in self._rows]
-        cuda = self._device.type == "cuda"
-        groups = [self._make_groups(pairs, "nccl") if cuda else None for _ in ("forward", "backward")]
-        if self.process not in (sender, receiver):
-            return None
-        peer = receiver if self.process == sender else sender
-        forward, backward = (
-            Link(self._messenger, peer, tag.of_boundary(before), group, self._device)
-            for tag, group in zip((Tag.FORWARD, Tag.BACKWARD), groups, strict=True)
-        )
-        return forward, backward
+        """Return the connections of this process's stages with their neighbours: two links per boundary."""
+        outgoing: dict[tuple[Kind, int], Link] = {}
+        incoming: dict[tuple[Kind, int], Link] = {}
+        num_boundaries = self._num_stages - 1
+        forward = [(Kind.FORWARD, stage, stage + 1) for stage in range(num_boundaries)]
+        backward = [(Kind.BACKWARD, stage + 1, stage) for stage in range(num_boundaries)]
+        for tag, (kind, source, target) in enumerate(forward + backward, CONTROL_TAG + 1):
+            sender, receiver = self.process_of(source), self.process_of(target)
+            pairs = [[row[sender], row[receiver]] for row in self._rows]
+            nccl = self._make_groups(pairs, "nccl") if self._device.type == "cuda" else None
+            if self.process == sender:
+                outgoing[kind, source] = Link(self._messenger, receiver, tag, nccl, self._device)
+            if self.process == receiver:
+                incoming[kind, target] = Link(self._messenger, sender, tag, nccl, self._device)
+        return ProcessTransfer(outgoing, incoming)
 
     def _make_groups(self, members: list[list[int]], backend: str) -> Any:
         """Make a group of each list of ranks and return this process's own.

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
-from gpipe.pipeline.job.messages import Messenger
+from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
 
-SMALLEST_BYTES = 512  # of a message, so that a format usually fits into one
 _AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
 
 
@@ -52,8 +51,8 @@ class Link:
     device: torch.device
 
     def message_bytes(self, format_: MessageFormat) -> int:
-        """Return the size of a message of a format."""
-        return max(SMALLEST_BYTES, format_.offsets[-1] if self.nccl is None else PREFIX_BYTES)
+        """Return the size of a message of a format: at least that of a text's first message."""
+        return max(FRAME_BYTES, format_.offsets[-1] if self.nccl is None else PREFIX_BYTES)
 
 
 class Formats:
@@ -79,17 +78,49 @@ class Formats:
         self.position += 1
 
 
-class Sender:
-    """Sends payloads one after the other, each let go of when it has arrived."""
+class _End:
+    """One end of a stream, whose thread does one piece of work after the other until one fails."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, name: str) -> None:
         self.link = link
         self._formats = Formats()
         self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
-        self._error: Exception | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"gpipe-sends-to-{link.peer}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"gpipe-{name}-{link.peer}", daemon=True)
         self._thread.start()
+
+    def end(self) -> None:
+        """End the thread after its work; one that waits for a message in vain ends with the connection."""
+        self._work.put(None)
+
+    def close(self) -> None:
+        """End the thread, and wait until its work is done."""
+        self.end()
+        with self.link.messenger.waiting_for(self.link.peer):
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self.link.device)
+        try:
+            while (work := self._work.get()) is not None:
+                work()
+                del work  # and the payload in it, before waiting for more
+        except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+            self._note(error)
+            while self._work.get() is not None:  # let go of the rest
+                pass
+
+    def _note(self, error: Exception) -> None:
+        raise NotImplementedError
+
+
+class Sender(_End):
+    """Sends payloads one after the other, each let go of when it has arrived."""
+
+    def __init__(self, link: Link) -> None:
+        self._error: Exception | None = None
+        super().__init__(link, "sends-to")
 
     def start(self, *, training: bool) -> None:
         """Begin a step."""
@@ -111,27 +142,12 @@ class Sender:
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell the receiver why no payload will come, and end the thread."""
         self._work.put(lambda: self._send_text(Mark.FAILURE, json.dumps(failure).encode()))
-        self._work.put(None)
+        self.end()
 
-    def close(self) -> None:
-        """Wait until everything sent has arrived, and end the thread."""
-        self._work.put(None)
-        with self.link.messenger.waiting_for(self.link.peer):
-            self._thread.join()
-
-    def _run(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_device(self.link.device)
-        while (work := self._work.get()) is not None:
-            if self._error is None:
-                try:
-                    work()
-                except LostPeer as lost:
-                    self._error = lost
-                except Exception as error:  # noqa: BLE001 - nobody else would hear of it
-                    self._error = error
-                    self.link.messenger.report(PipelineError(f"sending failed: {type(error).__name__}: {error}"))
-            del work  # and the payload in it, before waiting for more
+    def _note(self, error: Exception) -> None:
+        self._error = error
+        if not isinstance(error, LostPeer):
+            self.link.messenger.report(PipelineError(f"sending failed: {type(error).__name__}: {error}"))
 
     def _send(self, payload: Payload, batch: MiniBatch, ready: torch.cuda.Event | None) -> None:
         found = MessageFormat.of(payload, batch)
@@ -147,15 +163,12 @@ class Sender:
         self._formats.advance(found)
 
     def _deliver(self, message: Tensor) -> None:
-        messenger, peer = self.link.messenger, self.link.peer
-        messenger.wait(messenger.post_send(message, peer, self.link.tag), peer)
+        self.link.messenger.send_bytes(message, self.link.peer, self.link.tag)
 
     def _send_text(self, mark: Mark, text: bytes) -> None:
-        data = bytes([mark]) + len(text).to_bytes(8, "little") + text
-        # Gloo receives a message that is shorter than expected, so this size fits whatever was predicted.
-        for part in (data[:SMALLEST_BYTES].ljust(SMALLEST_BYTES, b"\0"), data[SMALLEST_BYTES:]):
-            if part:
-                self._deliver(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        # Gloo receives a message that is shorter than expected, so the first one fits whatever was predicted.
+        for message in frame_text(text, mark):
+            self._deliver(message)
 
     def _send_on_device(self, payload: Payload, format_: MessageFormat, ready: torch.cuda.Event) -> None:
         assert self.link.nccl is not None and self._stream is not None
@@ -174,25 +187,20 @@ class _Received(NamedTuple):
     arrived: torch.cuda.Event | None
 
 
-class Receiver:
+class Receiver(_End):
     """Receives payloads, a few of them before the stage wants them."""
 
     def __init__(self, link: Link) -> None:
-        self.link = link
-        self._formats = Formats()
-        self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
         self._first: _Received | None = None
-        self._steps: queue.SimpleQueue[tuple[bool, int | None] | None] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[_Received | Exception] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each payload that may be asked for
         for _ in range(_AHEAD):
             self._room.put(None)
-        self._thread = threading.Thread(target=self._run, name=f"gpipe-receives-from-{link.peer}", daemon=True)
-        self._thread.start()
+        super().__init__(link, "receives-from")
 
     def start(self, *, training: bool, num_payloads: int | None) -> None:
         """Expect the payloads of a step; without their number, as many as the first one's mini-batch makes."""
-        self._steps.put((training, num_payloads))
+        self._work.put(lambda: self._receive_step(training, num_payloads))
 
     def first(self) -> MiniBatch:
         """Wait for the first payload of a step, and return the mini-batch that it belongs to."""
@@ -214,16 +222,6 @@ class Receiver:
                 tensor.record_stream(stream)
         return payload
 
-    def fail(self) -> None:
-        """End the thread, unless it waits for a message: that ends with the connection."""
-        self._steps.put(None)
-
-    def close(self) -> None:
-        """End the thread, which waits for no message between two steps."""
-        self._steps.put(None)
-        with self.link.messenger.waiting_for(self.link.peer):
-            self._thread.join()
-
     def _next(self) -> _Received:
         with self.link.messenger.waiting_for(self.link.peer):
             received = self._received.get()
@@ -232,28 +230,24 @@ class Receiver:
         self._room.put(None)
         return received
 
-    def _run(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_device(self.link.device)
-        try:
-            while (step := self._steps.get()) is not None:
-                training, num_payloads = step
-                self._formats.start(training=training)
-                while num_payloads is None or self._formats.position < num_payloads:
-                    self._room.get()
-                    received = self._receive()
-                    num_payloads = received.batch.num_microbatches
-                    self._received.put(received)
-                    del received  # the stage alone decides how long it lives
-        except Exception as error:  # noqa: BLE001 - raised where the payload is asked for
-            self._received.put(error)
+    def _receive_step(self, training: bool, num_payloads: int | None) -> None:
+        self._formats.start(training=training)
+        while num_payloads is None or self._formats.position < num_payloads:
+            self._room.get()
+            received = self._receive()
+            num_payloads = received.batch.num_microbatches
+            self._received.put(received)
+            del received  # the stage alone decides how long it lives
+
+    def _note(self, error: Exception) -> None:
+        self._received.put(error)  # raised where the payload is asked for
 
     def _receive(self) -> _Received:
         found = self._formats.predict()
         message = self._receive_message(self.link.message_bytes(found))
         mark = int(message[0])
         if mark != Mark.DATA:
-            text = self._receive_text(message)
+            text = self.link.messenger.receive_text(message, self.link.peer, self.link.tag)
             if mark == Mark.FAILURE:
                 raise PeerFailure(**json.loads(text))
             found = MessageFormat.from_json(text)
@@ -264,18 +258,7 @@ class Receiver:
         return _Received(self._receive_on_device(found), found.batch, self._stream.record_event())
 
     def _receive_message(self, size: int) -> Tensor:
-        messenger, peer = self.link.messenger, self.link.peer
-        message = torch.empty(size, dtype=torch.uint8)
-        messenger.wait(messenger.post_receive(message, peer, self.link.tag), peer)
-        return message
-
-    def _receive_text(self, message: Tensor) -> bytes:
-        data = message[:SMALLEST_BYTES].numpy().tobytes()
-        length = int.from_bytes(data[1:9], "little")
-        text = data[9 : 9 + length]
-        if len(text) < length:
-            text += self._receive_message(length - len(text)).numpy().tobytes()
-        return text
+        return self.link.messenger.receive_bytes(size, self.link.peer, self.link.tag)
 
     def _receive_on_device(self, format_: MessageFormat) -> Payload:
         assert self.link.nccl is not None

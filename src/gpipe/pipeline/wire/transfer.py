@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.schedule import Kind, Task
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.streams import Link, Receiver, Sender
 
@@ -29,64 +28,49 @@ class ProcessTransfer:
     """Carries payloads between this process's stages and their neighbours, which are all in other processes.
 
     Args:
-        previous: of each stage but the first of all, links to the one before: receiving forward, sending backward.
-        following: of each stage but the last of all, links to the one after: sending forward, receiving backward.
+        outgoing: the links over which this process's stages send, by what travels (outputs forward, gradients
+            backward) and stage.
+        incoming: those over which they receive, in the order of the stages.
     """
 
-    def __init__(self, previous: Mapping[int, tuple[Link, Link]], following: Mapping[int, tuple[Link, Link]]) -> None:
-        self._inputs = {stage: Receiver(forward) for stage, (forward, _) in previous.items()}
-        self._input_gradients = {stage: Sender(backward) for stage, (_, backward) in previous.items()}
-        self._outputs = {stage: Sender(forward) for stage, (forward, _) in following.items()}
-        self._output_gradients = {stage: Receiver(backward) for stage, (_, backward) in following.items()}
-        self._senders = [*self._outputs.values(), *self._input_gradients.values()]
-        self._receivers = [*self._inputs.values(), *self._output_gradients.values()]
+    def __init__(self, outgoing: Mapping[tuple[Kind, int], Link], incoming: Mapping[tuple[Kind, int], Link]) -> None:
+        self._senders = {end: Sender(link) for end, link in outgoing.items()}
+        self._receivers = {end: Receiver(link) for end, link in incoming.items()}
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
         """Begin a step; without the first stage, wait for the first boundary input, which carries the mini-batch."""
-        for sender in self._senders:
+        for sender in self._senders.values():
             sender.start(training=training)
-        expecting = [self._inputs[stage] for stage in sorted(self._inputs)]
+        expecting = [receiver for (kind, _), receiver in self._receivers.items() if training or kind is Kind.FORWARD]
         if batch is None:
             first, *expecting = expecting
             first.start(training=training, num_payloads=None)
             batch = first.first()
         self._batch = batch
-        if training:
-            expecting += self._output_gradients.values()
         for receiver in expecting:
             receiver.start(training=training, num_payloads=batch.num_microbatches)
         return batch
 
-    def send_forward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Send a boundary output to the process of the next stage, without waiting."""
-        self._outputs[stage].send(payload, self._batch)
+    def send(self, task: Task, payload: Payload) -> None:
+        """Send what a task made to the process of the stage after or before, without waiting."""
+        self._senders[task.kind, task.stage].send(payload, self._batch)
 
-    def receive_forward(self, stage: int, micro_batch: int) -> Payload:
-        """Wait for the boundary input of a stage."""
-        return self._inputs[stage].receive()
-
-    def send_backward(self, stage: int, micro_batch: int, payload: Payload) -> None:
-        """Send gradients to the process of the previous stage, without waiting."""
-        self._input_gradients[stage].send(payload, self._batch)
-
-    def receive_backward(self, stage: int, micro_batch: int) -> list[Tensor | None]:
-        """Wait for the gradients of a stage's boundary outputs."""
-        return list(self._output_gradients[stage].receive().value())
+    def receive(self, task: Task) -> Payload:
+        """Wait for what a task needs."""
+        return self._receivers[task.kind, task.stage].receive()
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell the neighbours why this process sends nothing any more, and end the threads without waiting for them."""
-        for sender in self._senders:
+        for sender in self._senders.values():
             sender.fail(failure)
-        for receiver in self._receivers:
-            receiver.fail()
+        for receiver in self._receivers.values():
+            receiver.end()
 
     def reset(self) -> None:
         """Do nothing: after a failure the streams are out of step for good, and the engine refuses to go on."""
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads."""
-        for sender in self._senders:
-            sender.close()
-        for receiver in self._receivers:
-            receiver.close()
+        for end in (*self._senders.values(), *self._receivers.values()):
+            end.close()
