@@ -93,7 +93,7 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_needs(
 
     def watched(stage: Stage, *args: Any, **options: Any) -> Any:
         outputs = forward(stage, *args, **options)
-        found[stage.index] = max(found[stage.index], stage.num_kept)
+        found[stage.index] = max(found[stage.index], len(stage._kept))
         return outputs
 
     monkeypatch.setattr(Stage, "forward", watched)

@@ -279,7 +279,7 @@ def test_a_stage_recomputes_before_it_asks_for_the_gradient(monkeypatch: pytest.
     pipeline = gpipe.Pipeline(nn.Sequential(layer, Scale()), dot, [1, 1], 3)
     pipeline.train_step((batch(3)[0], None))
     assert log == ["run 0", "run 1", "run 2", "run 2", "ask 2", "run 1", "ask 1", "run 0", "ask 0"]
-    assert pipeline.stages[0].num_kept == 0
+    assert not pipeline.stages[0]._kept
 
 
 class AddOne(nn.Module):

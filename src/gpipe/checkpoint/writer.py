@@ -140,7 +140,7 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            with self._pipeline.job.doing_beside(self._doing):
+            with self._pipeline.job.activity.doing_beside(self._doing):
                 self._write()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread raises it
             self._error = to_json(error, self._place)

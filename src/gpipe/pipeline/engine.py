@@ -137,7 +137,11 @@ class Pipeline:
                 stage.averaging = Averaging(stage.layers, self.job.replicas)
             self._synchronizes = synchronize_batch_norm and bool(batch_norm.converted_batch_norms(layers))
         if self._synchronizes:
-            self._synchronize_batch_norms()
+            from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
+
+            exchange = StatisticsExchange(self.job.connect_replicas(), self.layers.named_modules(prefix="layers"))
+            for stage in self.stages.values():
+                stage.exchange = exchange
         self.job.on_failure += [stage.reset for stage in self.stages.values()]
         self._close = weakref.finalize(self, self.job.close)
 
@@ -204,7 +208,7 @@ class Pipeline:
             self._run(tasks, parts, train, clock)
             for stage in self.stages.values():
                 stage.loss = None  # it holds the targets
-            with self.job.doing("adding up the gradients of tied parameters"):
+            with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
             totals, notes = self._conclude(loss, note)
             with self.job.replicas.exchange():
@@ -377,13 +381,6 @@ class Pipeline:
             return self.num_microbatches
         sizes: list[int] = self.job.replicas.gather(find_batch_size(inputs, "inputs"))
         return min(self.num_microbatches, *sizes)
-
-    def _synchronize_batch_norms(self) -> None:
-        from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
-
-        exchange = StatisticsExchange(self.job.connect_replicas(), self.layers.named_modules(prefix="layers"))
-        for stage in self.stages.values():
-            stage.exchange = exchange
 
     def _minibatch_loss(self, targets: Any, mini_batch: MiniBatch) -> MiniBatchLoss:
         if (found := find_batch_size(targets, "targets")) != mini_batch.num_examples:

@@ -104,11 +104,6 @@ class Stage:
         self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
         self._last = max(self.layers)
 
-    @property
-    def num_kept(self) -> int:
-        """The number of micro-batches of which something is held."""
-        return len(self._kept)
-
     def compile(self, **options: Any) -> None:
         """Run the layers through torch.compile from now on."""
         self._compiled = {layer: _compile(layer, index, options) for index, layer in self.layers.items()}

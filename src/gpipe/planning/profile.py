@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
-from gpipe.pipeline.shared.tied_parameters import count_tied_parameters
+from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.repeats import Shortened
 
@@ -185,9 +185,18 @@ def profile_layers(
         found = shortened.expand(found)
     else:
         found = _profile(list(layers), loss, example, autocast)
-    counts = [*count_tied_parameters(layers), 0]  # the loss has none
+    counts = _count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
+
+
+def _count_tied_parameters(layers: nn.Sequential) -> list[int]:
+    """Count, for each layer and the loss, the parameters that an earlier layer has too: the model has them once."""
+    counts = [0] * (len(layers) + 1)
+    for _, *others in TiedParameters(layers).groups:
+        for member in others:
+            counts[member.layer] += layers[member.layer].get_parameter(member.name).numel()
+    return counts
 
 
 class _Chain:

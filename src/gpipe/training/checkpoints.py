@@ -122,7 +122,7 @@ class Checkpoints:
         """
         if self._folder is None:
             return
-        with self._pipeline.job.doing("rehearsing a save"):
+        with self._pipeline.job.activity.doing("rehearsing a save"):
             self._open_saver(self._folder).rehearse(self._content(position, results))
 
     def save(self, position: Position, results: Mapping[str, Any], *, is_best: bool = False) -> None:
@@ -130,7 +130,7 @@ class Checkpoints:
         if self._folder is None or self.saved_step == position.step:
             return
         self.saved_step = position.step
-        with self._pipeline.job.doing(f"saving after step {position.step}"):
+        with self._pipeline.job.activity.doing(f"saving after step {position.step}"):
             self._open_saver(self._folder).save(self._content(position, results), is_best=is_best)
 
     def wait_until_copied(self) -> None:

@@ -43,7 +43,7 @@ def iterate(loader: Loader, pipeline: Pipeline) -> Iterator[tuple[Any, Any]]:
     batches = iter(loader)
     number = loader.start_batch
     while True:
-        with pipeline.job.doing(f"loading mini-batch {number}"):
+        with pipeline.job.activity.doing(f"loading mini-batch {number}"):
             batch = next(batches, None)
         if batch is None:
             return

@@ -328,7 +328,10 @@ class Trainer:
         started = time.perf_counter()
         layers = self.ema.module if self.ema is not None else None
         loaders = self.evaluation_loaders.items()
-        with self.evaluation_autocast(), self.pipeline.job.doing(f"evaluation after step {self.pipeline.step}"):
+        with (
+            self.evaluation_autocast(),
+            self.pipeline.job.activity.doing(f"evaluation after step {self.pipeline.step}"),
+        ):
             evaluation = {name: evaluate(self.pipeline, loader, layers, self.metrics) for name, loader in loaders}
         self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started

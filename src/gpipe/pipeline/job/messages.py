@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -31,16 +30,16 @@ class Messenger:
         self.group, self._watch = group, watch
         self._ranks = dist.get_process_group_ranks(group)  # of the members, in the job
         self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), group.size()
+        self._others = [peer for peer in range(self.size) if peer != self.rank]
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
-    def send(self, value: Any, peer: int) -> None:
-        """Start sending a value to a rank of the group."""
-        self._send_frame(_encode(value), peer)
-
-    def _send_frame(self, frame: Sequence[Tensor], peer: int) -> None:
-        for part in frame:
+    def send(self, value: Any, *peers: int) -> None:
+        """Start sending a value to ranks of the group."""
+        messages = frame_text(json.dumps(value, separators=(",", ":")).encode())
+        for peer in peers:
             with LostPeer.named([self._ranks[peer]]):
-                self._sent.append((peer, self.group.send([part], peer, CONTROL_TAG), part))
+                for message in messages:
+                    self._sent.append((peer, self.group.send([message], peer, CONTROL_TAG), message))
         # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
         # with this many after it the oldest is not waited for in practice.
         self._let_go(256 * self.size)
@@ -104,30 +103,21 @@ class Messenger:
             received: list[Any] = self.receive(0)
             return received
         mine = json.loads(json.dumps(value))  # what the others get: tuples become lists
-        values = [mine] + [self.receive(peer) for peer in range(1, self.size)]
+        values = [mine] + [self.receive(peer) for peer in self._others]
         return list(self.broadcast(values, 0))
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Return the value of rank `source` on every rank."""
         if self.rank != source:
             return self.receive(source)
-        self._send_to_others(value)
+        self.send(value, *self._others)
         return value
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell every other rank why this one stops."""
-        self._send_to_others({"failure": failure}, RuntimeError)  # a peer that is gone needs no telling
-
-    def _send_to_others(self, value: Any, *ignored: type[Exception]) -> None:
-        frame = _encode(value)
-        for peer in range(self.size):
-            if peer != self.rank:
-                with suppress(*ignored):
-                    self._send_frame(frame, peer)
-
-
-def _encode(value: Any) -> list[Tensor]:
-    return frame_text(json.dumps(value, separators=(",", ":")).encode())
+        for peer in self._others:
+            with suppress(RuntimeError):  # a peer that is gone needs no telling
+                self.send({"failure": failure}, peer)
 
 
 def frame_text(text: bytes, mark: int = 0) -> list[Tensor]:

@@ -13,7 +13,7 @@ processes, and the same methods. So the engine never asks how many processes the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -151,14 +151,6 @@ class Job:
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one."""
 
-    def doing(self, what: str) -> AbstractContextManager[None]:
-        """Note what this process does in the body, such as "loading data", for messages about its failure."""
-        return self.activity.outside(what)
-
-    def doing_beside(self, what: str) -> AbstractContextManager[None]:
-        """Note what a thread of this process does in the body while the pipeline works, as `doing` does."""
-        return self.activity.beside(what)
-
     @contextmanager
     def guard(self) -> Iterator[None]:
         """On an error in the body, drop the step and tell the other processes; find out why a connection is gone.
@@ -180,17 +172,13 @@ class Job:
         except NonFiniteError:
             raise  # every process raises it at the same place: they stay in step
         except BaseException as error:
-            cause = self._explain(error)
-            self.abort(cause)
+            cause = self.abort(error)
             if cause is not error:
                 raise cause from None
             raise
 
-    def _explain(self, error: BaseException) -> BaseException:
-        return error
-
-    def abort(self, error: BaseException) -> None:
-        """Drop the unfinished step, and tell the other processes that this one stops, and why.
+    def abort(self, error: BaseException) -> BaseException:
+        """Drop the unfinished step, and tell the other processes why this one stops; return the error that says so.
 
         The error gets a note of the place where it happened.
         """
@@ -198,6 +186,7 @@ class Job:
         self.transfer.reset()
         for drop in self.on_failure:
             drop()
+        return error
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads."""
@@ -287,25 +276,30 @@ class MeshJob(Job):
         """Note progress, and raise the cause of failure of another process, if there is one."""
         self._watch.check()
 
-    def abort(self, error: BaseException) -> None:
-        """Drop the unfinished step, and tell the other processes that this one stops, and why."""
+    def abort(self, error: BaseException) -> BaseException:
+        """Drop the unfinished step, and tell the other processes why this one stops; return the error that says so."""
+        if isinstance(error, LostPeer):
+            error = self._watch.explain(error)
         place = self.place
         super().abort(error)
         if self._failure is not None:
-            return
-        if not isinstance(error, PipelineError):
+            return error
+        if isinstance(error, PipelineError):
+            stated = error
+            if not isinstance(error, PeerFailure | NonFiniteError):  # of the latter all processes say the same
+                error.args = (f"rank {self._rank}, {error}",)
+        else:
             error.add_note(place)
             what = f"{type(error).__name__}: {error}"
             # After many lines, such as the traceback of a process that loads data, nobody looks for the place above.
             text = f"{what}\n(in {place})" if "\n" in what else f"{place}: {what}"
-            error = PipelineError(text, stage=self._stage)
-        elif not isinstance(error, PeerFailure | NonFiniteError):  # of the latter all processes say the same
-            error.args = (f"rank {self._rank}, {error}",)
-        self._failure = str(error)
-        failure = self._watch.report(error)
+            stated = PipelineError(text, stage=self._stage)
+        self._failure = str(stated)
+        failure = self._watch.report(stated)
         self.transfer.fail(failure)
         self._messenger.fail(failure)
         self._watch.retire()
+        return error
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads: Gloo drops what it has not delivered yet."""
@@ -316,9 +310,6 @@ class MeshJob(Job):
                 messenger.flush()
         self.transfer.close()
         self._watch.close()
-
-    def _explain(self, error: BaseException) -> BaseException:
-        return self._watch.explain(error) if isinstance(error, LostPeer) else error
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
         try:

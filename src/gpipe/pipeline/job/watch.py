@@ -345,16 +345,16 @@ class Activity:
         self._task = None
 
     @contextmanager
-    def outside(self, doing: str) -> Iterator[None]:
-        """Note what is done in the body, apart from tasks; where the body fails the note stays."""
-        before, self._outside = self._outside, doing
+    def doing(self, what: str) -> Iterator[None]:
+        """Note what is done in the body, apart from tasks, such as "loading data"; where it fails the note stays."""
+        before, self._outside = self._outside, what
         yield
         self._outside = before
 
     @contextmanager
-    def beside(self, doing: str) -> Iterator[None]:
-        """Note what another thread does in the body."""
-        self._beside = doing
+    def doing_beside(self, what: str) -> Iterator[None]:
+        """Note what another thread does in the body, while the pipeline works."""
+        self._beside = what
         try:
             yield
         finally:

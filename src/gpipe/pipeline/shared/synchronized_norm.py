@@ -33,15 +33,11 @@ _HEADER = 3  # numbers before the values of a message: which norm, whether in ba
 _ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Normalize's backward; gets no gradient itself
 
 
-class _Part(NamedTuple):
-    """What one replica saw of a micro-batch: [2, channels], mean and unbiased variance; and the values per channel."""
+class _Moments(NamedTuple):
+    """Mean and variance, [2, channels], and the values per channel that they are of.
 
-    statistics: Tensor
-    num_values: int
-
-
-class _Whole(NamedTuple):
-    """A micro-batch over all replicas: [2, channels], mean and biased variance; and the values per channel."""
+    The variance is unbiased for what one replica saw of a micro-batch, and biased for the whole of it.
+    """
 
     statistics: Tensor
     num_values: float
@@ -69,7 +65,7 @@ class StatisticsExchange:
         """Return what normalises the next micro-batch of a stage; with `notes`, it keeps statistics for `commit`."""
         return SynchronizedMicroBatch(self, notes=notes)
 
-    def gather(self, norm: MicroBatchNorm, count: int, rows: Tensor, *, backward: bool) -> tuple[list[float], Tensor]:
+    def gather(self, norm: MicroBatchNorm, count: float, rows: Tensor, *, backward: bool) -> tuple[list[float], Tensor]:
         """Return the replicas' counts, in their order, and their rows: [replicas, 2, channels] in float64.
 
         Raises:
@@ -112,7 +108,7 @@ class SynchronizedMicroBatch:
     def __init__(self, exchange: StatisticsExchange, *, notes: bool) -> None:
         self.anchors: list[Tensor] = []
         self._exchange, self._notes = exchange, notes
-        self._wholes: list[tuple[MicroBatchNorm, _Whole]] = []  # in the order of the calls
+        self._wholes: list[tuple[MicroBatchNorm, _Moments]] = []  # in the order of the calls
         self._position: int | None = None  # in them, in a recomputation
 
     def recompute(self) -> None:
@@ -149,7 +145,7 @@ class SynchronizedMicroBatch:
             )
         return output
 
-    def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Whole:  # noqa: A002
+    def _measure(self, norm: MicroBatchNorm, input: Tensor) -> _Moments:  # noqa: A002
         part = _measured(input, norm.num_features)
         if self._notes and norm.running_mean is not None:  # `commit` adds the other replicas' parts
             norm.__dict__["fresh"] = (*norm.fresh, *part)
@@ -163,11 +159,11 @@ class SynchronizedMicroBatch:
             )
         means, within = gathered.unbind(1)
         total, mean, deviations = combine(means.new_tensor(counts)[:, None].expand_as(means), means, within.sum(0))
-        whole = _Whole(torch.stack([mean, deviations / total]).to(part.statistics.dtype), sum(counts))
+        whole = _Moments(torch.stack([mean, deviations / total]).to(part.statistics.dtype), sum(counts))
         self._wholes.append((norm, whole))
         return whole
 
-    def _repeat(self, norm: MicroBatchNorm) -> _Whole:
+    def _repeat(self, norm: MicroBatchNorm) -> _Moments:
         assert self._position is not None
         for found, whole in self._wholes[self._position : self._position + 1]:
             if found is norm:
@@ -180,7 +176,7 @@ class SynchronizedMicroBatch:
 
 
 @torch.no_grad()
-def _measured(input: Tensor, num_features: int) -> _Part:  # noqa: A002
+def _measured(input: Tensor, num_features: int) -> _Moments:  # noqa: A002
     """Return the statistics of a tensor [n, channels, ...] in float32 at least; n may be 0, the variance of 1 is 0."""
     if input.shape[1] != num_features:
         raise ValueError(f"the input has {input.shape[1]} channels, but the batch norm has num_features={num_features}")
@@ -191,7 +187,7 @@ def _measured(input: Tensor, num_features: int) -> _Part:  # noqa: A002
         torch.ops.aten.batch_norm_update_stats(input, *statistics.unbind(), 1.0)
     if count == 1:
         statistics[1] = 0
-    return _Part(statistics, count)
+    return _Moments(statistics, count)
 
 
 class _Normalize(torch.autograd.Function):
@@ -205,7 +201,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        fixed: tuple[StatisticsExchange, MicroBatchNorm, _Whole, float],
+        fixed: tuple[StatisticsExchange, MicroBatchNorm, _Moments, float],
         anchor: Tensor,  # noqa: ARG004
         input: Tensor,  # noqa: A002
         weight: Tensor | None,

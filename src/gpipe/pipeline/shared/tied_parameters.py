@@ -152,15 +152,6 @@ class TiedParameters:
         return self._layers[member.layer].get_parameter(member.name)
 
 
-def count_tied_parameters(layers: nn.Sequential) -> list[int]:
-    """Count, for each layer, the parameters that an earlier layer has too: the model has them once."""
-    counts = [0] * len(layers)
-    for _, *others in TiedParameters(layers).groups:
-        for member in others:
-            counts[member.layer] += layers[member.layer].get_parameter(member.name).numel()
-    return counts
-
-
 def checksum(tensor: Tensor) -> int:
     """Return a number that tells the values of one tensor from those of another."""
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
