@@ -93,10 +93,6 @@ class MessageFormat:
         placed = zip(self.layouts, self.offsets[:-1], strict=True)
         return self.payload([message[at : at + layout.num_bytes].view(layout.torch_dtype) for layout, at in placed])
 
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """Return memory to receive each tensor's elements into, for `payload`."""
-        return [torch.empty(layout.num_elements, dtype=layout.torch_dtype, device=device) for layout in self.layouts]
-
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors of the elements that travelled, and nest them."""
         tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
@@ -141,9 +137,7 @@ def reshape(elements: Tensor, layout: Layout) -> Tensor:
 
 
 # Packing a payload may hold up all stages after this one: known formats are not made anew.
-@functools.lru_cache(maxsize=1024)
-def _format(structure: Structure, layouts: tuple[Layout, ...], batch: MiniBatch) -> MessageFormat:
-    return MessageFormat(structure, layouts, batch)
+_format = functools.lru_cache(maxsize=1024)(MessageFormat)
 
 
 @functools.lru_cache(maxsize=1024)

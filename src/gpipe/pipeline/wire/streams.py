@@ -263,9 +263,11 @@ class Receiver(_End):
     def _receive_on_device(self, format_: MessageFormat) -> Payload:
         assert self.link.nccl is not None
         with torch.cuda.stream(self._stream):
-            parts = format_.empty(self.link.device)
+            parts = [
+                torch.empty(layout.num_elements, dtype=layout.torch_dtype, device=self.link.device)
+                for layout in format_.layouts
+            ]
             for part in parts:
-                if part.numel():  # as bytes: NCCL knows fewer types than torch
-                    work = self.link.nccl.recv([part.view(torch.uint8)], 1 - self.link.nccl.rank(), 0)
-                    work.wait()  # the stream waits, not the host
+                if part.numel():  # as bytes: NCCL knows fewer types than torch; the stream waits, not the host
+                    self.link.nccl.recv([part.view(torch.uint8)], 1 - self.link.nccl.rank(), 0).wait()
             return format_.payload(parts)
