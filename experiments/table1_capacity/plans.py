@@ -8,9 +8,9 @@ from functools import cache, partial
 from typing import Any
 
 from experiments.table1_capacity.columns import Column, describe, loss
-from gpipe.pipeline.partition import partition_layers
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.planner import Cut, Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe.pipeline.partition import partition_layers
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
+from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting, break_down, plan_memory, plan_step
 from gpipe.planning.timing import LayerTimer, LayerTiming

@@ -7,9 +7,9 @@ if TYPE_CHECKING:
     from gpipe.pipeline.batch_norm import convert_batch_norm
     from gpipe.pipeline.engine import Pipeline
     from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
-    from gpipe.pipeline.partition import partition_layers
     from gpipe.pipeline.step_report import StepReport
     from gpipe.pipeline.timeline import Timeline
+    from gpipe.planning.exact_cut import partition_layers
     from gpipe.planning.profile import LayerCost, analyze_layers
     from gpipe.planning.timing import measure_layers
 
@@ -25,7 +25,7 @@ _PLACES = {
     "analyze_layers": "planning.profile",
     "convert_batch_norm": "pipeline.batch_norm",
     "measure_layers": "planning.timing",
-    "partition_layers": "pipeline.partition",
+    "partition_layers": "planning.exact_cut",
 }
 
 __all__ = [

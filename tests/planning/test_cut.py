@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.pipeline.partition import partition_layers
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning import cut
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.cut import Cutter, partition_by_memory
+from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting, plan_memory, plan_step
 from tests.planning.small_profiles import LOSS, layer

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.pipeline.partition import partition_layers
 from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting

@@ -12,7 +12,7 @@ A mini-batch is cut into M micro-batches, the model into K stages. One training 
 Read these ten files in this order. They are the engine; nothing else is needed to follow a step.
 
     microbatch.py    a mini-batch is cut; a nest of tensors is taken apart and rebuilt
-    partition.py     the model is cut: exact optima
+    partition.py     the model is cut: which layers each stage gets
     schedule.py      the tasks of a step, device by device, drawn
     randomness.py    seeds as a function of integers
     batch_norm.py    statistics of micro-batches, moving averages of the mini-batch
@@ -20,13 +20,13 @@ Read these ten files in this order. They are the engine; nothing else is needed 
     stage.py         forward, recomputation, backward; why torch's own checkpointing is not used
     transfer.py      the boundary between two stages, in one process
     engine.py        Pipeline: one loop runs tasks, to train, to evaluate and to look for faults
-    timeline.py      when tasks ran: events, bubble, picture
+    timeline.py      when tasks ran: events, clock, bubble
 
 Beside them, for when you need them:
 
     wire/            the boundary between processes          shared/              tied parameters, replicas
     job/             the processes: agreement, failures      initialization.py    weights of layers on the meta device
-                                                             gradient_norm.py     the norm of all gradients
+    step_report.py   what a step reports                     gradient_norm.py     the norm of all gradients
 
 Torch's own checkpointing (torch.utils.checkpoint) is not used: it recomputes inside backward, when the gradient has
 arrived. Here recomputation is a task, which runs while the gradient is awaited. `stage.py` has the other reasons.

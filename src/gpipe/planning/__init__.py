@@ -1,1 +1,1 @@
-"""Plan a run before anything is launched: memory, seconds and bubble, stage by stage."""
+"""Plan a run before anything is launched: the cut into stages, and their memory, seconds and bubble."""

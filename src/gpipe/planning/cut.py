@@ -16,9 +16,10 @@ from itertools import accumulate, combinations, pairwise
 from math import comb
 from typing import TypeAlias
 
-from gpipe.pipeline.partition import Objective, check_partitions, partition_layers
+from gpipe.pipeline.partition import check_partitions
 from gpipe.pipeline.schedule import Kind
 from gpipe.planning.accelerator import GIB, LayerSeconds, Speed
+from gpipe.planning.exact_cut import Objective, partition_layers
 from gpipe.planning.memory import stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting, plan_device, plan_memory, plan_step
