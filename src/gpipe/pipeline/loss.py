@@ -22,9 +22,7 @@ class MiniBatchLoss:
     """Computes the loss of one mini-batch, micro-batch by micro-batch, in the last stage.
 
     Args:
-        function: the user's loss.
         weight: how much a micro-batch counts; None: by its number of examples.
-        targets: of the mini-batch.
         sizes: examples of each micro-batch.
         device: where the outputs will be.
         replicas: their mini-batches make up the whole one.

@@ -22,8 +22,8 @@ CONTROL_TAG = 1  # of this module's messages; those of boundaries have higher on
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
 
-    Sends do not block; what is sent is kept until it has surely arrived. All methods that send, receive or wait raise
-    LostPeer where the connection is gone.
+    `send` does not block; what it sends is kept until it has surely arrived. All methods that send, receive or wait
+    raise LostPeer where the connection is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:

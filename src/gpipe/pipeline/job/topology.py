@@ -199,9 +199,7 @@ class MeshJob(Job):
 
     Args:
         mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
-        num_stages: K.
         stages_per_device: the number of stages of each process; stage s is in process s % P of its pipeline.
-        device: where this process computes.
         timeout_seconds: how long a process may make no progress before it is named as hanging.
 
     Raises:

@@ -286,11 +286,9 @@ class TiedGradients:
         kept = next((one for one in copies if one.grad is total), copies[0])
         kept.grad = total
         for one in copies:
-            if one is kept:
-                continue
-            if one.grad is None:
-                one.grad = torch.empty_like(one)
-            one.grad.copy_(total)
+            if one is not kept:
+                one.grad = torch.empty_like(one) if one.grad is None else one.grad
+                one.grad.copy_(total)
 
     def _empty(self, group: TiedGroup) -> Tensor:
         return torch.empty_like(next(self._copies[member] for member in group if member in self._copies))
