@@ -9,7 +9,7 @@ LOCK = uv pip compile pyproject.toml --extra sweeps --universal --python-version
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart translation test reliability lint format notebooks docs lock clean
+.PHONY: help quickstart translation test together reliability lint format notebooks docs lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,9 +19,13 @@ quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photog
 
 translation: .venv/fairseq ## set up for translation: build fairseq, which needs a C++ compiler and a minute and a half
 
-test: .venv/development .venv/fairseq lint ## set up, then lint and run the tests
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
-	$(BIN)/python -m pytest --numprocesses 2 -m alone $$(grep -rl --include="*.py" "mark\.alone" tests)
+test: .venv/development .venv/fairseq ## set up, then lint and run the tests
+	$(MAKE) --jobs 2 lint together
+	$(BIN)/python -m pytest --numprocesses 4 -m alone $$(grep -rl --include="*.py" "mark\.alone" tests)
+
+# Tests that a busy machine does not disturb.
+together: .venv/development .venv/fairseq
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
 
 reliability: .venv/development ## set up, then kill, stop, starve and disconnect whole runs: twelve minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m reliability

@@ -28,32 +28,43 @@ def simulate(
         ValueError: a task waits for one that never runs.
     """
     num_devices, num_stages = len(schedule), count_stages(schedule)
+    needs = [[dependencies(task, num_stages) for task in tasks] for tasks in schedule]
+    travelling = {needed for tasks in needs for task in tasks for needed in task}
     free: dict[Hashable, float] = {}  # links, and since when
-    travelling = {needed for tasks in schedule for task in tasks for needed in dependencies(task, num_stages)}
     arrivals: dict[Task, float] = {}  # of results, where they are waited for
-    waiting = dict.fromkeys(range(num_devices), 0.0)  # devices that run nothing, and since when
+    since = [0.0] * num_devices  # when each device ended its last task
     positions = [0] * num_devices
+    blocked: dict[Task, int] = {}  # results that are not there yet, and the devices that wait for them
     running: list[tuple[float, int]] = []  # a heap of the tasks' ends, with the devices
     events: list[Event] = []
-    while waiting or running:
-        for device, since in list(waiting.items()):
+    idle = list(range(num_devices))  # devices whose next task may be able to run
+    while idle or running:
+        for device in idle:
+            if positions[device] == len(schedule[device]):
+                continue
+            needed = needs[device][positions[device]]
+            missing = next((other for other in needed if other not in arrivals), None)
+            if missing is not None:
+                blocked[missing] = device
+                continue
             task = schedule[device][positions[device]]
-            needed = dependencies(task, num_stages)
-            if all(other in arrivals for other in needed):
-                start = max([since, *(arrivals[other] for other in needed)])
-                events.append(Event(task, start, start + seconds(task)))
-                heapq.heappush(running, (events[-1].end, device))
-                del waiting[device]
+            start = max([since[device], *(arrivals[other] for other in needed)])
+            events.append(Event(task, start, start + seconds(task)))
+            heapq.heappush(running, (events[-1].end, device))
         if not running:
-            raise ValueError(CANNOT_PROCEED)
+            break
         end, device = heapq.heappop(running)
         task = schedule[device][positions[device]]
+        idle = [device]
+        since[device] = end
+        positions[device] += 1
         if task in travelling:
             arrivals[task] = end
             if num_devices > 1:
                 key = link(task)
                 arrivals[task] = free[key] = max(free.get(key, 0.0), end) + transfer_seconds(task)
-        positions[device] += 1
-        if positions[device] < len(schedule[device]):
-            waiting[device] = end
+            if task in blocked:
+                idle.append(blocked.pop(task))
+    if blocked:
+        raise ValueError(CANNOT_PROCEED)
     return Timeline(tuple(events), num_devices)
