@@ -127,16 +127,17 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     guard_composition()
     store = ConfigStore.instance()
     store.store(name="run_schema", node=run)
-    store.store(group="model", name="amoebanet_schema", node=AmoebaNetConfig)
-    store.store(group="model", name="transformer_lm_schema", node=TransformerLMConfig)
-    store.store(group="model", name="translation_schema", node=TranslationModelConfig)
-    store.store(group="data", name="images_schema", node=ImagesConfig)
-    store.store(group="data", name="tokens_schema", node=TokensConfig)
-    store.store(group="data", name="translation_schema", node=TranslationDataConfig)
-    store.store(group="optimizer", name="rmsprop_schema", node=RMSPropConfig)
-    store.store(group="optimizer", name="sgd_schema", node=SGDConfig)
-    store.store(group="optimizer", name="adamw_schema", node=AdamWConfig)
-    store.store(group="optimizer", name="adafactor_schema", node=AdafactorConfig)
+    # Outside their groups, whose files alone --help lists.
+    store.store(name="amoebanet_schema", node=AmoebaNetConfig)
+    store.store(name="transformer_lm_schema", node=TransformerLMConfig)
+    store.store(name="translation_model_schema", node=TranslationModelConfig)
+    store.store(name="images_schema", node=ImagesConfig)
+    store.store(name="tokens_schema", node=TokensConfig)
+    store.store(name="translation_data_schema", node=TranslationDataConfig)
+    store.store(name="rmsprop_schema", node=RMSPropConfig)
+    store.store(name="sgd_schema", node=SGDConfig)
+    store.store(name="adamw_schema", node=AdamWConfig)
+    store.store(name="adafactor_schema", node=AdafactorConfig)
     # What ends a sweep; named here and not in conf/, where no file may name code.
     store.store(
         group="hydra/callbacks", name="sweep_end", node={"sweep_end": {"_target_": "gpipe.programs.sweep.SweepEnd"}}
