@@ -224,9 +224,7 @@ class EqualPairs:
 
 
 class MappedSentences(Sentences):
-    @property
-    def is_in_memory(self) -> bool:
-        return False
+    is_in_memory = False
 
 
 def test_25_billion_pairs_take_no_more_memory_than_a_million(monkeypatch: pytest.MonkeyPatch) -> None:

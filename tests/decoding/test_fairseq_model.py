@@ -82,7 +82,7 @@ def test_dropout_is_off() -> None:
 
 def test_another_model_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"^no layer embeds a target, so this is no translation model: load a checkpoint of one\.$"
+        ValueError, match=r"^no layer embeds a target, so this is not a translation model: load a checkpoint of one\.$"
     ):
         FairseqModel(nn.Sequential(nn.Linear(2, 2)))
 

@@ -45,10 +45,10 @@ __all__ = [
 
 
 def check_data(name: str, root: str | Path | None = None) -> None:
-    """Look for a data set of any kind, as `check_image_set` does for images, with the same errors."""
+    """Look for a data set of any kind; the errors are those of `check_image_set`."""
     if name in CORPORA:
         check_corpus(name, root)
-    elif name != "random_tokens":  # which a run generates from its settings
+    elif name != "random_tokens":  # a run generates these
         check_image_set(name, root)
 
 

@@ -10,7 +10,7 @@ from gpipe.data.randomness import draw_epoch_order
 
 
 class EpochPosition:
-    """What loaders of any data share: the seed, the epoch, and this process's place among the replicas.
+    """What all loaders share: the seed, the epoch, and this process's replica.
 
     A subclass sets `_num_batches`, the number of mini-batches per epoch.
 
@@ -19,10 +19,9 @@ class EpochPosition:
 
     Attributes:
         start_batch: the first mini-batch of the next iteration, to resume within an epoch; set_epoch resets it to 0.
-        stride: the step from one mini-batch to the next, so that replicas can share an evaluation set; set_epoch resets
-            it to 1.
-        wait_seconds: how long the current epoch's iteration has waited for data so far.
-        num_replaced: the number of broken examples that this process has replaced in this iteration so far.
+        stride: yield every stride-th mini-batch, so that replicas can share an evaluation; set_epoch resets it to 1.
+        wait_seconds: how long this iteration has waited for data so far.
+        num_replaced: how many broken examples this process has replaced in this iteration so far.
     """
 
     _num_batches: int
@@ -38,16 +37,16 @@ class EpochPosition:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, from its first mini-batch on."""
+        """Choose the epoch of the next iteration, which begins with its first mini-batch."""
         if epoch < 0:
             raise ValueError(f"epoch {epoch} must not be negative")
         self.epoch, self.start_batch, self.stride = epoch, 0, 1
 
     def close(self) -> None:
-        """Release what an iteration keeps for the next one."""
+        """Release what one iteration keeps for the next."""
 
     def __len__(self) -> int:
-        """Return the number of mini-batches per epoch, whatever start_batch is."""
+        """Return the number of mini-batches per epoch; start_batch does not change it."""
         return self._num_batches
 
     def _batch_numbers(self) -> range:
@@ -58,12 +57,13 @@ class EpochPosition:
 
 
 class EpochOptions(TypedDict, total=False):
-    """What every EpochLoader takes by keyword; `shuffle` is required.
+    """Keyword arguments of every EpochLoader.
 
-    shuffle: False keeps the set's order.
-    replica_index: 0, this process's replica.
-    num_replicas: 1, the replicas that share each mini-batch.
-    drop_last: False. True leaves out a last mini-batch that is smaller than the others.
+    Attributes:
+        shuffle: False keeps the set's order.
+        replica_index: this process's replica; 0 by default.
+        num_replicas: how many replicas share each mini-batch; 1 by default.
+        drop_last: leave out a last mini-batch that is smaller than the others; False by default.
     """
 
     shuffle: Required[bool]
@@ -73,7 +73,7 @@ class EpochOptions(TypedDict, total=False):
 
 
 class EpochLoader(EpochPosition):
-    """What loaders of examples share: which examples make up which mini-batch.
+    """What loaders of examples share: which examples are in which mini-batch.
 
         order of the epoch       | 7 2 5 0 | 3 6 1 4 |     batch_size 2, 2 replicas
         replica 0 gets           | 7   5   | 3   1   |
@@ -81,8 +81,8 @@ class EpochLoader(EpochPosition):
 
     Args:
         num_examples: of the data set.
-        batch_size: examples per replica and step. Together, the replicas get the mini-batches of one replica with a
-            batch_size of batch_size x num_replicas.
+        batch_size: examples per replica and step. Together, R replicas get the mini-batches that one replica would get
+            with R times this batch_size.
         seed: of the order, which is a function of (seed, epoch).
         noun: what an error calls an example.
         options: those of EpochOptions.

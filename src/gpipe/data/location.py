@@ -1,4 +1,4 @@
-"""Where data are on the disk, and the message when they are missing."""
+"""Find data on the disk, or say what is missing and how to get it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,26 +7,26 @@ from pathlib import Path
 
 
 def check_known(kind: str, name: str, known: Collection[str]) -> None:
-    """Raise ValueError for a name that is not among the known ones."""
+    """Raise ValueError for an unknown name."""
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
 
 
 class DataMissing(FileNotFoundError):
-    """Report missing data: what was looked for, the expected tree, how to get it, and what works without it."""
+    """Data is missing: what was looked for, the expected tree, how to get it, and what works without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Describe where a data set is and how to get it.
+    """Where a data set is, and how to get it.
 
     Attributes:
-        required: glob patterns below the root, each of which must match something; "a/*/" is any folder in a. A set
-            without any needs no root.
+        required: glob patterns below the root. Each must match something; "a/*/" is any folder in a. A set without
+            patterns needs no root.
         package: the Python module that holds the data; it is looked for, not imported.
-        tree: the expected files, drawn.
+        tree: a drawing of the expected files.
         how_to_get: instructions for a newcomer.
-        default_root: the usual folder; None where there is none.
+        default_root: the usual folder, if there is one.
         noun: what a message calls the data.
         alternative: what works without the data.
     """
@@ -42,12 +42,12 @@ class Location:
     )
 
     def find_root(self, name: str, root: str | Path | None) -> Path:
-        """Return the folder that holds the data, looking at its upper folders only.
+        """Return the folder that holds the data, after a look at its upper folders.
 
-        All splits must be there, so that a run of days does not find out at its end that it cannot be tested.
+        All splits must exist: a run of days must not find out at its end that there is no test set.
 
         Raises:
-            DataMissing: something is not there.
+            DataMissing: something is missing.
         """
         folder = Path(root).expanduser() if root is not None else self.default_root
         if self.package is not None and find_spec(self.package) is None:

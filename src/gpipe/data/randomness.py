@@ -1,7 +1,7 @@
 """The data's randomness as a function of the seed.
 
-The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index). So neither the number of
-workers, nor the batch size, nor a resume changes what a sample looks like.
+The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index). The number of workers, the
+batch size and a resume change no sample.
 """
 
 import random
@@ -22,8 +22,8 @@ def draw_epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int
 
 
 def make_epoch_generator(seed: int, epoch: int, shard: int = 0) -> np.random.Generator:
-    """Return the generator of all that is drawn for a whole epoch, or for one shard of it."""
-    # Shard 0 adds nothing to the key, so that the order of an epoch of one shard stays what it has always been.
+    """Return the generator of an epoch, or of one shard of it."""
+    # Shard 0 adds nothing to the key: an epoch of one shard keeps the order that it had before there were shards.
     return np.random.default_rng(np.random.SeedSequence([seed, _ORDER, epoch, *[shard] * (shard > 0)]))
 
 
@@ -32,23 +32,23 @@ def make_walk_generator(seed: int, *key: int) -> np.random.Generator:
 
     Args:
         seed: of the run.
-        key: (language, pass) or (language, pass, block) for an order, nothing for where the walks begin.
+        key: (language, pass) or (language, pass, block) for an order; nothing for the starting points.
     """
     return np.random.default_rng(np.random.SeedSequence([seed, _WALK, *(number + 1 for number in key)]))
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed the CPU generators of torch, numpy and random for one sample, for transforms that draw from them."""
+    """Seed the global CPU generators of torch, numpy and random for the transform of one sample."""
     words = np.random.SeedSequence([seed, _AUGMENTATION, epoch, index]).generate_state(2)
     sample_seed = int(words[0]) << 32 | int(words[1])
-    torch.default_generator.manual_seed(sample_seed)  # torch.manual_seed would also reach for the accelerators
+    torch.default_generator.manual_seed(sample_seed)  # torch.manual_seed would also seed the accelerators
     np.random.seed(words[0])
     random.seed(sample_seed)
 
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Leave the global CPU generators of torch, numpy and random as they were before the block."""
+    """Restore the global CPU generators of torch, numpy and random after the block."""
     torch_state = torch.default_generator.get_state()
     numpy_state = np.random.get_state()
     python_state = random.getstate()

@@ -1,1 +1,1 @@
-"""Translate with a trained model and score the result; needs fairseq and sacreBLEU, but no pipeline."""
+"""Translate with a trained model, and score the result. This needs fairseq and sacreBLEU, but no pipeline."""

@@ -1,4 +1,4 @@
-"""Beam search over a trained translation model, by fairseq's SequenceGenerator."""
+"""Beam search over a trained translation model, with fairseq's SequenceGenerator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe._compat.fairseq import import_fairseq
 from gpipe.decoding.fairseq_model import FairseqModel
 
-_GRAIN = 8  # tokens: sentences may share a batch if their lengths, rounded up to a multiple of this, are equal
+_GRAIN = 8  # tokens: sentences share a batch if their lengths, rounded up to a multiple of this, are equal
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Hypothesis:
 
     Attributes:
         tokens: without END.
-        score: the sum of the tokens' log-probabilities over (number of tokens) ** length_penalty, both with END.
+        score: the sum of the tokens' log-probabilities / (number of tokens) ** length_penalty, both with END.
     """
 
     tokens: list[int]
@@ -32,20 +32,20 @@ class Hypothesis:
 class BeamSearch:
     """Search for the likeliest translations of many sentences.
 
-    Apart from rounding, the translation of a sentence does not depend on the others. BEGIN and UNKNOWN, which have no
-    text, are never chosen.
+    Apart from rounding, the translation of a sentence does not depend on the others. The search never chooses BEGIN and
+    UNKNOWN, which have no text.
 
     Args:
         layers: of a `translation_transformer`, on a real device; the search puts them into evaluation mode.
-        num_beams: hypotheses per sentence, at most the vocabulary's size less 1; 1 is greedy.
+        num_beams: hypotheses per sentence, below the vocabulary's size; 1 is greedy.
         length_penalty: above 1 favours long translations, below 1 short ones.
         max_length_a, max_length_b: a sentence of n tokens has a translation of at most max_length_a x n' + max_length_b
             tokens without END, where n' is n rounded up to a multiple of 8.
         max_length: the most tokens of any translation.
-        batch_size: source tokens, padding included, of the sentences that are translated together.
+        batch_size: how many source tokens, padding included, to translate together.
 
     Raises:
-        ValueError: the layers are no translation model, or num_beams is out of range.
+        ValueError: the layers are not a translation model, or num_beams is out of range.
         FairseqMissing: fairseq is not installed.
     """
 
@@ -62,7 +62,7 @@ class BeamSearch:
     ) -> None:
         self._model = FairseqModel(layers)
         self._device = next(layers.parameters()).device
-        self._dictionary = _make_dictionary(_vocabulary_size(layers))
+        self._dictionary = _make_dictionary(_find_vocabulary_size(layers))
         if not 1 <= num_beams < len(self._dictionary):
             raise ValueError(
                 f"num_beams is {num_beams}, expected 1 to {len(self._dictionary) - 1}, the vocabulary's size less 1: "
@@ -84,13 +84,13 @@ class BeamSearch:
         """Return the finished hypotheses of each sentence, the best first."""
         _check_ids(sentences, len(self._dictionary))
         found: dict[int, list[Hypothesis]] = {}
-        for limit, batch in self._batches(sentences):
+        for limit, batch in self._make_batches(sentences):
             outputs = self._generate([sentences[index] for index in batch], limit)
             found.update(zip(batch, outputs, strict=True))
         return [found[index] for index in range(len(sentences))]
 
-    def _batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-        """Yield batches of sentences of similar lengths, the longest first, each with the limit of its translations."""
+    def _make_batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
+        """Yield batches of similar lengths, the longest first, each with the length limit of its translations."""
         grains: dict[int, list[int]] = {}
         for index, tokens in enumerate(sentences):
             grains.setdefault(math.ceil(len(tokens) / _GRAIN) * _GRAIN, []).append(index)
@@ -132,14 +132,14 @@ def _make_hypothesis(output: dict[str, Tensor]) -> Hypothesis:
     return Hypothesis(tokens, float(output["score"]))
 
 
-def _vocabulary_size(layers: nn.Sequential) -> int:
+def _find_vocabulary_size(layers: nn.Sequential) -> int:
     softmax = layers[-1]
     assert isinstance(softmax, nn.Linear)
     return softmax.out_features
 
 
 def _make_dictionary(vocabulary_size: int) -> Any:
-    """Make a fairseq dictionary of that size; the search uses only its special tokens, which are ours too."""
+    """Make a fairseq dictionary of that size; the search uses only its special tokens, which equal ours."""
     dictionary = import_fairseq("fairseq.data").Dictionary()
     for token in range(len(dictionary), vocabulary_size):
         dictionary.add_symbol(str(token))

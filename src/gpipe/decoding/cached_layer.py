@@ -1,7 +1,7 @@
-"""Decoder layers that process one position at a time and cache keys and values of those before it.
+"""Decoder layers that process one position at a time, and cache the keys and values of earlier positions.
 
-The forward functions are the model's own; a copy that shares the weights replaces only the attentions' inputs. Rows of
-states are hypotheses; each sentence of the memory has equally many, in consecutive rows.
+The forward functions are the model's own: a copy that shares the weights replaces only the attentions' inputs. A row of
+states is a hypothesis. Every sentence of the memory has the same number of hypotheses, in consecutive rows.
 """
 
 import copy
@@ -20,7 +20,7 @@ class LayerCache:
     """The cache of a layer for a batch.
 
     Attributes:
-        past: keys and values of the positions so far, [rows, heads, time, head size] each.
+        past: keys and values of the positions so far, each [rows, heads, time, head size].
         memory: keys and values of the memory, joined, [sentences, memory time, 2 x channels].
     """
 
@@ -28,7 +28,7 @@ class LayerCache:
     memory: Tensor | None = field(default=None)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a position's keys and values; return those of all positions."""
+        """Append the keys and values of a position; return those of all positions."""
         if self.past is not None:
             keys, values = (torch.cat(pair, dim=2) for pair in zip(self.past, (keys, values), strict=True))
         self.past = keys, values
@@ -79,11 +79,11 @@ class _PastAttention(nn.Module):
 
 
 class _SharedMemoryAttention(nn.Module):
-    """Attention to a memory that all rows of a sentence share, as if they were positions of one sequence."""
+    """Attention to a memory that all rows of a sentence share, as if the rows were positions of one sequence."""
 
     def __init__(self, attention: MemoryAttention) -> None:
         super().__init__()
-        self.keys_values = _Once(attention.keys_values)
+        self.keys_values = _CachedProjection(attention.keys_values)
         self.attention = _shallow_copy(attention)
         self.attention.add_module("keys_values", self.keys_values)
 
@@ -93,8 +93,8 @@ class _SharedMemoryAttention(nn.Module):
         return output.view_as(states)
 
 
-class _Once(nn.Module):
-    """The memory's keys and values, computed once per batch."""
+class _CachedProjection(nn.Module):
+    """Compute the memory's keys and values once per batch."""
 
     cache: LayerCache
 

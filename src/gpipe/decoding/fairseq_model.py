@@ -2,10 +2,10 @@
 
     layers   0 ... L    encoder    once per batch
              L + 1      its norm: encoder; its embedding: decoder
-             L + 2 ...  decoder    once per token, for the newest position alone
+             L + 2 ...  decoder    once per token, only for the newest position
 
-The decoder's rows are hypotheses, equally many for each sentence and consecutive; a sentence's memory is kept once.
-Source of the interface: fairseq 0.12.2, sequence_generator.py, EnsembleModel.
+A row of the decoder is a hypothesis. Every sentence has the same number of hypotheses, in consecutive rows, and one
+memory. Source of the interface: fairseq 0.12.2, sequence_generator.py, EnsembleModel.
 """
 
 import copy
@@ -27,7 +27,7 @@ class Memory:
     Attributes:
         states: [sentences, time, model_size].
         padding: bool [sentences, time].
-        num_rows: hypotheses per sentence; None before there are any.
+        num_rows: hypotheses per sentence; None before the first reordering.
     """
 
     states: Tensor
@@ -50,7 +50,7 @@ class FairseqModel(nn.Module):
         super().__init__()
         split = next((i for i, layer in enumerate(layers) if isinstance(layer, TargetEmbedding)), None)
         if split is None:
-            raise ValueError("no layer embeds a target, so this is no translation model: load a checkpoint of one.")
+            raise ValueError("no layer embeds a target, so this is not a translation model: load a checkpoint of one.")
         target = layers[split]
         assert isinstance(target, TargetEmbedding)
         parts = list(layers)
@@ -59,7 +59,7 @@ class FairseqModel(nn.Module):
         self.eval()
 
     def max_decoder_positions(self) -> int:
-        """Return the longest target: sinusoids have no end."""
+        """Return the longest target: sinusoids set no limit."""
         return sys.maxsize
 
     def get_normalized_probs(
@@ -71,7 +71,7 @@ class FairseqModel(nn.Module):
             ValueError: the logits are not finite.
         """
         found = net_output[0].log_softmax(dim=-1)
-        # One NaN or infinite logit makes its whole row NaN, which fairseq would take for impossible tokens.
+        # One NaN or infinite logit makes its whole row NaN, which fairseq would treat as impossible tokens.
         if bool(found[..., 0].isnan().any()):
             raise ValueError("the model's logits are not finite, so it cannot translate: use another checkpoint.")
         return found
@@ -86,13 +86,13 @@ class Encoder(nn.Module):
         self.norm = target.memory_norm
 
     def forward_torchscript(self, net_input: dict[str, Tensor]) -> Memory:
-        """Encode source tokens, int64 [sentences, time]; fairseq calls it so, though there is no TorchScript here."""
+        """Encode source tokens, int64 [sentences, time]. fairseq prescribes the name; there is no TorchScript here."""
         source = net_input["src_tokens"]
         states, padding, _ = self.layers((source, source[:, :0]))
         return Memory(self.norm(states), padding)
 
     def reorder_encoder_out(self, memory: Memory, new_order: Tensor) -> Memory:
-        """Reorder with the hypotheses: at first each sentence gets its rows, later finished sentences leave."""
+        """Follow the hypotheses: the first call gives each sentence its rows, later ones drop finished sentences."""
         if memory.num_rows is None:
             return replace(memory, num_rows=len(new_order) // len(memory.states))
         sentences = find_remaining(new_order, memory.num_rows)
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, None]:
         """Return the logits [rows, 1, vocabulary_size] of the token after `tokens`, int64 [rows, time].
 
-        `incremental_state`, empty at first, has the state of all tokens but the last.
+        `incremental_state` holds the state of all tokens but the last; it starts empty.
         """
         assert encoder_out.num_rows is not None
         state = incremental_state.setdefault("decoder", DecoderState(num_rows=encoder_out.num_rows))
@@ -139,5 +139,5 @@ class Decoder(nn.Module):
 
 
 def find_remaining(new_order: Tensor, num_rows: int) -> Tensor:
-    """Return the unfinished sentences, given the old row of every new row; a sentence's rows stay together."""
+    """Return the unfinished sentences, given the old row of every new row; the rows of a sentence stay together."""
     return new_order[::num_rows] // num_rows

@@ -1,4 +1,4 @@
-"""BLEU and chrF of translations: sacreBLEU's, which are comparable across papers, and fairseq's."""
+"""BLEU and chrF of translations, by sacreBLEU, which is comparable across papers, and by fairseq."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Scores:
 
     Attributes:
         bleu, chrf: sacreBLEU's, with default settings (see `signatures`).
-        fairseq_sacrebleu: fairseq's scorer "sacrebleu", which should be the same BLEU.
-        fairseq_bleu: fairseq's scorer "bleu", a C library, on the same words. It does not smooth, so it is 0 where no
+        fairseq_sacrebleu: by fairseq's scorer "sacrebleu", which should be the same BLEU.
+        fairseq_bleu: by fairseq's scorer "bleu", a C library, on the same words. It does not smooth, so it is 0 if no
             four consecutive words are right.
     """
 
@@ -38,7 +38,7 @@ def score_corpus(translations: Sequence[str], references: Sequence[str]) -> Scor
     """Score a corpus of translations, each with its reference.
 
     Raises:
-        ValueError: there are no sentences, or not one reference per translation.
+        ValueError: there are no sentences, or the numbers of translations and references differ.
     """
     if len(translations) != len(references) or not references:
         raise ValueError(
@@ -48,13 +48,13 @@ def score_corpus(translations: Sequence[str], references: Sequence[str]) -> Scor
     return Scores(
         bleu=BLEU().corpus_score(translations, [references]).score,
         chrf=CHRF().corpus_score(translations, [references]).score,
-        fairseq_sacrebleu=_fairseq_sacrebleu(translations, references),
-        fairseq_bleu=_fairseq_bleu(translations, references),
+        fairseq_sacrebleu=_score_with_sacrebleu(translations, references),
+        fairseq_bleu=_score_with_library(translations, references),
     )
 
 
 def signatures() -> dict[str, str]:
-    """Return sacreBLEU's signature of each score, which says how it is computed."""
+    """Return sacreBLEU's signature of each score, which specifies its computation."""
     found = {}
     for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
         metric.corpus_score(["a"], [["a"]])  # sets the number of references
@@ -63,20 +63,20 @@ def signatures() -> dict[str, str]:
 
 
 def average(scores: Iterable[Scores]) -> Scores:
-    """Average each score over languages; every language counts alike, however many sentences it has."""
+    """Average each score over languages with equal weights."""
     rows = [one.as_dict() for one in scores]
     return Scores(**{name: fmean(row[name] for row in rows) for name in rows[0]})
 
 
 def average_groups(scores: Mapping[str, Scores], groups: Mapping[str, Sequence[str]]) -> dict[str, Scores]:
-    """Average over the scored languages of each group; a group without any is left out."""
+    """Average over the scored languages of each group; leave out groups without any."""
     found = {
         name: [scores[language] for language in languages if language in scores] for name, languages in groups.items()
     }
     return {name: average(some) for name, some in found.items() if some}
 
 
-def _fairseq_sacrebleu(translations: Sequence[str], references: Sequence[str]) -> float:
+def _score_with_sacrebleu(translations: Sequence[str], references: Sequence[str]) -> float:
     scoring = import_fairseq("fairseq.scoring.bleu")
     scorer = scoring.SacrebleuScorer(scoring.SacrebleuConfig())
     for reference, translation in zip(references, translations, strict=True):
@@ -84,10 +84,10 @@ def _fairseq_sacrebleu(translations: Sequence[str], references: Sequence[str]) -
     return float(scorer.score())
 
 
-def _fairseq_bleu(translations: Sequence[str], references: Sequence[str]) -> float:
-    """Return the BLEU of fairseq's C library, which compares the numbers of sacreBLEU's words.
+def _score_with_library(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Return the BLEU of fairseq's C library, on sacreBLEU's words as numbers.
 
-    An empty translation counts as one wrong word, because the library reads beyond an empty sentence.
+    An empty translation counts as one wrong word, because the library reads beyond the end of an empty sentence.
     """
     scoring = import_fairseq("fairseq.scoring.bleu")
     words = import_fairseq("fairseq.data").Dictionary()

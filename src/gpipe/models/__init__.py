@@ -1,9 +1,9 @@
 """Models as plain sequences of layers; importing this package also registers the AmoebaNets with timm.
 
-amoebanet.py      the sequence; amoebanet_cells.py a layer of it, amoebanet_operations.py a cell's operations,
-                  amoebanet_heads.py the stem and the heads, amoebanet_genotypes.py the cells as a table
-transformer.py    the language model: transformer_layers.py, attention.py
-translation.py    the encoder and decoder as one sequence: translation_layers.py, attention.py
+amoebanet.py      the sequence of layers. Its parts: amoebanet_cells.py, amoebanet_operations.py,
+                  amoebanet_heads.py (stem and heads), amoebanet_genotypes.py (the cells as a table)
+transformer.py    the language model. Its parts: transformer_layers.py, attention.py
+translation.py    encoder and decoder as one sequence. Its parts: translation_layers.py, attention.py
 """
 
 import gpipe._compat.torchvision  # first, because timm imports torchvision

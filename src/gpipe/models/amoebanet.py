@@ -3,7 +3,7 @@
     0           stem: convolution 3x3 of stride 2
     1, 2        reduction cells, D/4 and D/2 wide
     3 ...       num_layers / 3 normal cells, D wide
-    ...         a reduction cell and num_layers / 3 normal cells, 2D wide; behind them the auxiliary head
+    ...         a reduction cell and num_layers / 3 normal cells, 2D wide, then the auxiliary head
     ...         a reduction cell and num_layers / 3 normal cells, 4D wide
     last        classifier
 
@@ -24,9 +24,9 @@ from gpipe.models.linear import Softmax
 
 
 class AmoebaNet(nn.Sequential):
-    """A sequence of AmoebaNet layers with the attributes that users of timm's models expect."""
+    """A sequence of AmoebaNet layers, with the attributes of timm's models."""
 
-    # timm's description of the model, set by timm.create_model only
+    # timm's description of the model, which only timm.create_model sets
     pretrained_cfg: dict[str, Any]
     default_cfg: dict[str, Any]
 
@@ -49,7 +49,7 @@ class AmoebaNet(nn.Sequential):
 
     @property
     def num_classes(self) -> int:
-        """The number of logits, 0 where the softmax layer was removed."""
+        """The number of logits; 0 if the softmax layer was removed."""
         layer = self.classifier.fully_connected
         return layer.out_features if isinstance(layer, Softmax) else 0
 
@@ -58,9 +58,9 @@ class AmoebaNet(nn.Sequential):
         return self.classifier.fully_connected
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the softmax layer, and the auxiliary head's, by a new one with random weights.
+        """Replace the softmax layer, and the auxiliary head's, by new ones with random weights.
 
-        0 classes removes them: the output is then the features [n, num_features].
+        0 classes removes both. The output is then the features [n, num_features].
 
         Raises:
             ValueError: global_pool is not the global average.
@@ -86,7 +86,7 @@ class AmoebaNet(nn.Sequential):
         return payload[0]
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return the logits of `features`, or the softmax layer's input; auxiliary logits are left out."""
+        """Return the logits of `features`, or with pre_logits the softmax layer's input."""
         pooled = self.classifier.pool(features)
         logits: Tensor = pooled if pre_logits else self.get_classifier()(pooled)
         return logits
@@ -125,15 +125,15 @@ class AmoebaNetOptions(TypedDict, total=False):
 
     Attributes:
         image_channels: 3 by default.
-        image_size: pixels, or (height, width), by default 331 for A and C, 480 for B, 224 for D. It matters for the
-            auxiliary head only.
-        auxiliary_head: True adds auxiliary logits to the output in training mode (loss weight 0.4 in the recipe).
-            False by default.
+        image_size: pixels, or (height, width); by default 331 for A and C, 480 for B, 224 for D. Only the auxiliary
+            head depends on it.
+        auxiliary_head: add auxiliary logits to the output in training mode (loss weight 0.4 in the recipe). False by
+            default.
         dropout: the probability before the softmax layer, 0 by default; Real et al. 2019 use 0.5.
         drop_path: the first drop-path rate, 0 by default; `set_drop_path` changes it later. Real et al. 2019 end at
             0.3.
-        batch_norm_momentum: the weight of a new mini-batch, by default 0.0003, which is 1 minus the public TPU code's
-            decay of 0.9997. Runs of less than about ten thousand steps need more, such as 0.1.
+        batch_norm_momentum: the weight of a new mini-batch, 0.0003 by default: 1 minus the public TPU code's decay of
+            0.9997. Runs of less than about ten thousand steps need more, such as 0.1.
         batch_norm_epsilon: 0.001 by default.
     """
 
@@ -184,10 +184,10 @@ def _amoebanet(
 def amoebanet_a(
     num_layers: int = 18, num_filters: int = 190, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-A, by default of Real et al.'s size; options are those of AmoebaNetOptions.
+    """Build AmoebaNet-A, by default in Real et al.'s size; options are those of AmoebaNetOptions.
 
-    [n, image_channels, h, w] -> logits [n, num_classes]; in training with the auxiliary head (logits,
-    auxiliary_logits).
+    [n, image_channels, h, w] -> logits [n, num_classes], or (logits, auxiliary_logits) in training with the auxiliary
+    head.
 
     Raises:
         ValueError: a value is out of range.
@@ -208,7 +208,7 @@ def amoebanet_b(
 def amoebanet_c(
     num_layers: int = 18, num_filters: int = 228, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-C, by default of Real et al.'s size; otherwise like `amoebanet_a`."""
+    """Build AmoebaNet-C, by default in Real et al.'s size; otherwise like `amoebanet_a`."""
     options.setdefault("image_size", 331)
     return _amoebanet("C", num_layers, num_filters, num_classes, **options)
 
@@ -216,6 +216,6 @@ def amoebanet_c(
 def amoebanet_d(
     num_layers: int = 18, num_filters: int = 256, num_classes: int = 1000, **options: Unpack[AmoebaNetOptions]
 ) -> AmoebaNet:
-    """Build AmoebaNet-D, by default of the size of the paper's Table 2; otherwise like `amoebanet_a`."""
+    """Build AmoebaNet-D, by default in the size of the paper's Table 2; otherwise like `amoebanet_a`."""
     options.setdefault("image_size", 224)
     return _amoebanet("D", num_layers, num_filters, num_classes, **options)

@@ -1,7 +1,7 @@
 """The AmoebaNet cell: one layer of the sequence.
 
-The payload between cells is `(state, previous_state)`, the outputs of the last two cells; in training, from the
-auxiliary head on, it is `(state, previous_state, auxiliary_logits)`. A cell's second output is its own unchanged input.
+The payload between cells is `(state, previous_state)`, the outputs of the last two cells. In training, it is
+`(state, previous_state, auxiliary_logits)` from the auxiliary head on. A cell's second output is its unchanged input.
 """
 
 import torch
@@ -26,9 +26,9 @@ Payload = Tensor | tuple[Tensor, ...]
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Set the probability that a path is dropped, for every timm `DropPath` in `module`.
+    """Set the drop-path rate of every timm `DropPath` in `module`.
 
-    A training loop calls it at every step: the keep probability falls linearly over training (Real et al. 2019).
+    Call it at every step: the keep probability falls linearly over training (Real et al. 2019).
 
     Raises:
         ValueError: the rate is not in [0, 1).
@@ -40,7 +40,7 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
 
 
 class CellTerm(nn.Module):
-    """One operation of a cell on one of its states, with drop-path on every operation but `none`."""
+    """One operation on one state of a cell; every operation but `none` has drop-path."""
 
     def __init__(
         self, term: Term, in_channels: int, out_channels: int, stride: int, drop_path: float, norm: NormFactory
@@ -81,9 +81,9 @@ class Cell(nn.Module):
         genotype: of the cell.
         channels: the width of all its states.
         state_channels: the width of the payload's state.
-        previous_channels: the width of the payload's previous state. None makes the first cell, which takes one tensor,
-            the stem's output, as state and, unprojected, as previous state.
-        previous_is_larger: whether a reduction cell lies between the previous state and the state.
+        previous_channels: the width of the payload's previous state. None makes the first cell. It takes the stem's
+            output as its state and, unprojected, as its previous state.
+        previous_is_larger: True if a reduction cell lies between the previous state and the state.
         drop_path: the first drop-path rate.
         norm: makes the batch norms.
 
@@ -132,10 +132,10 @@ class Cell(nn.Module):
         self.auxiliary_head: AuxiliaryHead | None = None
 
     def forward(self, payload: Payload) -> tuple[Tensor, ...]:
-        """Return (output, state) and, in training behind an auxiliary head, the auxiliary logits.
+        """Return (output, state) and, in training from the auxiliary head on, the auxiliary logits.
 
-        output: [n, out_channels, h, w], or half of h and w, rounded up, for a reduction cell.
-        Inputs are never modified: the engine recomputes from them.
+        The output is [n, out_channels, h, w]. A reduction cell halves h and w, rounded up. Inputs are never modified,
+        because the engine recomputes from them.
         """
         state, previous, *auxiliary = (payload, payload) if isinstance(payload, Tensor) else payload
         if self.project_previous.rectified_input:

@@ -1,7 +1,7 @@
 """The cells of AmoebaNet-A to D as data.
 
-A cell starts from state 0, the projected output of the previous cell, and state 1, the output of the cell before it.
-Five pairwise sums, each of two terms `operation@state`, make states 2 to 6; the output concatenates some states:
+State 0 is the projected output of the previous cell, state 1 the output of the cell before it. Five pairwise sums, each
+of two terms `operation@state`, make states 2 to 6. The output concatenates some states:
 
     state 0 ──┬── operation ──┐
               │               +── state 2 ── ... ── state 6
@@ -27,7 +27,7 @@ D reduction  max2@0+max3@0  none@2+3x3@1  1x7_7x1@2+max3@2  none@3+max2@1  avg3@
 
 @dataclass(frozen=True)
 class Term:
-    """An operand of a pairwise sum: an `operation`, and the number of the `state` that it is applied to."""
+    """An operand of a pairwise sum: an `operation` on the state of number `state`."""
 
     operation: str
     state: int
@@ -35,7 +35,7 @@ class Term:
 
 @dataclass(frozen=True)
 class CellGenotype:
-    """One kind of cell: the pairs of terms that make states 2 to 6, the states of the output, and the stride."""
+    """One kind of cell: the sums that make states 2 to 6, the states of the output, and the stride."""
 
     sums: tuple[tuple[Term, Term], ...]
     concat: tuple[int, ...]

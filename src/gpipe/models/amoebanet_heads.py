@@ -24,7 +24,7 @@ class Stem(ConvNorm):
 class Classifier(nn.Module):
     """Map the last payload to logits: ReLU, global average pool, dropout, fully connected.
 
-    ([n, in_channels, h, w], ...) -> logits [n, num_classes]; (logits, auxiliary_logits) if the payload has the latter
+    ([n, in_channels, h, w], ...) -> logits [n, num_classes]; (logits, auxiliary_logits) if the payload has both
     """
 
     def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
@@ -49,10 +49,10 @@ class AuxiliaryHead(nn.Module):
 
     [n, in_channels, *map_size] -> [n, num_classes]: ReLU, average pool 5x5 of stride 3, 1x1 to 51, batch norm, ReLU,
     convolution of the whole map to 307, batch norm, ReLU, fully connected (Real et al. 2019; the widths are 0.4
-    times Inception's 128 and 768). Its weights fit one map size, so one image size.
+    times Inception's 128 and 768). Its weights fit only one map size, and so only one image size.
 
-    Deviation: the auxiliary head's 5x5 pool covers the whole map where that is smaller, for images below about 70
-    pixels, which the paper does not have.
+    Deviation: the auxiliary head's 5x5 pool shrinks to the map if that is smaller, for images below about 70 pixels.
+    The paper has none.
     """
 
     def __init__(self, in_channels: int, num_classes: int, map_size: tuple[int, int], norm: NormFactory) -> None:
@@ -77,7 +77,7 @@ class AuxiliaryHead(nn.Module):
 
 
 def count_auxiliary_parameters(layers: nn.Module) -> int:
-    """Count the parameters that only training uses: those of the auxiliary head, if the model has one."""
+    """Count the parameters of the auxiliary head, which only training uses."""
     heads = [module for module in layers.modules() if isinstance(module, AuxiliaryHead)]
     return sum(parameter.numel() for head in heads for parameter in head.parameters())
 

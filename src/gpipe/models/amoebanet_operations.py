@@ -1,11 +1,10 @@
 """The operations of an AmoebaNet cell.
 
-Every tensor is [examples, channels, height, width]; stride 2 makes height and width ceil(size / 2), odd sizes included.
-An operation that begins with a ReLU leaves it to its caller, as `rectified_input` tells: operations on the same state
-then share one ReLU.
+Every tensor is [examples, channels, height, width]. Stride 2 makes height and width ceil(size / 2). An operation that
+begins with a ReLU has `rectified_input` and leaves the ReLU to its caller, so operations on one state share one ReLU.
 
-Deviation: AmoebaNet's convolutions and 3x3 pools pad symmetrically, as is usual in PyTorch, where TensorFlow's "SAME"
-in the public TPU code pads an even size at stride 2 at the right and bottom only. Shapes and parameters are the same.
+Deviation: AmoebaNet's convolutions and 3x3 pools pad symmetrically, as is usual in PyTorch. TensorFlow's "SAME" in the
+public TPU code pads an even size at stride 2 only at the right and bottom. Shapes and parameters are the same.
 
 Sources: Real et al. 2019 and the public TPU code (tensorflow/tpu, models/official/amoeba_net).
 """
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from gpipe.models.linear import fill_truncated_normal
 
 NormFactory = Callable[[int], nn.BatchNorm2d]
-"""Makes a batch norm for a number of channels."""
+"""Number of channels -> batch norm."""
 
 
 class Conv2d(nn.Conv2d):
@@ -48,13 +47,13 @@ class Conv2d(nn.Conv2d):
 
 
 class Operation(nn.Module):
-    """Base of all operations; `rectified_input` tells whether the caller applies a ReLU to the input."""
+    """Base of all operations; the caller applies a ReLU to the input if `rectified_input` is True."""
 
     rectified_input: ClassVar[bool] = True
 
 
 class Identity(Operation):
-    """`none` where neither size nor channels change."""
+    """`none`, if neither size nor channels change."""
 
     rectified_input = False
 
@@ -78,9 +77,9 @@ class ConvNorm(Operation):
 class Bottleneck(Operation):
     """`3x3` and `1x7_7x1`: 1x1 to a quarter of the channels, the kernels, 1x1 back; a batch norm after each.
 
-    The kernels share the stride: a kernel of height 1 strides over the width only, one of width 1 over the height only.
-    Deviation: an AmoebaNet bottleneck of fewer than 4 channels narrows to 1 channel, where the public TPU code drops
-    the bottleneck. No model of the paper is so narrow.
+    The kernels share the stride: a kernel of height 1 strides only over the width, one of width 1 only over the height.
+    Deviation: an AmoebaNet bottleneck of fewer than 4 channels narrows to 1 channel; the public TPU code drops the
+    bottleneck. No model of the paper is so narrow.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class SeparableConv(Operation):
 
 
 class DoubleSeparableConv(Operation):
-    """`sep3x2`, `sep5x2`, `sep7x2`: two separable convolutions, the stride in the first."""
+    """`sep3x2`, `sep5x2`, `sep7x2`: two separable convolutions; the first one has the stride."""
 
     def __init__(self, in_channels: int, out_channels: int, size: int, stride: int, norm: NormFactory) -> None:
         super().__init__()
@@ -131,10 +130,10 @@ class DoubleSeparableConv(Operation):
 
 
 class Pool(Operation):
-    """`avg3`, `max3`, `max2`: a pool, then 1x1 and batch norm where the channels change.
+    """`avg3`, `max3`, `max2`: a pool, then 1x1 and batch norm if the channels change.
 
-    An average excludes the padding, as TensorFlow's does. A 2x2 window, which occurs at stride 2 only, extends beyond
-    the right and bottom edge of an odd size.
+    Averages exclude the padding, as in TensorFlow. A 2x2 window, which occurs only at stride 2, extends beyond the
+    right and bottom edge of an odd size.
     """
 
     rectified_input = False
@@ -154,7 +153,7 @@ class Pool(Operation):
         if self.average:
             state = F.avg_pool2d(state, size, stride, padding, count_include_pad=False)
         else:
-            # ceil_mode matters for the unpadded 2x2 window only.
+            # ceil_mode matters only for the unpadded 2x2 window.
             state = F.max_pool2d(state, size, stride, padding, ceil_mode=size == 2)
         return state if self.project is None else self.project(state)
 
@@ -164,7 +163,7 @@ class FactorizedReduction(Operation):
 
     Each makes half of the channels; one batch norm follows their concatenation. Zeros pad the edge.
     Deviation: the public TPU code refuses a factorised reduction to an odd number of channels, which AmoebaNet-A (18,
-    190) has in its second cell; ours rounds both halves down, and the last channel is the batch norm's shift alone. A
+    190) has in its second cell. Ours rounds both halves down, and the last channel is only the batch norm's shift. A
     convolution for it would make that model 32 parameters larger.
     """
 
@@ -176,7 +175,7 @@ class FactorizedReduction(Operation):
         self.norm = norm(out_channels)
 
     def forward(self, state: Tensor) -> Tensor:
-        # A strided 1x1 convolution reads one pixel in four: selecting those first saves keeping the rest for backward.
+        # A strided 1x1 convolution reads one pixel in four: selected first, the rest is not kept for backward.
         shifted = state[:, :, 1::2, 1::2]
         height, width = state.shape[2:]
         if height % 2 or width % 2:
@@ -191,8 +190,8 @@ class FactorizedReduction(Operation):
 def make_operation(name: str, in_channels: int, out_channels: int, stride: int, norm: NormFactory) -> Operation:
     """Make the operation that a genotype calls `name`.
 
-    The prefix of `dil2sep5x2` is ignored: the public TPU code, which the published parameter counts and accuracies come
-    from, ignores that dilation too.
+    The prefix of `dil2sep5x2` is ignored, as in the public TPU code, from which the published parameter counts and
+    accuracies come.
 
     Raises:
         ValueError: no genotype uses the name.

@@ -1,4 +1,4 @@
-"""The AmoebaNets in timm's registry: after `import gpipe.models`, `timm.create_model("amoebanet_d")` makes one."""
+"""Register the AmoebaNets with timm: after `import gpipe.models`, `timm.create_model("amoebanet_d")` makes one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ _WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 def _describe(image_size: int) -> dict[str, Any]:
-    """Return timm's description of a model: pixels in [-1, 1] and the central 0.875 crop of the public TPU code."""
+    """Return timm's description of a model: pixels in [-1, 1], and the public TPU code's central crop of 0.875."""
     return {
         "num_classes": 1000,
         "input_size": (3, image_size, image_size),

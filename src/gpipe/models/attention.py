@@ -1,7 +1,6 @@
-"""Attention with several heads (Vaswani et al. 2017): of a sequence to itself, and to a memory.
+"""Multi-head attention of a sequence to itself and to a memory (Vaswani et al. 2017).
 
-The channels of all heads, num_heads x head_size, may exceed or fall short of the states' width. torch's fused
-scaled_dot_product_attention does the work.
+num_heads x head_size need not equal the states' width. torch's fused scaled_dot_product_attention does the work.
 """
 
 from torch import Tensor, nn
@@ -11,10 +10,10 @@ from gpipe.models.linear import Linear
 
 
 class SelfAttention(nn.Module):
-    """Attention of every position to all that are not padding or, if causal, to itself and all before it.
+    """Attention of every position to all positions but padding or, if causal, to itself and all before it.
 
     [batch, time, model_size] -> the same shape. One product makes queries, keys and values. Causal attention needs no
-    padding mask: padding comes after the sequence.
+    padding mask, because padding comes after the sequence.
     """
 
     def __init__(self, model_size: int, num_heads: int, head_size: int, *, causal: bool) -> None:
@@ -33,7 +32,7 @@ class SelfAttention(nn.Module):
 
 
 class MemoryAttention(nn.Module):
-    """Attention of every position to all positions of a memory, the encoder's output, that are not padding.
+    """Attention of every position to all positions but padding of a memory, the encoder's output.
 
     states [batch, time, model_size], memory [batch, memory time, model_size], padding [batch, memory time] -> the shape
     of the states. One product makes keys and values.
@@ -65,5 +64,5 @@ def _join(heads: Tensor) -> Tensor:
 
 
 def _make_mask(padding: Tensor) -> Tensor:
-    """Turn padding, bool [batch, time], into a mask [batch, 1, 1, time] that is True at the keys that count."""
+    """Turn padding, bool [batch, time], into a mask [batch, 1, 1, time] that is True at the keys to attend to."""
     return ~padding[:, None, None, :]

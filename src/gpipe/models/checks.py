@@ -1,4 +1,4 @@
-"""Checks of the arguments of the functions that build models."""
+"""Check the arguments of the functions that build models."""
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

@@ -1,4 +1,4 @@
-"""Fully connected layers, how initial weights are drawn, and the names of the softmax layers' parameters."""
+"""Fully connected layers, their initial weights, and the names of the softmax layers' parameters."""
 
 import math
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def fill_truncated_normal(weight: Tensor, variance: float) -> None:
-    """Fill `weight` with a normal of mean 0 and about this variance, truncated at two standard deviations.
+    """Fill `weight` from a normal distribution of about this variance, truncated at two standard deviations.
 
     The factor 1.3 makes up for the variance that truncation removes, as in TensorFlow's variance scaling.
     """
@@ -15,7 +15,7 @@ def fill_truncated_normal(weight: Tensor, variance: float) -> None:
 
 
 def fill_normal(weight: Tensor, variance: float) -> None:
-    """Fill `weight` with a normal of mean 0 and this variance, ten times faster than with the truncated one."""
+    """Fill `weight` from a normal distribution of this variance, ten times faster than from the truncated one."""
     nn.init.normal_(weight, std=math.sqrt(variance))
 
 
@@ -33,12 +33,12 @@ class Linear(nn.Linear):
 
 
 class Softmax(nn.Linear):
-    """Fully connected layer with bias that makes the logits; the softmax itself is the loss's.
+    """Fully connected layer with bias that makes the logits; the softmax itself is part of the loss.
 
     Weights of variance 1 / fan-in, bias 0.
 
-    Deviation: AmoebaNet's softmax layer starts with weights of variance 1 / fan-in, where the public TPU code takes
-    2 / fan-out, which with few classes starts at a loss far above chance.
+    Deviation: AmoebaNet's softmax layer starts with weights of variance 1 / fan-in; the public TPU code takes 2 /
+    fan-out. With few classes, that starts at a loss far above chance.
     """
 
     def reset_parameters(self) -> None:
@@ -48,7 +48,7 @@ class Softmax(nn.Linear):
 
 
 def softmax_names(layers: nn.ModuleDict) -> set[str]:
-    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit one set of classes only.
+    """Return the names `layers.<i>.<name>` of the softmax layers' parameters, which fit only one set of classes.
 
     Args:
         layers: any part of a model by layer index, such as `pipeline.layers`.

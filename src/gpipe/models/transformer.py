@@ -4,7 +4,7 @@
     1 ... L         layers
     last            softmax layer, with a table of its own
 
-There is no norm before the softmax layer: so the number of parameters is that of the paper's Table 1.
+There is no norm before the softmax layer, so the number of parameters is that of the paper's Table 1.
 """
 
 from torch import nn
@@ -23,7 +23,7 @@ def transformer_lm(
     num_heads: int = 32,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """Build Transformer-L, which predicts each next token, by default of the size of the paper's Tables 1 and 2.
+    """Build Transformer-L, which predicts each next token; by default Transformer-48 of the paper's Table 2.
 
     tokens int64 [batch, time] -> logits [batch, time, vocabulary_size]; any batch and time.
 

@@ -13,7 +13,7 @@ _LONGEST_WAVE = 10_000  # positions, over 2 pi (Vaswani et al. 2017, section 3.5
 
 
 class Embedding(nn.Embedding):
-    """Map tokens to states: a row of the table times the root of the width, plus the position; then dropout.
+    """Map tokens to states: a row of the table times the square root of its width, plus the position; then dropout.
 
     int64 [batch, time] -> [batch, time, model_size]. The rows have variance 1 / model_size. Positions count from
     `first_position`, without limit.
@@ -35,12 +35,12 @@ class Embedding(nn.Embedding):
 
 
 class PreNormLayer(nn.Module):
-    """Two residual branches: self-attention, and two fully connected layers with a ReLU between.
+    """Two residual branches: self-attention, and two fully connected layers with a ReLU between them.
 
-    Each branch begins with a layer norm and ends with dropout. Subclasses decide in which order to call the two.
+    Each branch begins with a layer norm and ends with dropout. Subclasses call the branches.
 
-    Deviation: the paper does not say where a Transformer layer's norms stand; ours stand before what they normalise,
-    which trains deep models without a warm-up (Xiong et al. 2020).
+    Deviation: the paper does not say where a Transformer layer's norms stand; ours stand at the beginning of each
+    branch, which trains deep models without a warm-up (Xiong et al. 2020).
 
     Args:
         model_size: the width of the states.
@@ -48,7 +48,7 @@ class PreNormLayer(nn.Module):
         num_heads: of the attention.
         head_size: channels per head.
         dropout: the probability after each branch.
-        causal: whether a position attends only to itself and those before it.
+        causal: let a position attend only to itself and those before it.
         feedforward_scale: factor of the initial weights of the two fully connected layers.
     """
 
@@ -84,7 +84,7 @@ class PreNormLayer(nn.Module):
 
 
 class TransformerLayer(PreNormLayer):
-    """A layer of a language model: every position sees itself and those before it.
+    """A layer of a language model: every position attends to itself and those before it.
 
     [batch, time, model_size] -> the same shape.
     """
@@ -99,11 +99,11 @@ class TransformerLayer(PreNormLayer):
 def make_sinusoids(num_positions: int, like: Tensor, first: int = 0) -> Tensor:
     """Return the positions' sines and cosines, [num_positions, width], for states `like` [..., width].
 
-    The first half of a row has sines, the second cosines, of wavelengths from 2 pi to 10,000 x 2 pi. The first row is
-    that of position `first`.
+    The first half of a row has sines, the second has cosines, of wavelengths from 2 pi to 10,000 x 2 pi. The first row
+    belongs to position `first`.
     """
     half = like.shape[-1] // 2
-    # bfloat16 has no 257: only float32 and above tell positions apart.
+    # bfloat16 cannot represent 257: telling positions apart takes float32 or more.
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponents = torch.arange(half, device=like.device, dtype=dtype) / max(half - 1, 1)
     frequencies = torch.exp(-math.log(_LONGEST_WAVE) * exponents)

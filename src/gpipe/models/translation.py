@@ -2,14 +2,14 @@
 
     0                   embedding of the source
     1 ... L             layers of the encoder
-    L + 1               the encoder's last norm, and embedding of the target
+    L + 1               the encoder's last norm, and the embedding of the target
     L + 2 ... 2L + 1    layers of the decoder
     2L + 2              the decoder's last norm
     2L + 3              softmax layer, without bias
 
-The numbers of parameters next to those of the paper, with model dimension 1,024, attention channels 64 x A, biases in
-all other fully connected layers and 64,000 rows per table. `tied` sets the number of tables: 3 with "none", 2 with
-"inputs" or "output", 1 with "all".
+Our numbers of parameters beside the paper's, with model dimension 1,024, attention channels 64 x A, biases in all other
+fully connected layers and 64,000 rows per table. `tied` sets the number of tables: 3 with "none", 2 with "inputs" or
+"output", 1 with "all".
 
                         paper      3 tables         2 tables         1 table
     T(6, 8192, 16)      400M     473,681,920      408,145,920      342,609,920
@@ -20,15 +20,15 @@ all other fully connected layers and 64,000 rows per table. `tied` sets the numb
 
 No column rounds to all five: the first misses 400M, the second both 1.3B, the third all but 3B and 6B.
 
-One more layer norm follows each half, as with fairseq's normalize_before.
+A layer norm follows each half, as with fairseq's normalize_before.
 
 Deviation: the paper says only that the feed-forward layers' initialisation is scaled down with the number of layers,
 after Fixup; we scale both matrices of each feed-forward layer by 1 / L, with L layers in each half. Fixup itself (Zhang
 et al. 2019) scales the weight layers inside a residual branch of m layers by L^(-1 / (2m - 2)), starts the last of them
 at zero, and adds scalar biases and multipliers.
 
-Deviation: what the paper says of clipped logits leaves open whether they are clipped in evaluation; we clip them hard,
-and in training only, as Lingvo does.
+Deviation: the paper does not say whether logits are clipped in evaluation; we clip them hard, and only in training, as
+Lingvo does.
 """
 
 from torch import nn
@@ -65,22 +65,21 @@ def translation_transformer(
 
     (source int64 [batch, source time], previous int64 [batch, target time]) -> logits [batch, target time,
     vocabulary_size]; any batch and times. Padding follows each sentence. `previous` is the target shifted right by one
-    position, so that logits[:, t] predict target[:, t].
+    position: logits[:, t] predict target[:, t].
 
     Args:
-        num_layers: L, in the encoder and in the decoder each.
+        num_layers: L, in the encoder and again in the decoder.
         feedforward_size: H.
-        num_heads: A; together they have num_heads x head_size channels, whatever the model_size.
+        num_heads: A. The heads have num_heads x head_size channels, which need not equal model_size.
         vocabulary_size: of source and target together.
         model_size: the width of the states.
         head_size: channels per head.
         dropout: the probability after the embeddings and after each branch of a layer.
-        tied: which tables are one parameter: "none"; "inputs", source and target; "output", target and softmax layer;
-            "all".
-        scale_feedforward: start with feed-forward weights of 1 / num_layers times their usual size, so that a deep
-            model can be trained.
+        tied: which tables are one parameter: "none"; "inputs" (source and target); "output" (target and softmax
+            layer); "all".
+        scale_feedforward: divide the initial feed-forward weights by num_layers, so that deep models train.
         logit_limit: the largest magnitude of a logit in training mode; None for no limit.
-        soft_limit: approach the limit as limit x tanh(logit / limit) instead of clipping.
+        soft_limit: make logits limit x tanh(logit / limit) instead of clipping them.
         padding_index: the token that pads the shorter sentences of a batch.
 
     Raises:

@@ -40,7 +40,7 @@ class SourceEmbedding(nn.Module):
 
 
 class EncoderLayer(PreNormLayer):
-    """Encoding -> encoding: every position sees its whole sentence."""
+    """Encoding -> encoding: every position attends to its whole sentence."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class TargetEmbedding(nn.Module):
 
 
 class DecoderLayer(PreNormLayer):
-    """Decoding -> decoding: every position sees itself and those before it, then the memory.
+    """Decoding -> decoding: every position attends to itself and those before it, then to the memory.
 
-    Padding comes after its target, so no position of the target sees it.
+    Padding comes after the target, so no position of the target attends to it.
     """
 
     def __init__(
@@ -134,9 +134,8 @@ class TokenSoftmax(Softmax):
     Args:
         model_size: the width of the states.
         vocabulary_size: the number of logits.
-        logit_limit: the largest magnitude of a logit in training mode: a larger one is clipped, and has no gradient.
-            None is no limit.
-        soft_limit: each logit becomes limit x tanh(logit / limit) instead.
+        logit_limit: clip logits to this magnitude in training mode; a clipped logit has no gradient. None for no limit.
+        soft_limit: make each logit limit x tanh(logit / limit) instead.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class TokenSoftmax(Softmax):
         self.soft_limit = soft_limit
 
     def reset_parameters(self) -> None:
-        """Redraw the weights like the table of an embedding, which they may be tied to."""
+        """Redraw the weights like those of an embedding, to which they may be tied."""
         fill_normal(self.weight, 1.0 / self.in_features)
 
     def forward(self, states: Tensor) -> Tensor:

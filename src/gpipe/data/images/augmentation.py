@@ -1,9 +1,9 @@
-"""Transforms, which turn a decoded image into the model's input.
+"""Transforms from a decoded image to the model's input.
 
-A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1]. It draws from the global
-generators of torch, numpy and random, as the transforms of torchvision and timm do; `ImageLoader` seeds them for each
+A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1]. Like the transforms of
+torchvision and timm, it draws from the global generators of torch, numpy and random; `ImageLoader` seeds them for each
 sample and restores them. Only the crop and the policies work on a PIL image: torch resizes bytes in half of PIL's time,
-and the rest is a few passes over floats, in place. The number of threads changes no bit.
+and the rest is a few passes over floats, in place. The number of threads changes no bit of the result.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +41,7 @@ def training_transform(
     policy: str = "none",
     cutout: float = 0.0,
 ) -> Transform:
-    """Return random-area crop, flip, policy, colour jitter and cutout; the defaults are the public TPU code's recipe.
+    """Return the random-area crop, flip, policy, colour jitter and cutout; the defaults are the public TPU code's.
 
     Args:
         image_size: pixels per side.
@@ -49,18 +49,18 @@ def training_transform(
         crop_scale: the crop's share of the area; None takes the whole image, as the paper's fine-tuning does.
         crop_aspect: the crop's width over its height.
         color_jitter: brightness, contrast and saturation are multiplied by 1 - color_jitter to 1 + color_jitter.
-        flip: whether half of the images are mirrored.
+        flip: mirror half of the images.
         policy: "none", "autoaugment" (the ImageNet policy) or "randaugment" (2 operations of magnitude 9).
         cutout: the side of a grey square as a share of the image's side.
 
     Raises:
         ValueError: a setting is out of range.
 
-    Deviation: the colour jitter has one range for brightness, contrast and saturation, as in timm, where the public TPU
-    code's ranges differ by property and include the hue.
+    Deviation: the colour jitter has one range for brightness, contrast and saturation, as in timm; the public TPU code
+    has a range for each of them and one for the hue.
 
-    Deviation: the cutout square lies within the image, where DeVries and Taylor's may hang over the border, and is then
-    smaller. The paper does not say where its squares lie.
+    Deviation: the cutout square always lies within the image; DeVries and Taylor's may be cut off by the border. The
+    paper does not say where its squares lie.
     """
     _check_size(image_size, channels)
     _check_crop(crop_scale, crop_aspect)
@@ -87,8 +87,8 @@ def evaluation_transform(image_size: int, *, channels: int = 3, center_crop: flo
     Args:
         image_size: pixels per side.
         channels: 1 (grey) or 3.
-        center_crop: the crop's share of the height and of the width; 1 takes the whole image. Like the public TPU
-            code, it does not keep the aspect.
+        center_crop: the crop's share of the height and of the width; 1 takes the whole image. The aspect changes, as
+            in the public TPU code.
 
     Raises:
         ValueError: a setting is out of range.
@@ -127,7 +127,7 @@ def _crop_centre(share: float, image: Image.Image) -> Image.Image:
 def _resize(image_size: int, channels: int, image: Image.Image) -> torch.Tensor:
     """Resize a PIL image to uint8 [1 or 3, image_size, image_size]; channels=1 makes it grey.
 
-    A byte differs from that of PIL's antialiased bilinear filter by 1 at most.
+    A byte differs by at most 1 from PIL's antialiased bilinear filter.
     """
     if channels == 1 and image.mode != "L":
         image = image.convert("L")
@@ -138,7 +138,7 @@ def _resize(image_size: int, channels: int, image: Image.Image) -> torch.Tensor:
 
 
 def _flip(levels: torch.Tensor) -> torch.Tensor:
-    """Mirror half of the images, [c, h, w], left to right, in a third of torchvision's time for small images."""
+    """Mirror half of the images [c, h, w]; small ones take a third of torchvision's time."""
     return levels.flip(2) if torch.rand(()).item() < 0.5 else levels
 
 
@@ -151,14 +151,14 @@ def _jitter(strength: float, pixels: torch.Tensor) -> torch.Tensor:
     """Scale brightness, contrast and saturation of pixels, [1 or 3, h, w] in [-1, 1], each by 1 +- strength, in place.
 
     Brightness scales the distance from black, contrast the distance from the image's mean grey, saturation the distance
-    from the pixel's own grey. The result is clipped once, at the end, as in the public TPU code; without a clip in
-    between, the three are one affine map in any order.
+    from the pixel's own grey. As in the public TPU code, only the end result is clipped. So the three are one affine
+    map, in any order.
     """
     brightness, contrast, saturation = (1 + strength * (2 * torch.rand(3) - 1)).tolist()
     grey = pixels[0].clone()
     if len(pixels) == 3:
         grey.mul_(0.299).add_(0.587 * pixels[1]).add_(0.114 * pixels[2])
-    mean = grey.mean(dim=1).mean().item()  # in two sums, neither of which torch splits between threads
+    mean = grey.mean(dim=1).mean().item()  # two sums: torch splits neither between threads
     slope, shift = brightness * contrast, brightness - 1 + brightness * (1 - contrast) * mean
     grey.mul_(slope * (1 - saturation)).add_(shift)
     return pixels.mul_(slope * saturation).add_(grey).clamp_(-1, 1)

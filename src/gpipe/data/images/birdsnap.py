@@ -1,8 +1,8 @@
 """The reader of Birdsnap (Berg et al. 2014): photographs of North American birds, 500 species.
 
-Its archive holds tab-separated lists, each with a line of field names, and a program that downloads the images. Source
-of the layout: readme.txt of the archive birdsnap.tgz, version 1.1, as the public repository jonathantcallahan/birdboy
-keeps it.
+Its archive holds a program that downloads the images, and tab-separated lists that begin with a line of field names.
+Source of the layout: readme.txt of the archive birdsnap.tgz, version 1.1, as the public repository
+jonathantcallahan/birdboy keeps it.
 """
 
 from pathlib import Path
@@ -12,17 +12,17 @@ from gpipe.data.images.image_set import ImageFiles, are_files, check_name
 
 
 class _Row(NamedTuple):
-    entry: str  # which line of which file, for messages
+    entry: str  # file and line, for messages
     fields: list[str]
 
 
 def open_birdsnap(root: Path, split: str) -> ImageFiles:
     """List the images of a split in the order of images.txt: those of test_images.txt, or all others.
 
-    Listed images that were never downloaded are left out: some addresses are dead.
+    Images that could not be downloaded are left out: some addresses are dead.
 
     Raises:
-        ValueError: a list is damaged (the message names file and line), or no image is there.
+        ValueError: a list is damaged (the message names file and line), or there is no image.
     """
     folder = root / "birdsnap"
     images = folder / "download" / "images"
@@ -63,7 +63,7 @@ def _read_test_names(path: Path, labels: dict[str, int]) -> set[str]:
 
 
 def _read_rows(path: Path, wanted: tuple[str, ...]) -> list[_Row]:
-    """Read the wanted columns of a tab-separated file whose first line names all columns."""
+    """Read some columns of a tab-separated file; its first line names all columns."""
     lines = path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n")
     header = lines[0].split("\t")
     if missing := [name for name in wanted if name not in header]:

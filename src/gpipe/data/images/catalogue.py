@@ -1,7 +1,7 @@
-"""The image sets by name, one row each: how a set is opened, what its files look like, and how to get them.
+"""The image sets, one row per name: how to open a set, what its files look like, and how to get them.
 
-To add a set of your own, add a row here and `conf/data/<name>.yaml`. A set in one folder per class needs no more than
-`Source(open=open_class_folders, required=("train/*/", "val/*/"), ...)`; any other layout needs a function
+To add your own set, add a row here and `conf/data/<name>.yaml`. For a set with one folder per class,
+`Source(open=open_class_folders, required=("train/*/", "val/*/"), ...)` suffices. Any other layout needs a function
 (root, split) -> ImageSet.
 """
 
@@ -22,7 +22,7 @@ class TableCounts:
     """The numbers of an image set in Table 4 of the paper.
 
     Attributes:
-        notes: split -> why a true copy of the set has another number of images.
+        notes: split -> why an intact copy of the set has another number of images.
     """
 
     num_classes: int
@@ -41,7 +41,7 @@ class Source(Location):
 
     Attributes:
         open: (root, split) -> image set.
-        table: the numbers of the paper's Table 4, for the sets that are in it.
+        table: its numbers in the paper's Table 4, if it is there.
     """
 
     open: Callable[[Path, str], ImageSet]
@@ -201,13 +201,13 @@ IMAGE_SETS: dict[str, Source] = {
 
 
 def check_image_set(name: str, root: str | Path | None = None) -> Path:
-    """Find the folder of an image set in well under a second, decoding nothing.
+    """Find the folder of an image set, in well under a second.
 
     Returns:
-        The folder; it means nothing for a set that comes with a package.
+        The folder; for a set that comes with a package, it means nothing.
 
     Raises:
-        DataMissing: the set is not there.
+        DataMissing: the set is missing.
         ValueError: the name is unknown.
     """
     check_known("image set", name, IMAGE_SETS)
@@ -224,7 +224,7 @@ def open_image_set(name: str, split: str, root: str | Path | None = None) -> Ima
         root: the folder that holds the set; None is its usual place.
 
     Raises:
-        DataMissing: the set is not there.
+        DataMissing: the set is missing.
         ValueError: the name or split is unknown, or a file is damaged.
     """
     check_known("split", split, SPLITS)
@@ -236,8 +236,7 @@ def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:
     """Compare an opened split with Table 4 of the paper.
 
     Returns:
-        One sentence for each number (classes, images) that differs, with both numbers; none for a set that is not in
-        the table.
+        One sentence for each number (classes, images) that differs. A set that is not in the table has none.
 
     Raises:
         ValueError: the name or split is unknown.

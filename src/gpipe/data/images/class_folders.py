@@ -1,4 +1,4 @@
-"""The reader of ImageNet-2012: image files in one folder per class, the layout that most tools share."""
+"""The reader of ImageNet-2012: image files in one folder per class, as most tools expect them."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,10 @@ _FOLDERS = {"train": "train", "test": "val"}
 def open_class_folders(root: Path, split: str) -> ImageFiles:
     """List the images of a split in the order of their paths; the "test" split is root/val.
 
-    The classes are the folders of root/train, sorted. Links to elsewhere are followed.
+    The classes are the folders of root/train, sorted. Links are followed.
 
     Raises:
-        ValueError: root/val has other classes, a folder cannot be listed, or a link leads back to one.
+        ValueError: root/val has other classes, a folder cannot be listed, or a link leads to a folder that was listed.
         FileNotFoundError: a class has no image.
     """
     import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
@@ -39,7 +39,7 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
 def _list_images(folder: Path, class_names: Sequence[str], endings: tuple[str, ...]) -> tuple[list[str], list[int]]:
     """Return the paths below `folder` of all files with one of the endings, and their classes.
 
-    The order is that of the classes, then of the folders in them, then of the names.
+    They are sorted by class, folder and name.
     """
     visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []
@@ -62,7 +62,7 @@ def _list_images(folder: Path, class_names: Sequence[str], endings: tuple[str, .
 
 
 def _walk(folder: Path, class_name: str, visited: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the folders of a class, relative to `folder`, and their files; `visited` has all folders by true path."""
+    """Yield each folder of a class, relative to `folder`, with its files; `visited` maps true paths to folders."""
     for place, _, files in os.walk(folder / class_name, onerror=_refuse_unreadable, followlinks=True):
         true_path = os.path.realpath(place)
         if true_path in visited:

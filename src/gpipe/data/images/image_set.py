@@ -1,4 +1,4 @@
-"""Image sets: labelled pictures that are looked up by index, in memory or in files."""
+"""Image sets: labelled images by index, in memory or in files."""
 
 import os
 import warnings
@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 from PIL import Image
 
 SPLITS = ("train", "test")
-# Photographs only: PIL would start Ghostscript for any file that begins like PostScript.
+# Photographs only: PIL starts Ghostscript for any file that begins like PostScript.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
 class BrokenImage(ValueError):
-    """Report which image file cannot be decoded, and why."""
+    """An image file cannot be decoded; the message names it and the cause."""
 
 
 class ImageSet(Protocol):
-    """Labelled images; anything with these four members works in `ImageLoader`."""
+    """Labelled images. `ImageLoader` accepts anything with these four members."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Return the class of every image, shape [n], without decoding any."""
+        """Return the class of every image, [n], without decoding any."""
 
     @property
     def class_names(self) -> Sequence[str]:
-        """Return the names of the classes; a label is a position in it."""
+        """Return the names of the classes, by label."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -42,7 +42,7 @@ class ImageSet(Protocol):
 
 
 class ImageArray:
-    """Hold images in memory.
+    """Images in memory.
 
     Args:
         images: uint8 [n, h, w] (grey) or [n, h, w, 3].
@@ -67,7 +67,7 @@ class ImageArray:
 
 
 class ImageFiles:
-    """Hold images in files below one folder, which are decoded to RGB on request.
+    """Images in files below one folder, decoded to RGB on request.
 
     Args:
         root: the folder.
@@ -82,7 +82,7 @@ class ImageFiles:
         if len(names) != len(labels):
             raise ValueError(f"{len(names)} image files have {len(labels)} labels: give each file one label")
         self.root = root
-        # One array of bytes instead of a million strings: every worker process gets a copy.
+        # An array of bytes, not a million strings: every worker process gets a copy.
         self._names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
         self.labels = np.asarray(labels, dtype=np.int64)
         self.class_names = list(class_names)
@@ -99,8 +99,8 @@ class ImageFiles:
         """Decode image `index` to RGB.
 
         Raises:
-            BrokenImage: the file, which the message names, is truncated, is no image, has pixels of unknown range, or
-                has more than PIL.Image.MAX_IMAGE_PIXELS: a small file can announce more pixels than memory holds.
+            BrokenImage: the file is truncated, is not an image, has pixels of unknown range, or has more than
+                PIL.Image.MAX_IMAGE_PIXELS: a small file can announce more pixels than memory holds.
         """
         path = self.path(index)
         try:
@@ -112,7 +112,7 @@ class ImageFiles:
 
 
 def _open(path: Path) -> Image.Image:
-    """Read an image's header; PIL's warning about too many pixels is an error here."""
+    """Read an image's header; turn PIL's warning about too many pixels into an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(path, formats=_FORMATS)
@@ -121,7 +121,7 @@ def _open(path: Path) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Return an image with 8 bits per channel.
 
-    Of 16 bits the upper 8 are taken, as PIL does with colour. PIL would clip 16-bit grey at 255, which is white.
+    16-bit grey keeps its upper 8 bits, like PIL's 16-bit colours. PIL would clip it at 255, which is white.
     """
     is_integer = image.mode == "I"  # PIL's mode for the 16 bits of PGM and, in older versions, of PNG
     if image.mode.startswith("I;16") or (is_integer and image.format in ("PNG", "PPM")):
@@ -133,14 +133,14 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def check_name(name: str, folder: Path, entry: str) -> None:
-    """Refuse a listed name that would lead out of the images' folder; `entry` names its place in which list."""
+    """Refuse a listed name that leads out of the images' folder; `entry` says where it is listed."""
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{entry}: {name!r} is not a path below {folder}; replace the file with the original one")
 
 
 def are_files(folder: Path, names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return for each name whether the file exists, listing each folder once instead of looking for 100,000 files."""
+    """Return whether each file exists. Listing each folder once is faster than looking for 100,000 files."""
     split_names = [name.rpartition("/") for name in names]
     present = {
         parent: {path.name for path in (folder / parent).iterdir()} if (folder / parent).is_dir() else set()

@@ -24,34 +24,34 @@ from gpipe.data.randomness import preserve_generators, seed_sample
 
 Batch: TypeAlias = tuple[torch.Tensor | None, torch.Tensor]
 _Request: TypeAlias = tuple[int, NDArray[np.int64]]  # epoch, indices
-_Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # images; why those of some indices are broken
+_Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # the images, and why some indices are broken
 
 
 class ImageLoader(EpochLoader):
     """Yield the mini-batches of an epoch: (images float32 [n, channels, h, w] or None, labels int64 [n]).
 
-    Iterate one at a time: a new iteration ends the one before.
+    A new iteration ends the previous one.
 
-    A broken image is replaced by the next whole image of its class, in the set's order, augmented as the broken one
-    would be. So the replacement is a function of the files alone, the same for every process, worker, K and epoch, and
-    the label stays right on the processes that decode nothing. The process that meets a broken image names it once on
-    stderr.
+    The next good image of the same class, in the set's order, replaces a broken image. It is augmented as the broken
+    one would be. The replacement depends on the files alone, so it is the same in every process and epoch and for every
+    K, and the label stays right on processes that decode nothing. A process names each broken image that it decodes
+    once on stderr.
 
     Args:
         image_set, batch_size, seed, options: as in EpochLoader.
         transform: applied to each decoded image; its randomness is a function of (seed, epoch, index).
-        num_workers: processes that decode; 0 decodes in this process. Changes the speed only.
-        load_images: False yields labels only, for the processes that hold only the last stage.
-        pin_memory: whether images come in page-locked memory.
+        num_workers: processes that decode; 0 decodes in this process. Only the speed depends on it.
+        load_images: False yields labels only, for processes that hold only the last stage.
+        pin_memory: put images into page-locked memory.
         prefetch_factor: mini-batches that each worker prepares ahead.
-        max_broken_images: the most different files that may be broken.
+        max_broken_images: how many files may be broken.
 
     Raises:
         ValueError: a setting is out of range.
-        BrokenImage: raised by an iteration that meets more broken images, whichever process decodes them.
+        BrokenImage: raised by an iteration that meets more broken images than allowed.
 
     Attributes:
-        broken_images: the index of each broken image that this loader met -> why it is broken.
+        broken_images: the index of each broken image found so far -> why it is broken.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class ImageLoader(EpochLoader):
         self._labels = image_set.labels
         self._max_broken_images = max_broken_images
         self.broken_images: dict[int, str] = {}
-        # The worker processes outlive an epoch, so this list carries their requests.
+        # The worker processes outlive an epoch: this list carries their requests.
         self._requests: list[_Request] = []
         self._images: Iterable[_Answer] | None = None
         if load_images:
             samples = _TransformedImages(image_set, transform, seed, max_broken_images)
             self._open = partial(_make_data_loader, samples, self._requests, num_workers, pin_memory, prefetch_factor)
             self._images = self._open()
-        # Kept here, so that an iteration that was abandoned does not keep the worker processes alive.
+        # Kept here: an abandoned iteration must not keep the worker processes alive.
         self._answers: Iterator[_Answer] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
@@ -101,19 +101,21 @@ class ImageLoader(EpochLoader):
             yield self._accept(answer, indices), torch.from_numpy(self._labels[indices])
 
     def close(self) -> None:
-        """End the worker processes; another iteration starts new ones.
+        """End the worker processes; the next iteration starts new ones.
 
-        Python's garbage collector would take five seconds per worker: it deletes their queues before it tells them.
+        Garbage collection would take five seconds per worker: it deletes a worker's queue before it stops the worker.
         """
         if self._images is not None:
             self._answers = iter(())
             self._images = self._open()
 
     def _accept(self, answer: _Answer | None, indices: NDArray[np.int64]) -> torch.Tensor | None:
-        """Return the images of the answer to a request of `indices`, warning about each newly found broken image.
+        """Return the images of the answer to a request of `indices`; warn about each newly found broken image.
 
-        Raises BrokenImage where there is one too many. Answers come in the order of the requests, so that the same
-        mini-batch ends the run with any number of workers.
+        Answers come in the order of the requests, so the same mini-batch ends the run with any number of workers.
+
+        Raises:
+            BrokenImage: there is one too many.
         """
         if answer is None:
             return None
@@ -140,7 +142,7 @@ class _TransformedImages(Dataset[_Answer]):
         self.max_broken_images = max_broken_images
 
     def __getitem__(self, request: _Request) -> _Answer:
-        """Return float32 [n, channels, h, w], or the error: raised in a worker, it would come as a nested traceback."""
+        """Return float32 [n, channels, h, w], or the error: raised in a worker, it would be a nested traceback."""
         epoch, indices = request
         broken: dict[int, str] = {}
         try:
@@ -155,7 +157,7 @@ class _TransformedImages(Dataset[_Answer]):
         return self.transform(image)
 
     def _decode(self, index: int, broken: dict[int, str]) -> Image.Image:
-        """Decode an image or, where it is broken, the next whole one of its class; add the broken ones to `broken`."""
+        """Decode an image or, if it is broken, the next good one of its class; add broken ones to `broken`."""
         for candidate in self._list_candidates(index):
             try:
                 return self.image_set.image(candidate)
@@ -168,7 +170,7 @@ class _TransformedImages(Dataset[_Answer]):
         raise BrokenImage(f"{broken[index]}, because no image of its class is left to replace it")
 
     def _list_candidates(self, index: int) -> Iterator[int]:
-        """Yield an image's index, then those of the others of its class, beginning with the next one."""
+        """Yield an image's index, then the others of its class, beginning with the next one."""
         yield index
         of_class = np.flatnonzero(self.image_set.labels == self.image_set.labels[index])
         following = np.searchsorted(of_class, index) + 1
@@ -180,13 +182,13 @@ def _explain_limit(message: str, limit: int) -> str:
 
 
 def _stack(samples: Iterable[torch.Tensor], num_samples: int) -> torch.Tensor:
-    """Copy samples into one tensor as they come, which costs less than fresh memory for each; refuse unequal shapes."""
+    """Copy samples into one tensor as they come, which is faster than memory for each; refuse unequal shapes."""
     batch: torch.Tensor | None = None
     for position, sample in enumerate(samples):
         if batch is None:
             batch = torch.empty(num_samples, *sample.shape, dtype=sample.dtype)
             if get_worker_info() is not None:
-                batch.share_memory_()  # it leaves the worker without another copy
+                batch.share_memory_()  # reaches the main process without another copy
         if sample.shape != batch.shape[1:]:
             shapes = f"{tuple(batch.shape[1:])} and {tuple(sample.shape)}"
             raise ValueError(f"the transform made images of the shapes {shapes}: they must all have one shape")
@@ -214,11 +216,11 @@ def _make_data_loader(
 
 
 def _make_context() -> BaseContext:
-    """Return a way to start workers that is safe although this process has threads.
+    """Return a fork server, which is safe to use from a process with threads.
 
     Forking a process that has threads (torch's, Gloo's, the autograd engine's) can leave a worker waiting for a lock
-    that nobody holds; Python 3.12 warns about it. A fork server has no such threads, and imports torch once for all
-    workers, where spawning imports it in each.
+    that nobody holds; Python 3.12 warns about it. A fork server has no such threads. It imports torch once for all
+    workers; spawned workers would each import it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -226,13 +228,13 @@ def _make_context() -> BaseContext:
 
 
 def _end_with_parent(worker: int) -> None:  # noqa: ARG001 - torch passes it
-    """Let the system kill this worker when its fork server exits, which it does once the training process is gone.
+    """Let the system kill this worker when its fork server exits, which happens once the training process is gone.
 
-    Without this a worker looks for its parent every five seconds only, and not while it decodes, hangs or is stopped.
-    It would also keep the fork server alive, which exits when no process has a certain pipe open any more.
+    Otherwise a worker looks for its parent only every five seconds, and not while it decodes, hangs or is stopped. It
+    would also keep the fork server alive, which exits when no process has a certain pipe open.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # the stub lacks it
-    # Does nothing where the system is not Linux.
+    # Does nothing on systems other than Linux.
     torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]  # the stub lacks it
 
 

@@ -1,4 +1,4 @@
-"""Readers of the image sets that are held in memory: Fashion-MNIST, handwritten digits, and noise."""
+"""Image sets in memory: Fashion-MNIST, handwritten digits, and noise."""
 
 import gzip
 import math
@@ -18,11 +18,11 @@ _CLOTHES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 _DIGITS = [str(digit) for digit in range(10)]
 _TEST_EVERY = 5
 
-# Of noise. ImageNet's images have about 500 x 375 pixels.
+# For noise. ImageNet's images have about 500 x 375 pixels.
 _WIDTH, _HEIGHT = 500, 375
 _NUM_CLASSES = 1000
 _NUM_IMAGES = {"train": 100_000, "test": 1_000}
-_IMAGES, _LABELS = 0x1A6, 0x1AB  # keep these numbers apart from those of other random data
+_IMAGES, _LABELS = 0x1A6, 0x1AB  # keep this noise apart from other random data
 _NUM_OFFSETS = 1 << 20
 _SCATTER = 0x9E3779B1  # odd: no two images begin at the same offset
 
@@ -38,7 +38,7 @@ def open_fashion_mnist(root: Path, split: str) -> ImageArray:
     """Open the original files of Fashion-MNIST: 60,000 training and 10,000 test images, 28x28 grey.
 
     Raises:
-        ValueError: a file is damaged, or the two files of a split do not belong together. The message names the file.
+        ValueError: a file is damaged, or the two files of a split do not belong together.
     """
     prefix, max_items = {"train": ("train", 60_000), "test": ("t10k", 10_000)}[split]
     images = read_idx(root / f"{prefix}-images-idx3-ubyte.gz", (28, 28), max_items)
@@ -54,7 +54,7 @@ def open_fashion_mnist(root: Path, split: str) -> ImageArray:
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...], max_items: int) -> NDArray[np.uint8]:
-    """Read a gzipped IDX file of unsigned bytes, decompressing no more than the expected number of them.
+    """Read a gzipped IDX file of unsigned bytes; decompress no more than `max_items` items.
 
     Source of the format: the MNIST page of Y. LeCun (two zero bytes, type 8, number of dimensions, the dimensions).
 
@@ -62,14 +62,14 @@ def read_idx(path: Path, item_shape: tuple[int, ...], max_items: int) -> NDArray
         uint8 [n, *item_shape] with n <= max_items.
 
     Raises:
-        ValueError: the file, which the message names, is anything else.
+        ValueError: the file is anything else.
     """
     num_header_bytes = 8 + 4 * len(item_shape)
     try:
         with gzip.open(path) as stream:
             num_items = _check_header(stream.read(num_header_bytes), num_header_bytes, item_shape, max_items)
             num_bytes = num_items * math.prod(item_shape)
-            content = stream.read(num_bytes + 1)  # one more byte shows that the file continues
+            content = stream.read(num_bytes + 1)  # the extra byte shows whether the file continues
         if len(content) != num_bytes:
             found = "more" if len(content) > num_bytes else str(len(content))
             raise ValueError(f"its header announces {num_bytes} bytes and {found} follow")
@@ -115,7 +115,7 @@ def _read_mnist() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _take_split(images: NDArray[np.uint8], labels: NDArray[np.int64], split: str) -> ImageArray:
-    """Make a balanced split for a set that has no official one: every fifth image of each class is for testing."""
+    """Split a set that has no official split: every fifth image of each class is for testing."""
     is_test = np.zeros(len(labels), dtype=bool)
     for label in range(len(_DIGITS)):
         is_test[np.flatnonzero(labels == label)[_TEST_EVERY - 1 :: _TEST_EVERY]] = True
@@ -124,10 +124,10 @@ def _take_split(images: NDArray[np.uint8], labels: NDArray[np.int64], split: str
 
 
 class RandomImages:
-    """Hold 100,000 training or 1,000 test images of noise, of 1,000 classes, to measure speed.
+    """100,000 training or 1,000 test images of noise in 1,000 classes, to measure speed.
 
-    Image and label i are functions of the split and of i. An image is a piece of one strip of noise, as large as a
-    photograph, so that it costs no more than a copy.
+    Image and label i are functions of the split and of i. An image has the size of a photograph. It is a piece of one
+    strip of noise, so it costs only a copy.
     """
 
     def __init__(self, _root: Path, split: str) -> None:

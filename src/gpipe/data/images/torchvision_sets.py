@@ -1,4 +1,4 @@
-"""Readers of the image sets whose files torchvision parses; what it reads is checked against what is on the disk."""
+"""Image sets that torchvision reads; the result is checked against the files on the disk."""
 
 import re
 import struct
@@ -12,7 +12,7 @@ import numpy as np
 from gpipe.data.images.image_set import ImageArray, ImageFiles, are_files, check_name
 
 _MATLAB_HEADER_BYTES = 128
-_COMPRESSED = 15  # the type of an element that zlib has packed
+_COMPRESSED = 15  # the type of an element packed by zlib
 _MAX_UNPACKED_BYTES = 1 << 26  # the annotations of the Stanford Cars unpack to a tenth of it
 
 
@@ -20,12 +20,12 @@ def open_cifar(class_name: str, root: Path, split: str) -> ImageArray:
     """Open CIFAR10 or CIFAR100 (Krizhevsky 2009), 32x32 colour: 50,000 training or 10,000 test images, in memory.
 
     Raises:
-        ValueError: a file, which the message names, is not the original.
+        ValueError: a file is not the original.
     """
     cifar = torchvision_class(class_name)
     try:
-        # The files are pickles, which can run code while they are read. torchvision compares the md5 checksum of each
-        # with the original's before it opens it, so that no unknown pickle is ever read: whoever changes this keeps it.
+        # Keep this check: the files are pickles, which can run code. torchvision opens a file only if its md5 checksum
+        # is the original's.
         data_set = cifar(root, train=split == "train", download=False)
     except RuntimeError as error:
         raise ValueError(_find_changed(cifar, root / cifar.base_folder)) from error
@@ -33,7 +33,7 @@ def open_cifar(class_name: str, root: Path, split: str) -> ImageArray:
 
 
 def _find_changed(cifar: Any, folder: Path) -> str:
-    """Name the file that is not the original one, which torchvision does not."""
+    """Name the file that is not the original; torchvision does not."""
     from torchvision.datasets.utils import check_integrity
 
     checksums = [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]
@@ -45,7 +45,7 @@ def open_stanford_cars(root: Path, split: str) -> ImageFiles:
     """List the images of a split of the Stanford Cars in the order of its annotations, which are MATLAB files.
 
     Raises:
-        ValueError: an annotation file, which the message names, is damaged.
+        ValueError: an annotation file is damaged.
     """
     folder = root / "stanford_cars"
     listing = folder / ("devkit/cars_train_annos.mat" if split == "train" else "cars_test_annos_withlabels.mat")
@@ -55,7 +55,7 @@ def open_stanford_cars(root: Path, split: str) -> ImageFiles:
 
 
 def open_oxford_pets(root: Path, split: str) -> ImageFiles:
-    """List the images of a split of the Oxford-IIIT Pets in the order of its list; errors as `open_stanford_cars`."""
+    """List the images of a split of Oxford-IIIT Pets in the order of its list; errors as in `open_stanford_cars`."""
     folder, official_split = root / "oxford-iiit-pet", "trainval" if split == "train" else split
     listing = folder / "annotations" / f"{official_split}.txt"
     _check_lines(listing, r"\S+\s+\d+\s+\d+\s+\d+", "'<image> <class> <species> <breed>'")
@@ -63,7 +63,7 @@ def open_oxford_pets(root: Path, split: str) -> ImageFiles:
 
 
 def open_fgvc_aircraft(root: Path, split: str) -> ImageFiles:
-    """List the images of a split of FGVC Aircraft, labelled with the variant; errors as `open_stanford_cars`."""
+    """List the images of a split of FGVC Aircraft, by variant; errors as in `open_stanford_cars`."""
     folder, official_split = root / "fgvc-aircraft-2013b" / "data", "trainval" if split == "train" else split
     listing = folder / f"images_variant_{official_split}.txt"
     variants = (folder / "variants.txt").read_text(encoding="utf-8", errors="replace").split("\n")
@@ -78,12 +78,12 @@ def open_food101(root: Path, split: str) -> ImageFiles:
     """List the images of a split of Food-101, class by class.
 
     Raises:
-        ValueError: the list, which the message names, is damaged, or has other classes than classes.txt.
+        ValueError: the list is damaged, or has other classes than classes.txt.
     """
     folder = root / "food-101"
     listing = folder / "meta" / f"{split}.json"
     image_set = _open_listed("Food101", root, folder / "images", listing, entry="image", split=split)
-    # torchvision numbers the classes of each list by themselves: one class less in a list, and all others would shift.
+    # torchvision numbers the classes of each list separately: a class that one list lacks would shift all later ones.
     names_file = folder / "meta" / "classes.txt"
     class_names = names_file.read_text(encoding="utf-8", errors="replace").split()
     if different := sorted(set(class_names).symmetric_difference(image_set.class_names)):
@@ -95,7 +95,7 @@ def open_food101(root: Path, split: str) -> ImageFiles:
 
 
 def torchvision_class(name: str) -> Any:
-    """Return a class of torchvision.datasets; the import takes seconds, so it waits until a set is opened."""
+    """Return a class of torchvision.datasets, imported only when a set is opened: the import takes seconds."""
     import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
 
     # isort: split
@@ -105,9 +105,9 @@ def torchvision_class(name: str) -> Any:
 
 
 def check_unpacked_size(path: Path) -> None:
-    """Refuse a MATLAB file that unpacks to more than 64 MiB, before scipy unpacks it, possibly to a thousand times.
+    """Refuse a MATLAB file that unpacks to more than 64 MiB, before scipy unpacks it.
 
-    Source of the format: MathWorks, "MAT-File Format", chapter 1, versions 5 to 7: a header, and elements that begin
+    Source of the format: MathWorks, "MAT-File Format", chapter 1, versions 5 to 7: a header, then elements that begin
     with their type and number of bytes.
 
     Raises:
@@ -131,7 +131,7 @@ def check_unpacked_size(path: Path) -> None:
 
 
 def _check_lines(listing: Path, pattern: str, expected: str) -> None:
-    """Refuse a list with a line that the regular expression does not match as a whole."""
+    """Refuse a list in which the regular expression does not match every whole line."""
     with listing.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not re.fullmatch(pattern, line.strip()):
@@ -144,14 +144,20 @@ def _check_lines(listing: Path, pattern: str, expected: str) -> None:
 def _open_listed(
     class_name: str, root: Path, folder: Path, listing: Path, *, entry: str = "line", **options: str
 ) -> ImageFiles:
-    """Let a class of torchvision.datasets read a list, and open the images in `folder` that it names.
+    """Read a list with a class of torchvision.datasets, and return its images in `folder`.
 
-    `entry` is a message's word for a place in the list; `options` are arguments of the class.
+    Args:
+        class_name: of torchvision.datasets.
+        root: of the data.
+        folder: of the images.
+        listing: the list.
+        entry: what a message calls an entry of the list.
+        options: further arguments of the class.
     """
     read = torchvision_class(class_name)
     try:
         data_set = read(root, download=False, **options)
-    except Exception as error:  # its parsers have no errors of their own: whatever fails first
+    except Exception as error:  # its parsers raise whatever fails first
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot read {listing}: {cause}; replace it with the original file") from error
     paths, labels = _take_paths_and_labels(data_set)
@@ -161,7 +167,7 @@ def _open_listed(
 
 
 def _take_paths_and_labels(data_set: Any) -> tuple[list[Path], list[int]]:
-    """Take the paths out of torchvision's private attributes: it has no other way to them without decoding."""
+    """Read torchvision's private attributes: it has no public way to the paths without decoding."""
     if hasattr(data_set, "_samples"):
         return [Path(path) for path, _ in data_set._samples], [int(label) for _, label in data_set._samples]
     paths = data_set._images if hasattr(data_set, "_images") else data_set._image_files
@@ -171,7 +177,7 @@ def _take_paths_and_labels(data_set: Any) -> tuple[list[Path], list[int]]:
 def _check_entries(
     listing: Path, entry: str, folder: Path, names: Sequence[str], labels: Sequence[int], num_classes: int
 ) -> None:
-    """Refuse a list that is empty, has an unknown class, leaves the folder, or names a file that is not there."""
+    """Refuse a list that is empty, has an unknown class, leaves the folder, or names a missing file."""
     if len(names) == 0:
         raise ValueError(f"{listing} lists no images; replace it with the original file")
     for number, (name, label) in enumerate(zip(names, labels, strict=True), start=1):

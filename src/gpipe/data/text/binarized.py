@@ -1,4 +1,4 @@
-"""Text binarised by fairseq-preprocess: fairseq reads the dictionary, and the ids are mapped from its files."""
+"""Text binarised by fairseq-preprocess: fairseq reads the dictionary, and the files of ids are mapped into memory."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -10,27 +10,21 @@ from numpy.typing import NDArray
 
 from gpipe._compat.fairseq import VERSION, import_fairseq
 from gpipe.data.text.parallel_corpus import TARGET_LANGUAGE, LanguagePairs, Skipped
-from gpipe.data.text.parallel_text import count_long_pairs
+from gpipe.data.text.parallel_text import count_long_pairs, find_files
 from gpipe.data.text.sentences import Sentences, find_starts
 from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
 from gpipe.data.text.tokenizer import BEGIN, END, PADDING, UNKNOWN
 
 _MAGIC = b"MMIDIDX\x00\x00"  # of the index of fairseq's mmap format
 _HEADER = struct.Struct("<9sQBQ")  # magic, version, kind of number, number of sentences
-# fairseq's codes of number types (data/indexed_dataset.py), without those that no id has.
+# fairseq's codes of integer types (data/indexed_dataset.py).
 _INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
-_ENTRY_BYTES = 4 + 8  # a sentence's length, and where it starts
-_BLOCK = 1 << 20  # sentences to read, and tokens to check, at a time
-
-
-def list_binarized_languages(root: Path) -> Sequence[str]:
-    """Return the languages that have training data in the folder, sorted."""
-    end = f"-{TARGET_LANGUAGE}.{TARGET_LANGUAGE}.idx"
-    return sorted(path.name.removeprefix("train.").removesuffix(end) for path in root.glob(f"train.*{end}"))
+_ENTRY_BYTES = 4 + 8  # a sentence's length and its start
+_BLOCK = 1 << 20  # sentences to read at a time, and tokens to check at a time
 
 
 def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
-    """Return the symbols of the vocabulary that all languages and English share, in the order of their ids.
+    """Return the symbols of the vocabulary that all languages share, in the order of their ids.
 
     Raises:
         ValueError: a dictionary is missing or differs from the English one.
@@ -61,24 +55,19 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
 
 
 def find_binarized_files(root: Path, split: str, language: str) -> list[Path]:
-    """Return the .bin of the language and of English, and the .idx of both.
+    """Return the .bin of the language and of English, then the .idx of both.
 
     Raises:
         ValueError: a file is missing.
     """
-    stem = f"{split}.{language}-{TARGET_LANGUAGE}"
-    paths = [root / f"{stem}.{side}.{ending}" for ending in ("bin", "idx") for side in (language, TARGET_LANGUAGE)]
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist: binarise it again, with --dataset-impl mmap")
-    return paths
+    return find_files(root, split, language, (".bin", ".idx"), "binarise it again, with --dataset-impl mmap")
 
 
 def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size: int) -> Iterator[LanguagePairs]:
-    """Yield the pairs <split>.<language>-en in blocks; tokens and starts are those of the whole .bin, mapped.
+    """Yield the pairs <split>.<language>-en in blocks. All blocks share the mapped .bin files.
 
     Raises:
-        ValueError: a file is missing or damaged, the sides are of unequal length, or an id is outside the vocabulary.
+        ValueError: a file is missing or damaged, the sides differ in length, or an id is outside the vocabulary.
     """
     *bins, source_index, target_index = find_binarized_files(root, split, language)
     sources, targets = (_Side(path, index) for path, index in zip(bins, (source_index, target_index), strict=True))
@@ -97,7 +86,7 @@ def read_binarized_blocks(root: Path, split: str, language: str, vocabulary_size
 def open_binarized(
     cache: TokenCache, root: Path, split: str, language: str, vocabulary_size: int, max_tokens: int
 ) -> CachedPairs:
-    """Return a binarised language, whose ids stay in its .bin files; its first opening checks every id."""
+    """Open a binarised language, whose ids stay in its .bin files. The first time, check every id."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         long = count_long_pairs(max_tokens)
@@ -118,17 +107,17 @@ def open_binarized(
 
 
 class _Side:
-    """Read one side of a language from beginning to end, checking everything."""
+    """Read one side of a language from beginning to end, and check everything."""
 
     def __init__(self, path: Path, index: Path) -> None:
         kind, num = _read_header(index)
         self._path, self._index = path, index
         if path.stat().st_size % kind.itemsize:
-            raise self._contradiction()
+            raise self._explain_contradiction()
         self._tokens = _map(path, kind)
         self._lengths = _map(index, np.dtype("<i4"), _HEADER.size, num)
         self._pointers = _map(index, np.dtype("<i8"), _HEADER.size + num * 4, num)
-        self._end = 0  # of the tokens read so far
+        self._end = 0  # of what was read so far, in tokens
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -143,14 +132,14 @@ class _Side:
             )
         begin, self._end = self._end, int(starts[-1] + lengths[-1])
         if self._end > len(self._tokens):
-            raise self._contradiction()
+            raise self._explain_contradiction()
         self._check_ids(begin, rows.start, starts, lengths, vocabulary_size)
         return Sentences(self._tokens, starts, lengths)
 
     def finish(self) -> None:
         """Refuse tokens after the last sentence."""
         if self._end != len(self._tokens):
-            raise self._contradiction()
+            raise self._explain_contradiction()
 
     def _check_ids(
         self, begin: int, first: int, starts: NDArray[np.int64], lengths: NDArray[np.int32], vocabulary_size: int
@@ -172,19 +161,19 @@ class _Side:
                 "appends it"
             )
 
-    def _contradiction(self) -> ValueError:
+    def _explain_contradiction(self) -> ValueError:
         num_bytes = self._path.stat().st_size
         return ValueError(f"{self._path} has {num_bytes:,} bytes, which its index contradicts: binarise it again")
 
 
 def _map(path: Path, kind: np.dtype[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
-    if length == 0 or path.stat().st_size == 0:  # no system maps an empty file
+    if length == 0 or path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, kind)
     return np.asarray(np.memmap(path, kind, "r", offset, None if length is None else (length,)))
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
-    """Return the type of the ids and the number of sentences, after checking them against the size of the index."""
+    """Return the type of the ids and the number of sentences; check them against the size of the index."""
     with path.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if not header.startswith(_MAGIC):

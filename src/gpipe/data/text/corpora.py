@@ -1,11 +1,12 @@
-"""The corpora of sentence pairs by name, one row each: how a corpus is read, what its files look like."""
+"""The corpora of sentence pairs, one row per name: how to read a corpus, and what its files look like."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from gpipe.data.location import Location, check_known
-from gpipe.data.text.binarized import list_binarized_languages, open_binarized, read_dictionary
+from gpipe.data.text.binarized import open_binarized, read_dictionary
 from gpipe.data.text.multilingual_text import (
     SPLITS,
     VLC_CATALOGUES,
@@ -15,7 +16,7 @@ from gpipe.data.text.multilingual_text import (
     read_vlc_pairs,
 )
 from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, Skipped, list_some
-from gpipe.data.text.parallel_text import Encoder, TextPair, list_text_languages, open_text, read_text_pairs
+from gpipe.data.text.parallel_text import Encoder, TextPair, list_languages, open_text, read_text_pairs
 from gpipe.data.text.token_cache import DEFAULT_NAME, CachedPairs, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
@@ -27,9 +28,9 @@ class CorpusSource(Location):
     """A row of the table of corpora.
 
     Attributes:
-        languages: root -> codes, sorted.
+        languages: root -> sorted codes.
         pairs: (root, split, language) -> lines; None for binarised text.
-        is_cached: whether a token cache holds the corpus, which may then have any size; else it is kept in memory.
+        is_cached: True keeps the ids in a token cache, so the corpus may have any size; False keeps them in memory.
     """
 
     languages: Callable[[Path], Sequence[str]]
@@ -53,7 +54,7 @@ CORPORA: dict[str, CorpusSource] = {
         default_root=Path("/"),
     ),
     "parallel_text": CorpusSource(
-        languages=list_text_languages,
+        languages=list_languages,
         pairs=read_text_pairs,
         is_cached=True,
         required=tuple(f"{split}.*-en.en" for split in SPLITS),
@@ -63,7 +64,7 @@ CORPORA: dict[str, CorpusSource] = {
         how_to_get="write the sentences of each language and of English into two files, one per line, in UTF-8.",
     ),
     "binarized": CorpusSource(
-        languages=list_binarized_languages,
+        languages=partial(list_languages, ending=".idx"),
         pairs=None,
         is_cached=True,
         required=("dict.*.txt", *(f"{split}.*-en.en.idx" for split in SPLITS)),
@@ -82,20 +83,20 @@ CORPORA: dict[str, CorpusSource] = {
 
 
 def check_corpus(name: str, root: str | Path | None = None) -> Path:
-    """Find the folder of a corpus, reading nothing.
+    """Find the folder of a corpus; read no data.
 
     Raises:
-        DataMissing: the corpus is not there.
+        DataMissing: the corpus is missing.
         ValueError: the name is unknown.
     """
     return _find_row(name).find_root(name, root)
 
 
 def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
-    """Return the tokenizer of a path or, without one, of the corpus; None for a binarised corpus, which has none.
+    """Return the tokenizer at a path or, without a path, the corpus's own; a binarised corpus has none.
 
     Raises:
-        ValueError: the file is no tokenizer of ours, or the name is unknown.
+        ValueError: the file is not a tokenizer of this project, or the name is unknown.
     """
     if path is not None:
         return Tokenizer(path)
@@ -120,16 +121,16 @@ def open_corpus(
         split: "train", "valid" or "test".
         root: the folder that holds the corpus; None is its usual place.
         tokenizer: what `open_tokenizer` returns.
-        languages: those to read; None is all.
-        max_tokens: longer sentences, counted with END, are left out.
+        languages: the languages to read; None is all.
+        max_tokens: leave out longer sentences; END counts.
         max_pairs: the most pairs per language, in the train split only.
         cache: the folder for the ids of a corpus that is not kept in memory; None is token_cache in the root. The first
-            process to open it fills it while the others wait.
+            process to open it fills it; the others wait.
 
     Raises:
-        DataMissing: the corpus is not there.
+        DataMissing: the corpus is missing.
         FairseqMissing: the corpus is binarised, and fairseq is not installed.
-        ValueError: a name, split or language is unknown, nothing is left of a language, a file is damaged, or the cache
+        ValueError: a name, split or language is unknown, a language has no pairs left, a file is damaged, or the cache
             cannot be written.
     """
     check_known("split", split, SPLITS)
@@ -169,7 +170,7 @@ def open_corpus(
 
 
 def _add_up(languages: Iterable[CachedPairs]) -> list[Skipped]:
-    """Add up, for each reason, what was left out of all languages; `first` is of the first language."""
+    """Add up what was left out of all languages, by reason; `first` is that of the first language."""
     found: dict[str, Skipped] = {}
     for language in languages:
         for each in language.skipped:
@@ -178,7 +179,7 @@ def _add_up(languages: Iterable[CachedPairs]) -> list[Skipped]:
 
 
 def _count_symbols(root: Path, languages: Sequence[str], tokenizer: Tokenizer | None) -> int:
-    """Return the size of a binarised corpus's vocabulary, after checking that a given tokenizer has it too."""
+    """Return the size of a binarised corpus's vocabulary; refuse a tokenizer with another vocabulary."""
     symbols = read_dictionary(root, languages)
     if tokenizer is not None and tokenizer.pieces()[4:] != symbols[4 : tokenizer.vocabulary_size]:
         raise ValueError(

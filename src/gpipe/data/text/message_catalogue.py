@@ -1,4 +1,4 @@
-"""Pairs of sentences from gettext catalogues, in which programs keep their translations."""
+"""Sentence pairs from gettext catalogues, which hold the translations of programs."""
 
 import gettext
 import re
@@ -14,9 +14,9 @@ _PLURAL_FORMS = re.compile(r"^plural-forms:.*?plural\s*=\s*([^;\n]+)", re.IGNORE
 
 
 def parse_plural_rule(header: str) -> Callable[[int], int]:
-    """Return the function number -> index of the plural form that a catalogue's header (the entry "") defines.
+    """Return the function (number -> index of the plural form) that a catalogue's header, the entry "", defines.
 
-    A header without one means the two forms of the Germanic languages, as in gettext's manual.
+    A header without a rule means the two forms of the Germanic languages, as in gettext's manual.
     """
     found = _PLURAL_FORMS.search(header)
     return gettext.c2py(found[1].strip() if found else "n != 1")
@@ -25,11 +25,11 @@ def parse_plural_rule(header: str) -> Callable[[int], int]:
 def pair_forms(
     english: str, english_plural: str | None, forms: Mapping[int, str], rule: Callable[[int], int]
 ) -> Iterator[Pair]:
-    """Yield the cleaned pairs of one entry; none for a form that is empty or equal to the English.
+    """Yield the cleaned pairs of one entry; leave out forms that are empty or equal to the English.
 
-    A form for one thing that is not also the form for two belongs to the English singular, every other form (two, few,
-    many, and the only form of Japanese) to the English plural. Placeholders such as %(name)s are kept: they are text
-    that a translation must carry over.
+    A form that serves for one thing but not for two belongs to the English singular. Every other form (two, few, many,
+    and the only form of Japanese) belongs to the English plural. Placeholders such as %(name)s stay: a translation must
+    carry them over.
 
     Args:
         english: the singular.
@@ -47,15 +47,15 @@ def pair_forms(
 def read_mo(path: Path) -> list[Pair]:
     """Return the pairs of a compiled catalogue in its order, each once.
 
-    Source of the format: gettext's manual, "The Format of GNU MO Files": two tables of (length, offset) of strings, in
-    which a zero byte separates singular and plural, and a byte 4 ends the context.
+    Source of the format: gettext's manual, "The Format of GNU MO Files". Two tables hold the (length, offset) of each
+    string. In a string, a zero byte separates singular and plural, and a byte 4 ends the context.
 
     Raises:
-        ValueError: the file, which the message names, is damaged.
+        ValueError: the file is damaged.
     """
     data = path.read_bytes()
     try:
-        entries = dict(_mo_entries(data))
+        entries = dict(_read_entries(data))
         rule = parse_plural_rule(entries.pop("", ""))
         pairs: dict[Pair, None] = {}
         for key, value in entries.items():
@@ -67,7 +67,7 @@ def read_mo(path: Path) -> list[Pair]:
     return list(pairs)
 
 
-def _mo_entries(data: bytes) -> Iterator[Pair]:
+def _read_entries(data: bytes) -> Iterator[Pair]:
     order = "<" if data[:4] == struct.pack("<I", _MAGIC) else ">"
     magic, _, num_entries, originals, translations = struct.unpack_from(f"{order}5I", data)
     if magic != _MAGIC:
@@ -80,7 +80,7 @@ def _mo_entries(data: bytes) -> Iterator[Pair]:
             if start + length > len(data):
                 raise ValueError(f"entry {entry} ends beyond the file's end")
             num_bytes += length
-            if num_bytes > len(data):  # a small file could hold a large one many times over
+            if num_bytes > len(data):  # a small file could repeat its bytes without end
                 raise ValueError(f"entry {entry} shares its bytes with others")
             texts.append(data[start : start + length].decode())
         yield texts[0], texts[1]

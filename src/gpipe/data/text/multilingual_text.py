@@ -1,8 +1,8 @@
 """The corpora of 102 languages: the embedded one, the same with VLC's catalogues, and the rule that splits both.
 
 The English line alone decides the split of a pair, for every language and source. A catalogue is translated into a
-hundred languages, so a model that saw an English line in one of them would know it in all. The rule needs no list, so
-that a source that is added at run time follows it too.
+hundred languages, so a model that has seen an English line in one of them would know it in all. The rule needs no list,
+so it also covers sources that are added at run time.
 """
 
 import lzma
@@ -21,7 +21,7 @@ SPLITS = ("train", "valid", "test")
 VLC_CATALOGUES = "usr/share/locale/*/LC_MESSAGES/vlc.mo"
 _EMBEDDED = "multilingual_corpus.tsv.xz"
 _SALT = "gpipe multilingual corpus 1"
-# Of 1,000 English lines about 100 are for testing, which with 102 languages makes several thousand pairs.
+# About 100 of 1,000 English lines are for testing: several thousand pairs, with 102 languages.
 _VALID_FROM, _TEST_FROM = 0.8, 0.9
 
 
@@ -45,9 +45,9 @@ def find_base_language(tag: str) -> str:
 
 
 def choose_variants(tags: Iterable[str]) -> dict[str, list[str]]:
-    """Return base language -> the tags to use for it: the plain one or, without one, all of its variants, sorted.
+    """Return base language -> the tags to use for it: the plain tag or, without one, all variants, sorted.
 
-    English is left out in all its variants: it is the target language.
+    English and its variants are left out: English is the target language.
     """
     tags = sorted(set(tags))
     variants: dict[str, list[str]] = {}
@@ -59,7 +59,7 @@ def choose_variants(tags: Iterable[str]) -> dict[str, list[str]]:
 
 
 def find_embedded_tokenizer() -> Path:
-    """Return the SentencePiece model of 4,000 pieces that was trained on the embedded corpus's train split."""
+    """Return the SentencePiece model of 4,000 pieces, trained on the embedded corpus's train split."""
     return Path(str(files("gpipe.data").joinpath("embedded", "multilingual_tokenizer.model")))
 
 
@@ -89,10 +89,10 @@ def read_embedded_pairs(_root: Path, split: str, language: str) -> Iterator[Text
 
 
 def read_vlc_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
-    """Yield the embedded pairs, and then those of VLC's catalogues below root that are not among them.
+    """Yield the embedded pairs, then the new ones of VLC's catalogues below root.
 
     Raises:
-        ValueError: a catalogue, which the message names, is damaged.
+        ValueError: a catalogue is damaged.
         PermissionError: a catalogue cannot be reached.
     """
     yield from read_embedded_pairs(root, split, language)

@@ -1,9 +1,10 @@
-"""LanguagePairs of sentences as token ids, by language: the sources make them, and the loader reads them."""
+"""Sentence pairs as token ids, by language: the sources make them, and the loader reads them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from gpipe.data.text.sentences import Sentences
 
 TARGET_LANGUAGE = "en"
-_SUBSET = 0x9A125  # keeps the choice of a subset apart from other random numbers
+_SUBSET = 0x9A125  # keeps the choice of a subset apart from other random data
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Skipped:
     Attributes:
         reason: continues "skipped 3 pairs ".
         number: of pairs.
-        first: the place of the first of them, such as "train.de-en.de:17".
+        first: the place of the first pair, such as "train.de-en.de:17".
     """
 
     reason: str
@@ -29,13 +30,13 @@ class Skipped:
     first: str = ""
 
     def add(self, number: int, first: str) -> None:
-        """Count more pairs; `first` is the place of the first of these."""
+        """Count more pairs, the first of them at the place `first`."""
         self.first = self.first if self.number else first
         self.number += number
 
 
 class LanguagePairs:
-    """The pairs of one language: sentence i of `targets` translates sentence i of `sources`. Both end with END."""
+    """The pairs of one language: sentence i of `targets` translates sentence i of `sources`."""
 
     def __init__(self, sources: Sentences, targets: Sentences) -> None:
         self._sources, self._targets = sources, targets
@@ -52,7 +53,7 @@ class LanguagePairs:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the token ids are in memory, not in a mapped file."""
+        """Whether the token ids are in memory; otherwise they are in a mapped file."""
         return self.sources.is_in_memory
 
     def __len__(self) -> int:
@@ -61,20 +62,20 @@ class LanguagePairs:
 
     @cached_property
     def num_tokens(self) -> int:
-        """The sum, over the pairs, of the tokens of the longer side."""
-        return int(self._longer().sum(dtype=np.int64))
+        """The tokens of the longer side, summed over the pairs."""
+        return int(self._count_longer_side().sum(dtype=np.int64))
 
     @cached_property
     def longest(self) -> int:
-        """The tokens of the longest sentence of either side."""
-        return int(self._longer().max(initial=0))
+        """The length of the longest sentence, on either side."""
+        return int(self._count_longer_side().max(initial=0))
 
     def select(self, rows: NDArray[np.int64] | slice) -> "LanguagePairs":
         """Return some of the pairs."""
         return LanguagePairs(self.sources.select(rows), self.targets.select(rows))
 
     def prefetch(self, rows: NDArray[np.int64]) -> None:
-        """Prepare to read these pairs soon. Nothing to do for pairs in memory, or scattered over a file."""
+        """Prepare to read these pairs soon; only `CachedPairs` needs to."""
 
     @classmethod
     def join(cls, parts: "Sequence[LanguagePairs]") -> "LanguagePairs":
@@ -83,28 +84,28 @@ class LanguagePairs:
             Sentences.join([part.sources for part in parts]), Sentences.join([part.targets for part in parts])
         )
 
-    def _longer(self) -> NDArray[np.int32]:
+    def _count_longer_side(self) -> NDArray[np.int32]:
         everything = slice(None)
-        return np.maximum(self.sources.lengths_of(everything), self.targets.lengths_of(everything))
+        return np.maximum(self.sources.get_lengths(everything), self.targets.get_lengths(everything))
 
 
 class ParallelCorpus:
-    """Hold one split of a corpus of several languages with one target language.
+    """One split of a corpus of several languages with one target language.
 
-    LanguagePairs are numbered from 0 on, language after language.
+    Pairs are numbered from 0 on, language after language.
 
     Args:
         pairs: language -> its pairs, at least one each.
         vocabulary_size: of both sides together.
         skipped: what was left out.
-        max_pairs: keep that many pairs of each language; a smaller number keeps a subset of what a larger one keeps.
-            Choosing them briefly takes eight bytes per pair of the language.
+        max_pairs: keep at most this many pairs of each language. A smaller number keeps a subset of what a larger one
+            keeps. The choice briefly takes eight bytes per pair of the language.
 
     Raises:
         ValueError: there is no language.
 
     Attributes:
-        languages: their names, sorted.
+        languages: the sorted names.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class ParallelCorpus:
         self._firsts = np.cumsum([0, *map(len, self._pairs)])
         self._blocks = self._pairs
         if all(each.is_in_memory for each in self._pairs):
-            # One array for all languages: a mini-batch is read at once, and the tokens need not be kept twice.
+            # One array for all languages: a mini-batch is read at once, and the tokens are kept only once.
             whole = LanguagePairs.join(self._pairs)
             self._blocks = [whole]
             self._pairs = [whole.select(slice(*ends)) for ends in pairwise(self._firsts)]
@@ -143,15 +144,19 @@ class ParallelCorpus:
         return np.diff(self._firsts)
 
     def num_tokens(self) -> NDArray[np.int64]:
-        """Return the tokens of each language, of the longer side of each pair."""
+        """Return the number of tokens of each language, counting the longer side of each pair."""
         return np.array([pairs.num_tokens for pairs in self._pairs])
 
     def longest(self) -> NDArray[np.int64]:
-        """Return the tokens of the longest sentence of each language, of either side."""
+        """Return the length of the longest sentence of each language, on either side."""
         return np.array([pairs.longest for pairs in self._pairs])
 
     def pairs(self, language: str) -> LanguagePairs:
-        """Return the pairs of a language. Raises ValueError for one that is not in the corpus."""
+        """Return the pairs of a language.
+
+        Raises:
+            ValueError: the corpus does not have the language.
+        """
         if language not in self.languages:
             raise ValueError(f"no language {language!r} in this corpus: it has {list_some(self.languages)}")
         return self._pairs[self.languages.index(language)]
@@ -162,35 +167,30 @@ class ParallelCorpus:
         return pairs.sources[index], pairs.targets[index]
 
     def language_numbers(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the place in `languages` of the language of each of these pairs."""
+        """Return the index into `languages` of each of these pairs."""
         return np.searchsorted(self._firsts, numbers, side="right") - 1
 
-    def padded_sources(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return the sources of pairs by their numbers, int64 [len(numbers), width], filled up with PADDING."""
-        batch = np.empty((len(numbers), width), np.int64)
-        for here, pairs, rows in self._split_by_block(numbers):
-            batch[here] = pairs.sources.padded(rows, width)
-        return batch
+    def pad_sources(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return the sources of pairs by their numbers, int64 [len(numbers), width], padded on the right."""
+        return self._pad(numbers, width, attrgetter("sources"))
 
-    def padded_targets(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return the targets of pairs by their numbers, as `padded_sources` does the sources."""
-        batch = np.empty((len(numbers), width), np.int64)
-        for here, pairs, rows in self._split_by_block(numbers):
-            batch[here] = pairs.targets.padded(rows, width)
-        return batch
+    def pad_targets(self, numbers: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return the targets of pairs, like `pad_sources`."""
+        return self._pad(numbers, width, attrgetter("targets"))
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each reason why something was left out."""
+        """Return one sentence per reason for which pairs were left out."""
         return [f"skipped {each.number:,} pairs {each.reason}, the first at {each.first}" for each in self._skipped]
 
-    def _split_by_block(
-        self, numbers: NDArray[np.int64]
-    ) -> Iterator[tuple[NDArray[np.bool_], LanguagePairs, NDArray[np.int64]]]:
-        """Yield for each block of arrays which of the pairs it holds, the block, and their rows in it."""
+    def _pad(
+        self, numbers: NDArray[np.int64], width: int, get_side: Callable[[LanguagePairs], Sentences]
+    ) -> NDArray[np.int64]:
+        batch = np.empty((len(numbers), width), np.int64)
         blocks = np.searchsorted(self._block_firsts, numbers, side="right") - 1
         for block in np.unique(blocks):
             here = blocks == block
-            yield here, self._blocks[block], numbers[here] - self._block_firsts[block]
+            batch[here] = get_side(self._blocks[block]).pad(numbers[here] - self._block_firsts[block], width)
+        return batch
 
 
 def _subset(pairs: LanguagePairs, max_pairs: int | None) -> LanguagePairs:
@@ -201,5 +201,5 @@ def _subset(pairs: LanguagePairs, max_pairs: int | None) -> LanguagePairs:
 
 
 def list_some(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names, and how many there are where that is not all of them."""
+    """Return the first names; if there are more, add how many there are in all."""
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"

@@ -1,4 +1,4 @@
-"""Plain parallel text, two files per language with one sentence per line, and its way to token ids."""
+"""Plain parallel text, two files per language with one sentence per line, and its encoding as token ids."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -10,14 +10,14 @@ from gpipe.data.text.sentences import Sentences
 from gpipe.data.text.token_cache import CachedPairs, PairsWriter, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
-_LONGEST_LINE = 1 << 20  # bytes; a longer one is no sentence, and a file without line ends would fill the memory
-# The most pairs and characters that are held as text at a time.
+_LONGEST_LINE = 1 << 20  # bytes: a file without line ends would fill the memory
+# The most pairs and characters to hold as text at a time.
 _BLOCK = 50_000
 _BLOCK_CHARACTERS = 1 << 24
 
 
 class TextPair(NamedTuple):
-    """A sentence, the same in the target language, and their place: `file` and the number of the line, from 1."""
+    """A sentence, the same in the target language, and where it is: `file` and `line`, counted from 1."""
 
     source: str
     target: str
@@ -25,36 +25,41 @@ class TextPair(NamedTuple):
     line: int
 
 
-def list_text_languages(root: Path) -> Sequence[str]:
-    """Return the languages that have training files in the folder, sorted."""
-    end = f"-{TARGET_LANGUAGE}.{TARGET_LANGUAGE}"
+def list_languages(root: Path, ending: str = "") -> Sequence[str]:
+    """Return the languages that have training files in the folder, sorted; `ending` follows the names of text files."""
+    end = f"-{TARGET_LANGUAGE}.{TARGET_LANGUAGE}{ending}"
     return sorted(path.name.removeprefix("train.").removesuffix(end) for path in root.glob(f"train.*{end}"))
 
 
-def find_text_files(root: Path, split: str, language: str) -> list[Path]:
-    """Return the files of a language: its own and the English one.
+def find_files(root: Path, split: str, language: str, endings: Sequence[str], remedy: str) -> list[Path]:
+    """Return, for each ending, the file of a language and the English one.
 
     Raises:
-        ValueError: a file is missing.
+        ValueError: a file is missing; `remedy` says what to do.
     """
     stem = f"{split}.{language}-{TARGET_LANGUAGE}"
-    paths = [root / f"{stem}.{side}" for side in (language, TARGET_LANGUAGE)]
+    paths = [root / f"{stem}.{side}{ending}" for ending in endings for side in (language, TARGET_LANGUAGE)]
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path} does not exist: a language of parallel text needs it in every split")
+            raise ValueError(f"{path} does not exist: {remedy}")
     return paths
+
+
+def find_text_files(root: Path, split: str, language: str) -> list[Path]:
+    """Return the text file of a language and the English one; errors as in `find_files`."""
+    return find_files(root, split, language, ("",), "a language of parallel text needs it in every split")
 
 
 def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]:
     """Yield the pairs of <split>.<language>-en.<language> and .en, line by line.
 
     Raises:
-        ValueError: a file is missing, the files are of unequal length, a line is longer than 1 MiB, or text is not
-            UTF-8. The message has file and line.
+        ValueError: a file is missing, the files differ in length, a line is longer than 1 MiB, or text is not UTF-8.
+            The message has file and line.
     """
     paths = find_text_files(root, split, language)
     counts = [0, 0]
-    for source, target in zip_longest(*map(_lines, paths)):
+    for source, target in zip_longest(*map(_read_lines, paths)):
         counts = [count + (line is not None) for count, line in zip(counts, (source, target), strict=True)]
         if source is not None and target is not None:
             yield TextPair(source, target, str(paths[0]), counts[0])
@@ -65,7 +70,7 @@ def read_text_pairs(root: Path, split: str, language: str) -> Iterator[TextPair]
         )
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _read_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
@@ -82,7 +87,7 @@ def _lines(path: Path) -> Iterator[str]:
 def open_text(
     cache: TokenCache, root: Path, split: str, language: str, tokenizer: Tokenizer, max_tokens: int
 ) -> CachedPairs:
-    """Return a language of plain text; its first opening tokenises it, some thousand lines at a time."""
+    """Open a language of plain text. The first time, tokenise it, some thousand lines at a time."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
         encoder = Encoder(tokenizer, max_tokens)
@@ -102,11 +107,11 @@ _Encoded = tuple[TextPair, list[int], list[int]]
 
 
 class Encoder:
-    """Encode lines as token ids, leaving out and counting pairs with an empty side and long ones.
+    """Encode lines as token ids; leave out and count pairs that are empty on a side or too long.
 
     Args:
         tokenizer: of both sides.
-        max_tokens: the most tokens of a sentence of either side, END included.
+        max_tokens: the most tokens of a sentence on either side, END included.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
@@ -117,28 +122,28 @@ class Encoder:
         self.long = count_long_pairs(max_tokens)
 
     def encode(self, pairs: Iterable[TextPair]) -> LanguagePairs:
-        """Return the pairs of one language as ids, none where all are left out."""
+        """Return the pairs of one language as ids."""
         blocks = list(self.encode_blocks(pairs)) or [self._encode_block([])]
         return LanguagePairs.join(blocks)
 
     def encode_blocks(self, pairs: Iterable[TextPair]) -> Iterator[LanguagePairs]:
-        """Yield the pairs of one language as ids, some at a time."""
-        return map(self._encode_block, _blocks(pairs))
+        """Yield the pairs of one language as ids, block by block."""
+        return map(self._encode_block, _cut_blocks(pairs))
 
     def _encode_block(self, block: list[TextPair]) -> LanguagePairs:
         sources = self._tokenizer.encode_lines([pair.source for pair in block])
         targets = self._encode_targets([pair.target for pair in block])
         encoded = list(zip(block, sources, targets, strict=True))
         full = [each for each in encoded if each[1] and each[2]]
-        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # and END
-        _count(self.empty, encoded, full)
-        _count(self.long, full, short)
+        short = [each for each in full if max(len(each[1]), len(each[2])) < self._max_tokens]  # END comes on top
+        _count_skipped(self.empty, encoded, full)
+        _count_skipped(self.long, full, short)
         size = self._tokenizer.vocabulary_size
         kept = Sentences.pack([ids for _, ids, _ in short], size), Sentences.pack([ids for _, _, ids in short], size)
         return LanguagePairs(*kept)
 
     def _encode_targets(self, lines: list[str]) -> list[list[int]]:
-        """Encode English lines, remembering some: a corpus of many languages has each of them many times."""
+        """Encode English lines, and remember some: a corpus of many languages repeats them."""
         if len(self._targets) > _BLOCK:
             self._targets.clear()
         new = [line for line in dict.fromkeys(lines) if line not in self._targets]
@@ -146,8 +151,8 @@ class Encoder:
         return [self._targets[line] for line in lines]
 
 
-def _count(skipped: Skipped, before: list[_Encoded], after: list[_Encoded]) -> None:
-    """Count what is in `before` but not in `after`; both are in order."""
+def _count_skipped(skipped: Skipped, before: list[_Encoded], after: list[_Encoded]) -> None:
+    """Count what is in `before` but not in `after`; both have the same order."""
     if len(after) < len(before):
         first = next((old for old, new in zip(before, after, strict=False) if old is not new), before[len(after)])[0]
         skipped.add(len(before) - len(after), f"{first.file}:{first.line}")
@@ -158,7 +163,7 @@ def count_long_pairs(max_tokens: int) -> Skipped:
     return Skipped(f"longer than {max_tokens} tokens (data.max_tokens)")
 
 
-def _blocks(pairs: Iterable[TextPair]) -> Iterator[list[TextPair]]:
+def _cut_blocks(pairs: Iterable[TextPair]) -> Iterator[list[TextPair]]:
     block: list[TextPair] = []
     num_characters = 0
     for pair in pairs:

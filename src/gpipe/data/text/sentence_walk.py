@@ -1,4 +1,4 @@
-"""Which pairs an epoch draws of each language: a walk that is a function of (seed, epoch)."""
+"""Choose the pairs of each language that an epoch shows: a walk that is a function of (seed, epoch)."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpipe.data.randomness import make_walk_generator
 
-# Neighbouring pairs that are shuffled together. A pass through a larger language visits its blocks in random
-# order: so no permutation of all its pairs is needed, and the disk is read in pieces of some hundred kilobytes. With
-# 2,048 pairs, what the system maps around each piece took up to 1.7 times the memory (experiments/text_scale.py).
+# Neighbouring pairs that are shuffled together. A pass through a larger language visits its blocks in random order, so
+# it needs no permutation of all pairs, and reads the disk in pieces of some hundred kilobytes. With blocks of 2,048
+# pairs, the pages that the system maps around each piece took up to 1.7 times the memory (experiments/text_scale.py).
 BLOCK_SIZE = 1 << 14
 _NUM_ROUNDS = 8
 _WORD = (1 << 64) - 1
@@ -18,8 +18,8 @@ _WORD = (1 << 64) - 1
 def sampling_probabilities(num_pairs: ArrayLike, temperature: float) -> NDArray[np.float64]:
     """Return the probability of drawing each language, proportional to (its share of the pairs)^(1 / temperature).
 
-    Temperature 1 draws by size, a large one evenly. The paper (section 5) takes shares to the power of 0.7, which is
-    the temperature 1 / 0.7.
+    Temperature 1 draws by size; a high one draws evenly. The paper (section 5) raises the shares to the power of 0.7:
+    temperature 1 / 0.7.
 
     Raises:
         ValueError: the temperature is not above 0.
@@ -27,27 +27,27 @@ def sampling_probabilities(num_pairs: ArrayLike, temperature: float) -> NDArray[
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0: 1 draws by size, more draws more evenly")
     shares = np.asarray(num_pairs, dtype=np.float64)
-    weights = (shares / shares.max()) ** (1 / temperature)  # to the largest one, as shares of a cold draw underflow
+    weights = (shares / shares.max()) ** (1 / temperature)  # over the largest: at low temperatures, shares underflow
     return np.asarray(weights / weights.sum())
 
 
 class SentenceWalk:
-    """Walk through the pairs of each language again and again, each time in an order of its own.
+    """Walk through the pairs of each language again and again, each time in a new order.
 
         language with 4 pairs    | 2 0 3 1 | 1 3 2 0 | 0 1 ...      passes
         5 pairs per epoch        | epoch 0   | epoch 1   |
 
         a pass through a large language    | block 2, shuffled | block 0, shuffled | block 1, shuffled | rest |
 
-    So no pair comes twice, over all epochs, before all others of its language have come; and where an epoch begins
-    follows from its number alone. A language whose share of an epoch is 0.3 pairs is in three of ten epochs.
+    Over all epochs, no pair comes twice before all others of its language have come. An epoch's number alone decides
+    where it begins. A language whose share of an epoch is 0.3 pairs is in three of ten epochs.
 
-    Deviation: the paper does not say how it shuffled 25 billion examples; here a pass through a language cuts it into
-    blocks of 16,384 neighbouring pairs, shuffles the blocks, and then the pairs within each block.
+    Deviation: the paper does not say how it shuffled 25 billion examples; we cut a language into blocks of 16,384
+    neighbouring pairs, and in each pass shuffle the blocks and then the pairs within each block.
 
     Args:
-        num_pairs: pairs of each language.
-        draws: pairs of each language that an epoch draws on average; need not be whole.
+        num_pairs: of each language.
+        draws: how many pairs of each language an epoch draws on average; need not be whole.
         seed: of the run.
     """
 
@@ -58,9 +58,9 @@ class SentenceWalk:
         self._first = make_walk_generator(seed).random(len(draws))
 
     def draw(self, begin: float, end: float) -> list[NDArray[np.int64]]:
-        """Return the indices of each language's pairs between two points of the walk, counted in epochs.
+        """Return the indices of each language's pairs between two points of the walk, in epochs.
 
-        Adjacent stretches, such as 3 to 3.5 and 3.5 to 4, share no step and miss none.
+        Adjacent stretches, such as 3 to 3.5 and 3.5 to 4, neither overlap nor leave a gap.
         """
         starts, ends = (np.floor(place * self._draws + self._first).astype(np.int64) for place in (begin, end))
         return [self._walk(number, *bounds) for number, bounds in enumerate(zip(starts, ends, strict=True))]
@@ -81,7 +81,7 @@ class SentenceWalk:
         shift, blocks = 0, None
         if num_blocks > 1:
             generator = make_walk_generator(self._seed, language, number, num_blocks)
-            # The rest makes a smaller block, which comes last; the shift makes it another one in each pass.
+            # The remainder is a smaller block and comes last; the shift puts other pairs into it in each pass.
             shift, blocks = int(generator.integers(size)), IndexPermutation(size // BLOCK_SIZE, generator)
         for place in range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE)):
             begin = place * BLOCK_SIZE
@@ -90,19 +90,19 @@ class SentenceWalk:
             yield (shift + rows[max(0, first - begin) : last - begin]) % size
 
     def _order(self, language: int, number: int, block: int, size: int) -> NDArray[np.int64]:
-        # Block 0 adds nothing to the key, so that the walk of a small corpus stays what it has always been.
+        # Block 0 adds nothing to the key: small corpora keep the walk that they had before there were blocks.
         key = (language, number, block) if block else (language, number)
         return make_walk_generator(self._seed, *key).permutation(size)
 
 
 class IndexPermutation:
-    """Permute range(num) index by index, in no memory, by a Feistel network over the next even number of bits.
+    """Permute range(num) index by index, without memory, by a Feistel network over the next even number of bits.
 
-        left | right  ->  right | left ^ hash(right, key)        a round, which is invertible for any hash
+        left | right  ->  right | left ^ hash(right, key)        one round; invertible for any hash
 
     An index that leaves the range goes through the network again until it is inside. Four rounds of a random function
-    are indistinguishable from a random permutation (Luby and Rackoff 1988); the hash here is SplitMix64's (Steele et
-    al. 2014), and eight rounds make up for the few bits. The keys are drawn from `generator`.
+    are indistinguishable from a random permutation (Luby and Rackoff 1988). The hash here is SplitMix64's (Steele et
+    al. 2014); eight rounds make up for the few bits. The keys are drawn from `generator`.
     """
 
     def __init__(self, num: int, generator: np.random.Generator) -> None:
@@ -115,19 +115,20 @@ class IndexPermutation:
         return self._num
 
     def __getitem__(self, index: int) -> int:
-        """Return entry `index` of the order; raises IndexError outside of range(num)."""
+        """Return entry `index` of the order, or raise IndexError."""
         if not 0 <= index < self._num:
             raise IndexError(f"{index} is not below {self._num}")
-        index = self._network(index)
+        index = self._permute(index)
         while index >= self._num:
-            index = self._network(index)
+            index = self._permute(index)
         return index
 
     def __iter__(self) -> Iterator[int]:
         """Yield the whole order."""
         return map(self.__getitem__, range(self._num))
 
-    def _network(self, index: int) -> int:
+    def _permute(self, index: int) -> int:
+        """Pass an index through the network once."""
         half = self._half
         mask = (1 << half) - 1
         left, right = index >> half, index & mask

@@ -1,9 +1,9 @@
-"""Many sentences of token ids in one array: it takes a few bytes per token, and reads a mini-batch at once."""
+"""Many sentences of token ids in one array: a few bytes per token, and one read per mini-batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,12 @@ from gpipe.data.text.tokenizer import END, PADDING
 
 @dataclass(frozen=True)
 class Sentences:
-    """Hold sentence i as tokens[starts[i] : starts[i] + lengths[i]], END included; tokens have any integer type."""
+    """Sentence i is tokens[starts[i] : starts[i] + lengths[i]], END included; tokens have any integer type."""
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int32]
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the arrays are in memory, not in a mapped file."""
-        return True
+    is_in_memory: ClassVar[bool] = True
 
     def __len__(self) -> int:
         """Return the number of sentences."""
@@ -34,15 +30,15 @@ class Sentences:
         return self.tokens[start : start + self.lengths[index]].astype(np.int64)
 
     def select(self, rows: NDArray[Any] | slice) -> Self:
-        """Return some of the sentences, by their indices, a mask or a slice, without a copy of the tokens."""
+        """Return some of the sentences, by indices, mask or slice; the tokens are not copied."""
         return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
 
-    def lengths_of(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
-        """Return the lengths of sentences by their indices, or by a slice."""
+    def get_lengths(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
+        """Return the lengths of some of the sentences."""
         return self.lengths[rows]
 
-    def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return sentences by their indices, int64 [len(rows), width], padded on the right; width fits the longest."""
+    def pad(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return some of the sentences, int64 [len(rows), width], padded on the right; none may exceed the width."""
         columns = np.arange(width)
         inside = columns < self.lengths[rows, None]
         batch = np.full(inside.shape, PADDING, np.int64)
@@ -51,7 +47,7 @@ class Sentences:
 
     @classmethod
     def pack(cls, sentences: Sequence[Sequence[int]], vocabulary_size: int) -> "Sentences":
-        """Copy sentences, given without END, into one array."""
+        """Copy sentences without END into one array, and add END to each."""
         lengths = np.array([len(sentence) + 1 for sentence in sentences], np.int32)
         flat = chain.from_iterable(chain(sentence, (END,)) for sentence in sentences)
         tokens = np.fromiter(flat, choose_token_type(vocabulary_size), count=int(lengths.sum(dtype=np.int64)))
@@ -59,7 +55,7 @@ class Sentences:
 
     @classmethod
     def join(cls, packed: "Sequence[Sentences]") -> "Sentences":
-        """Concatenate sentences that are in memory; the tokens are copied."""
+        """Concatenate sentences that are in memory."""
         sizes = np.array([len(part.tokens) for part in packed])
         shifts = np.cumsum(sizes) - sizes
         starts = np.concatenate([part.starts + shift for part, shift in zip(packed, shifts, strict=True)])
@@ -68,10 +64,10 @@ class Sentences:
 
 
 def choose_token_type(vocabulary_size: int) -> np.dtype[Any]:
-    """Return the type that holds the ids of a vocabulary: two bytes per token where they suffice."""
+    """Return the smallest type of two or four bytes that holds the ids of a vocabulary."""
     return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.int32)
 
 
 def find_starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return where each sentence starts if they follow each other."""
+    """Return the starts of sentences that follow each other."""
     return np.cumsum(lengths, dtype=np.int64) - lengths

@@ -1,15 +1,15 @@
-"""Token ids on disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
+"""Token ids on the disk, mapped into memory: text is tokenised once, and a corpus of any size takes little memory.
 
     <folder>/.lock                                    locked by the process that writes; the others wait
     <folder>/train.de-en.<digest>/description.json    its sources and counts
-                                  sources.tokens      the ids, one sentence after the other
+                                  sources.tokens      the ids, sentence after sentence
                                   sources.starts      int64, where each sentence starts
-                                  sources.lengths     int32, its tokens, END included
+                                  sources.lengths     int32, the tokens of each sentence, END included
                                   targets. ...        the same
 
-The digest covers all that the ids depend on: the text files' names, sizes and modification times, the tokenizer, the
-longest sentence, and the version of this format. So text that changes is tokenised again. A folder appears only when it
-is complete. You may delete a folder that no run uses at any time.
+The digest covers everything that the ids depend on: the text files' names, sizes and modification times, the tokenizer,
+the longest sentence, and the version of this format. Text that changes is therefore tokenised again. A folder appears
+only when it is complete. You may delete a folder at any time if no run uses it.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ Key = Mapping[str, Any]
 
 
 class _Description(BaseModel):
-    """The contents of a folder's description.json, which are validated because the file may be damaged."""
+    """The contents of a folder's description.json; validated, because the file may be damaged."""
 
     model_config = ConfigDict(strict=True)
 
@@ -61,7 +61,7 @@ class _Description(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> "_Description":
-        """Read and check the description in a folder of the cache."""
+        """Read and validate the description of a folder."""
         try:
             with (folder / _DESCRIPTION).open("rb") as file:
                 content = file.read(_MAX_DESCRIPTION_BYTES + 1)
@@ -78,34 +78,30 @@ class _Description(BaseModel):
 
 @dataclass(frozen=True)
 class CachedSentences(Sentences):
-    """Hold sentences of a cache, checking what comes from its files; an error names the damaged folder."""
+    """Sentences of a cache; values from its files are checked, and an error names the damaged folder."""
 
     folder: Path
     max_tokens: int
     vocabulary_size: int
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the arrays are in memory: they are not."""
-        return False
+    is_in_memory: ClassVar[bool] = False
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Return the ids of one sentence, int64 [length], END included."""
         rows = np.array([range(len(self))[index]])
-        (sentence,) = self.padded(rows, int(self.lengths_of(rows)[0]))
+        (sentence,) = self.pad(rows, int(self.get_lengths(rows)[0]))
         return np.asarray(sentence)
 
-    def lengths_of(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
-        """Return the lengths of sentences by their indices, or by a slice."""
-        lengths = np.asarray(super().lengths_of(rows))
+    def get_lengths(self, rows: NDArray[np.int64] | slice) -> NDArray[np.int32]:
+        """Return the lengths of some of the sentences."""
+        lengths = np.asarray(super().get_lengths(rows))
         if len(lengths) and (lengths.min() < 1 or lengths.max() > self.max_tokens):
             raise _explain_damage(self.folder, "it has a sentence that is empty or too long")
         return lengths
 
-    def padded(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Return sentences by their indices, int64 [len(rows), width], filled up with PADDING on the right."""
+    def pad(self, rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return some of the sentences, int64 [len(rows), width], padded on the right."""
         try:
-            batch = super().padded(rows, width)
+            batch = super().pad(rows, width)
         except IndexError:
             raise _explain_damage(self.folder, "it has a sentence outside of its tokens") from None
         if batch.size and (batch.min() < 0 or batch.max() >= self.vocabulary_size):
@@ -114,7 +110,7 @@ class CachedSentences(Sentences):
 
 
 class _MappedFile:
-    """Map a file of numbers into memory: the system reads the parts in use, and may drop them again."""
+    """A file of numbers mapped into memory: the system reads the parts in use, and may drop them again."""
 
     def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
         with path.open("rb") as file:
@@ -122,7 +118,7 @@ class _MappedFile:
         self.numbers = np.frombuffer(self._map, kind)
 
     def prefetch(self, first: int, end: int) -> None:
-        """Start reading the numbers first .. end - 1, as far as they exist, from the disk."""
+        """Start reading the numbers first .. end - 1 from the disk, as far as they exist."""
         size = self.numbers.itemsize
         begin, stop = max(0, first) * size // mmap.PAGESIZE * mmap.PAGESIZE, min(end, len(self.numbers)) * size
         if begin < stop:
@@ -130,12 +126,12 @@ class _MappedFile:
 
 
 class CachedPairs(LanguagePairs):
-    """The pairs of one language in a cache, whose files are mapped when a sentence is first read.
+    """The pairs of one language in a cache; its files are mapped when a sentence is first read.
 
     Args:
         folder: of the language.
-        key: what the ids depend on.
-        tokens: the files of both sides' ids and the type of their numbers, where the ids are not in the cache.
+        key: everything that the ids depend on.
+        tokens: the file and the type of each side's ids, if the ids are not in the cache.
 
     Raises:
         ValueError: the cache is damaged.
@@ -165,7 +161,7 @@ class CachedPairs(LanguagePairs):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the token ids are in memory: they are not."""
+        """False, without mapping the files."""
         return False
 
     @cached_property
@@ -179,7 +175,7 @@ class CachedPairs(LanguagePairs):
         return self._sentences(1)
 
     def prefetch(self, rows: NDArray[np.int64]) -> None:
-        """Start reading pairs that will be used soon from the disk, in as few pieces as possible."""
+        """Start reading these pairs from the disk, in as few pieces as possible."""
         pieces = np.unique(rows // _PIECE)
         runs = np.split(pieces, np.flatnonzero(np.diff(pieces) > 1) + 1) if len(pieces) else []
         ends = [(int(run[0]) * _PIECE, min(len(self), (int(run[-1]) + 1) * _PIECE)) for run in runs]
@@ -223,7 +219,7 @@ class PairsWriter:
     Args:
         folder: of the language.
         files: closes the files.
-        keep_tokens: copy the ids too; False where `starts` refer to the ids' own files.
+        keep_tokens: copy the ids too. False if `starts` refer to other files of ids.
     """
 
     def __init__(self, folder: Path, files: ExitStack, *, keep_tokens: bool) -> None:
@@ -240,7 +236,7 @@ class PairsWriter:
         self._counts = dict.fromkeys(_NUMBERS, 0)
 
     def add(self, pairs: LanguagePairs) -> None:
-        """Append pairs. Where tokens are kept, each side's array must hold its sentences in order, and nothing else."""
+        """Append pairs. With keep_tokens, the array of each side must hold its sentences in order and nothing else."""
         self._counts["num_pairs"] += len(pairs)
         self._counts["num_tokens"] += pairs.num_tokens
         self._counts["longest"] = max(self._counts["longest"], pairs.longest)
@@ -255,7 +251,7 @@ class PairsWriter:
             self._files[side, "lengths"].write(np.ascontiguousarray(sentences.lengths, _LENGTH).data)
 
     def finish(self) -> dict[str, Any]:
-        """Flush all to the disk, and return the counts of what was written."""
+        """Flush all files to the disk; return the counts of what was written."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -267,7 +263,7 @@ Fill = Callable[[PairsWriter], Sequence[Skipped]]
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A folder of cached languages. Processes of one or several hosts may share it."""
+    """A folder of cached languages; processes of one or several hosts may share it."""
 
     folder: Path
 
@@ -279,17 +275,17 @@ class TokenCache:
         fill: Fill,
         tokens: Sequence[tuple[Path, np.dtype[Any]]] | None = None,
     ) -> CachedPairs:
-        """Return the pairs of a language; `fill` writes them unless a process has done that before.
+        """Return the pairs of a language; `fill` writes them, unless they are in the cache.
 
         Args:
             name: such as train.de-en.
             files: the files that the pairs come from.
-            settings: what else the pairs depend on, vocabulary_size and max_tokens among them.
+            settings: what else the pairs depend on, including vocabulary_size and max_tokens.
             fill: writes the pairs, and returns what it left out.
             tokens: as in `CachedPairs`.
 
         Raises:
-            ValueError: the cache is damaged, its folder cannot be written, or `fill` raises it.
+            ValueError: the cache is damaged, its folder cannot be written, or `fill` failed.
         """
         key = {"format": _FORMAT, "files": _describe(files), **settings}
         folder = self.folder / f"{name}.{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
@@ -308,7 +304,7 @@ class TokenCache:
         with _lock(self.folder / ".lock"):
             if folder.exists():  # another process has just written it
                 return
-            for left in self.folder.glob(".*.partial"):  # of a killed process: a living one would hold the lock
+            for left in self.folder.glob(".*.partial"):  # of a killed process: a live one would hold the lock
                 shutil.rmtree(left)
             partial = self.folder / f".{folder.name}.partial"
             partial.mkdir()
@@ -330,7 +326,7 @@ class TokenCache:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock, waiting for other processes; the system releases it when its process exits or is killed."""
+    """Wait for the lock and hold it; the system releases it when the process exits or is killed."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

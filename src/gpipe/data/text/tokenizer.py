@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a SentencePiece model whose special ids are those of this project."""
+"""Text to token ids and back, by a SentencePiece model with this project's special ids."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -6,29 +6,29 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-# The ids that every vocabulary begins with, in the order of fairseq's Dictionary: so the ids of a SentencePiece model
-# trained here are the ids of the fairseq Dictionary with the same pieces.
+# Every vocabulary begins with these ids, in the order of fairseq's Dictionary. A SentencePiece model trained here and a
+# fairseq Dictionary with the same pieces therefore have the same ids.
 BEGIN, PADDING, END, UNKNOWN = range(4)
 NUM_SPECIAL = 4
 
-# The share of the characters that get an id; the rest are spelt in bytes. All characters of the embedded corpus would
-# take 2,600 of its 4,000 ids, mostly rare Chinese ones, and leave few for words.
+# The share of the characters that get an id; the rest are spelt in bytes. All characters of the embedded corpus, mostly
+# rare Chinese ones, would take 2,600 of its 4,000 ids and leave few for words.
 CHARACTER_COVERAGE = 0.998
 
 
 def clean_line(text: str) -> str:
-    """Return the text as one line: every run of white space becomes one space, and none is left at the ends."""
+    """Return the text as one line: strip it, and replace every run of white space by one space."""
     return " ".join(text.split())
 
 
 class Tokenizer:
-    """Cut text into pieces of one vocabulary, the same for all languages and both sides.
+    """Cut text into pieces of one vocabulary, which all languages and both sides share.
 
     Args:
-        path: a SentencePiece model with the special ids above, which `train` gives it.
+        path: a SentencePiece model with the special ids above, such as `train` writes.
 
     Raises:
-        ValueError: the file is no such model.
+        ValueError: the file is not such a model.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -55,12 +55,12 @@ class Tokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """The model file's SHA-256, hexadecimal, by which a checkpoint identifies its tokenizer."""
+        """The model file's SHA-256, hexadecimal; checkpoints identify their tokenizer by it."""
         return sha256(self.path.read_bytes()).hexdigest()
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of ids, the special ones included."""
+        """The number of ids, including the special ones."""
         return int(self._processor.get_piece_size())
 
     def encode(self, text: str) -> list[int]:
@@ -68,15 +68,15 @@ class Tokenizer:
         return self.encode_lines([text])[0]
 
     def encode_lines(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of many texts, as `encode` does for one, but much faster."""
+        """Return the ids of many texts, much faster than `encode` one by one."""
         encoded: list[list[int]] = self._processor.encode([clean_line(line) for line in lines], out_type=int)
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; the special ones have none.
+        """Return the text of ids; special ids have none.
 
         Raises:
-            ValueError: an id lies outside the vocabulary.
+            ValueError: an id is outside the vocabulary.
         """
         wrong = next((number for number in ids if not 0 <= number < self.vocabulary_size), None)
         if wrong is not None:
@@ -88,12 +88,12 @@ class Tokenizer:
         return [str(self._processor.id_to_piece(number)) for number in range(self.vocabulary_size)]
 
     def write_dictionary(self, path: str | Path) -> None:
-        """Write a dict.txt with which fairseq gives every piece the id that it has here.
+        """Write a dict.txt that gives every piece the same id in fairseq.
 
         It is for `fairseq-preprocess --srcdict ... --tgtdict ...` on text that was cut into these pieces, separated by
         spaces.
         """
-        # fairseq adds its own special tokens in front; the numbers are counts, which nothing reads.
+        # fairseq itself adds the special tokens in front; the numbers are counts, which nothing reads.
         Path(path).write_text("".join(f"{piece} 1\n" for piece in self.pieces()[NUM_SPECIAL:]), "utf-8")
 
     @classmethod
@@ -102,11 +102,11 @@ class Tokenizer:
 
         The same lines give the same file on every machine: byte-pair encoding merges by integer counts, nothing is
         random, and one thread keeps the order. Only white space is normalised: SentencePiece's own rule would drop the
-        joiners that Persian and the scripts of India need. Text without a piece of its own is spelt in bytes, so that
-        any text in any script survives a round trip.
+        joiners that Persian and the scripts of India need. Text without a piece is spelt in bytes, so any text in any
+        script survives a round trip.
 
         Raises:
-            ValueError: the lines do not suffice for so large a vocabulary.
+            ValueError: the lines are too few for such a large vocabulary.
         """
         import sentencepiece
 

@@ -1,4 +1,4 @@
-"""Token sets, sequences of tokens looked up by index, and their mini-batches."""
+"""Token sets, which are sequences of tokens by index, and their mini-batches."""
 
 import time
 from collections.abc import Iterator
@@ -13,26 +13,26 @@ from gpipe.data.epoch_loader import EpochLoader, EpochOptions
 from gpipe.data.images.image_set import SPLITS
 from gpipe.data.location import check_known
 
-_RANDOM_TOKENS = 0x70C  # keeps these numbers apart from those of other random data
+_RANDOM_TOKENS = 0x70C  # keeps this noise apart from other random data
 
 
 class TokenSet(Protocol):
-    """Sequences of tokens; anything with these two members works in `TokenLoader`."""
+    """Sequences of tokens. `TokenLoader` accepts anything with these two members."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
 
     def sequence(self, index: int) -> NDArray[np.int64]:
-        """Return sequence `index`, [length + 1]: all but the last are inputs, all but the first are targets.
+        """Return sequence `index`, [length + 1]: all tokens but the last are inputs, all but the first are targets.
 
-        The sequences of a mini-batch have one length.
+        The sequences of a mini-batch have equal lengths.
         """
 
 
 class RandomTokens:
-    """Hold sequences of uniformly random tokens to measure speed: there is nothing to learn in them.
+    """Sequences of uniformly random tokens, to measure speed; there is nothing to learn in them.
 
-    Sequence i, sequence_length + 1 tokens below vocabulary_size, is a function of the split and of i.
+    Sequence i has sequence_length + 1 tokens below vocabulary_size, and is a function of the split and of i.
 
     Raises:
         ValueError: the split is unknown.
@@ -56,7 +56,7 @@ class RandomTokens:
 
 
 class TokenLoader(EpochLoader):
-    """Yield the mini-batches of an epoch: (tokens, the token after each), both int64 [n, time], on every stage.
+    """Yield the mini-batches of an epoch: (tokens, the token after each), both int64 [n, time].
 
     Looking tokens up costs next to nothing, so there are no worker processes, and every stage loads both. Arguments and
     errors are those of EpochLoader.

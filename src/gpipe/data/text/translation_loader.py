@@ -1,7 +1,7 @@
-"""Mini-batches of pairs of sentences for one process of the training."""
+"""Mini-batches of sentence pairs for one process of the training."""
 
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from gpipe.data.text.parallel_corpus import ParallelCorpus
 from gpipe.data.text.sentence_walk import SentenceWalk, sampling_probabilities
 from gpipe.data.text.tokenizer import END, PADDING
 
-# How much of an epoch is planned at a time. A mini-batch is made of the sentences of a shard that are alike in length,
-# so each shard must have a few mini-batches, however large they are.
+# How much of an epoch is planned at a time. A mini-batch combines sentences of a shard that have similar lengths, so
+# each shard must have a few mini-batches, however large they are.
 SHARD_SENTENCES = 1 << 19
 _SHARD_BATCHES = 16
 
-Bounds = list[tuple[int, int]]  # first of each mini-batch, and first of the next
+Bounds = list[tuple[int, int]]  # of each mini-batch: its first sentence, and the first of the next one
 TranslationBatch = tuple[tuple[Tensor, Tensor] | None, dict[str, Tensor] | None]
 
 
@@ -31,41 +31,40 @@ class TranslationLoader(EpochPosition):
         source    a1 a2 a3 </s>       previous  </s> b1 b2       tokens  b1 b2 </s>       language  17
                   c1 </s>  .  .                 </s> d1  .               d1 </s>  .                 3      . is PADDING
 
-    source [n, s]; previous and tokens [n, t]; language [n], an index into `languages`. Sentences of like lengths come
-    together, so that there is little padding. Replica r gets the sentences r, r + R, ... of each mini-batch, padded as
-    the whole one.
+    source [n, s]; previous and tokens [n, t]; language [n], an index into `languages`. A mini-batch combines sentences
+    of similar lengths, so there is little padding. Replica r gets the sentences r, r + R, ... of each mini-batch, as
+    wide as the whole mini-batch.
 
-    Training (shuffle=True): an epoch has max(1, tokens of the corpus // batch_size) mini-batches. Its pairs are drawn
-    by language with `sampling_probabilities`, walking through each language without repeats; all is a function of
-    (seed, epoch). An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone. So neither memory
-    nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
+    Training (shuffle=True): an epoch has max(1, tokens of the corpus // batch_size) mini-batches.
+    `sampling_probabilities` sets how many pairs it draws of each language; a walk through the language chooses them
+    without repeats. An epoch is planned shard by shard, each a function of (seed, epoch, shard) alone. So neither the
+    memory nor the time to the first mini-batch, of an epoch or after a resume, grows with the corpus:
 
         walk through the pairs     | epoch 0, shard 0 | shard 1  | shard 2   | epoch 1, shard 0 | ...
         mini-batches               | 0 .. 40          | 41 .. 81 | 82 .. 121 | 0 .. 40
 
-    A shard's pairs are sorted by length and cut, and its mini-batches come in random order. Where the cut makes more
-    than the shard's share, random ones are left out; where it makes fewer, the shard walks on into the pairs that the
-    next one begins with.
+    A shard's pairs are sorted by length and cut into mini-batches, which come in random order. If there are more than
+    the shard's share, random ones are left out. If there are fewer, the shard walks on into the pairs of the next one.
 
     Evaluation (shuffle=False): every pair once, sorted by length, in one shard.
 
     Args:
         corpus: the pairs.
-        batch_size: the most tokens of a mini-batch over all replicas, counted as sentences x the longest of either
-            side, END included.
+        batch_size: the most tokens of a mini-batch over all replicas: sentences x the longest on either side, END
+            included.
         seed: of the draws.
         shuffle: True for training, False for evaluation.
         temperature: of `sampling_probabilities`.
         only: the languages to draw from or to show; None is all.
-        load_inputs: False yields None in place of the inputs. A process that loads neither inputs nor targets keeps
+        load_inputs: False yields None instead of the inputs. A process that loads neither inputs nor targets keeps
             nothing of the corpus and plans nothing.
-        load_targets: False yields None in place of the targets.
+        load_targets: False yields None instead of the targets.
         replica_index: this process's replica.
-        num_replicas: replicas that share each mini-batch.
-        shard_sentences: about how many sentences are planned at a time.
+        num_replicas: how many replicas share each mini-batch.
+        shard_sentences: about how many sentences to plan at a time.
 
     Raises:
-        ValueError: a setting is wrong, or batch_size does not hold the longest sentence for every replica.
+        ValueError: a setting is wrong, or batch_size is too small for one longest sentence per replica.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class TranslationLoader(EpochPosition):
             raise ValueError(f"{num_pairs} pairs do not suffice for {self._num_replicas} replicas: choose fewer")
 
     def _mean_draws(self, num_tokens: NDArray[np.int64], temperature: float) -> NDArray[np.float64]:
-        """Return how many pairs of each language an epoch draws on average to fill its mini-batches with tokens."""
+        """Return how many pairs of each language fill an epoch's mini-batches on average."""
         drawn = np.flatnonzero(self._num_pairs)
         probabilities = np.zeros(len(self._num_pairs))
         probabilities[drawn] = sampling_probabilities(self._num_pairs[drawn], temperature)
@@ -145,11 +144,11 @@ class TranslationLoader(EpochPosition):
         return np.asarray(self._num_batches * self._batch_size / mean_tokens * probabilities)
 
     def _first_batch(self, shard: int) -> int:
-        """Return where a shard begins. Shards are as even as possible: a short one would mix unlike lengths."""
+        """Return the first mini-batch of a shard. Shards are even: a short one would mix unlike lengths."""
         return shard * self._num_batches // self._num_shards
 
     def _plan_shard(self, corpus: ParallelCorpus, number: int, first: int, end: int) -> "_Shard":
-        """Plan a shard of the epoch, which has the mini-batches first .. end - 1."""
+        """Plan the shard that has the mini-batches first .. end - 1 of the epoch."""
         if self._walk is None:
             return self._plan_evaluation(corpus)
         generator = make_epoch_generator(self._seed, self.epoch, number)
@@ -159,7 +158,7 @@ class TranslationLoader(EpochPosition):
         while True:
             drawn = _Shard.of(corpus, self._walk.draw(start, stop + (stretch - 1.0) * (stop - start)))
             # Sentences of equal length come in random order.
-            shard = drawn.take(generator.permutation(np.arange(len(drawn.numbers)))).sort()
+            shard = drawn.take(generator.permutation(len(drawn.numbers))).sort()
             bounds = [each for each in self._cut(shard) if each[1] - each[0] >= self._num_replicas]
             if len(bounds) >= num_batches:
                 chosen = generator.permutation(len(bounds))[:num_batches]
@@ -178,11 +177,11 @@ class TranslationLoader(EpochPosition):
     def _batch(self, corpus: ParallelCorpus, shard: "_Shard", start: int, end: int) -> TranslationBatch:
         """Return this replica's part of a mini-batch, as wide as the whole mini-batch."""
         own = shard.numbers[start:end][self._replica_index :: self._num_replicas]
-        tokens = corpus.padded_targets(own, int(shard.targets[start:end].max()))
+        tokens = corpus.pad_targets(own, int(shard.targets[start:end].max()))
         inputs, targets = None, None
         if self._load_inputs:
-            source = corpus.padded_sources(own, int(shard.sources[start:end].max()))
-            inputs = torch.from_numpy(source), torch.from_numpy(_shift(tokens))
+            source = corpus.pad_sources(own, int(shard.sources[start:end].max()))
+            inputs = torch.from_numpy(source), torch.from_numpy(_shift_right(tokens))
         if self._load_targets:
             languages = corpus.language_numbers(own)
             targets = {"tokens": torch.from_numpy(tokens), "language": torch.from_numpy(languages)}
@@ -190,7 +189,7 @@ class TranslationLoader(EpochPosition):
 
 
 def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
-    """Cut sentences into mini-batches, each as long as possible, in time proportional to their number.
+    """Cut sentences into mini-batches as long as possible.
 
         lengths  1 1 2 2 2 3 | 4 4 5 | 7 7 | 9      batch_size 18: sentences x the longest
 
@@ -202,26 +201,25 @@ def cut_by_tokens(lengths: NDArray[np.int32], batch_size: int) -> Bounds:
     bounds = []
     start = 0
     while start < len(ascending):
-        most = min(len(ascending), start + batch_size // ascending[start])
-        # The size grows with the end, so bisection finds the last end that fits.
-        first, last = start + 1, most
-        while first < last:
-            middle = (first + last + 1) // 2
-            fits = (middle - start) * ascending[middle - 1] <= batch_size
-            first, last = (middle, last) if fits else (first, middle - 1)
-        end = first
+        end = _find_end(ascending, start, batch_size)
         bounds.append((start, end))
         start = end
     return bounds
 
 
-def fill_last(bounds: Bounds, least: int) -> Bounds:
-    """Give the last mini-batch at least `least` sentences, taking those missing from the one before.
+def _find_end(ascending: list[int], start: int, batch_size: int) -> int:
+    """Return where the longest mini-batch that begins at `start` ends: its size grows with the end."""
+    ends = range(start + 1, min(len(ascending), start + batch_size // ascending[start]) + 1)
+    return start + bisect_right(ends, batch_size, key=lambda end: (end - start) * ascending[end - 1])
 
-    All others have as many if batch_size is at least `least` x the longest; so the last one still fits.
+
+def fill_last(bounds: Bounds, least: int) -> Bounds:
+    """Give the last mini-batch at least `least` sentences; take what is missing from the one before it.
+
+    All others have that many, as batch_size is at least `least` x the longest sentence. So the last one still fits.
 
     Raises:
-        ValueError: the two have too few sentences for both.
+        ValueError: the last two together have too few sentences.
     """
     start, end = bounds[-1]
     missing = least - (end - start)
@@ -238,7 +236,7 @@ def fill_last(bounds: Bounds, least: int) -> Bounds:
 
 @dataclass
 class _Shard:
-    """Hold the pairs of a part of an epoch: their numbers, their lengths, and the bounds of the mini-batches."""
+    """The pairs of a part of an epoch: their numbers, their lengths, and the bounds of the mini-batches."""
 
     numbers: NDArray[np.int64]
     sources: NDArray[np.int32]
@@ -255,8 +253,8 @@ class _Shard:
             corpus.pairs(language).prefetch(rows)
         for language, rows in shown.items():
             pairs = corpus.pairs(language)
-            sources.append(pairs.sources.lengths_of(rows))
-            targets.append(pairs.targets.lengths_of(rows))
+            sources.append(pairs.sources.get_lengths(rows))
+            targets.append(pairs.targets.get_lengths(rows))
         return cls(np.concatenate(numbers), np.concatenate(sources), np.concatenate(targets), [])
 
     def take(self, order: NDArray[np.int64]) -> "_Shard":
@@ -264,14 +262,14 @@ class _Shard:
         return _Shard(self.numbers[order], self.sources[order], self.targets[order], [])
 
     def sort(self) -> "_Shard":
-        """Sort the pairs by the longer side, then by the source, then by the target; the sort is stable."""
+        """Sort the pairs stably by the length of the longer side, of the source, and of the target."""
         sources, targets = self.sources.astype(np.int64), self.targets.astype(np.int64)
         keys = np.maximum(sources, targets) << 42 | sources << 21 | targets
         return self.take(np.argsort(keys, kind="stable"))
 
 
-def _shift(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the token before each token, which the decoder reads: END, then the tokens without the last END."""
+def _shift_right(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the token before each token, the decoder's input: END, then the tokens without the last END."""
     previous = np.concatenate([np.full_like(tokens[:, :1], END), tokens[:, :-1]], axis=1)
     previous[tokens == PADDING] = PADDING
     return previous
