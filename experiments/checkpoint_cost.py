@@ -1,11 +1,11 @@
-"""What a checkpoint costs a training: how long the training stops, beside torch.distributed.checkpoint.
+"""Measure how long saving a checkpoint stops a training, beside torch.distributed.checkpoint.
 
     python -m experiments.checkpoint_cost
 
-Two processes train one stage of linear layers each, with AdamW and moving averages: 16 bytes per parameter. Three
-ways to save take turns while training continues. All flush their files to the disk; ours also hashes them. A process
-is stopped during a call that saves, or that waits for a save before an update. The slower process counts, and the
-median of the rounds. Adds a record to reproductions/bubble/ and renders all pages. Five minutes, and 3 GB of disk.
+Two processes train one stage of linear layers each, with AdamW and moving averages: 16 bytes per parameter. Three ways
+to save take turns while training continues. All flush their files to the disk; ours also hashes them. A process stands
+still during a call that saves, or that waits for a save before an update. The slower process counts, and the median
+over the rounds. Adds a record to reproductions/bubble/ and renders all pages. Five minutes, and 3 GB of disk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Training:
         self.step()
 
     def step(self) -> list[Any]:
-        """Make an update; return how the save that is under way goes on each process."""
+        """Make an update; return the status of the current save on each process."""
         self.optimizer.zero_grad()
         statuses = self.pipeline.train_step(self.batch, note=self.saver.status).notes
         start = time.perf_counter()
@@ -69,12 +69,12 @@ class Training:
         return statuses
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return all that is saved, under one name each."""
+        """Return everything to save, by name."""
         kinds = {**get_tensors(self.pipeline, self.ema), "optimizer": wrap_optimizer(self.optimizer).read()}
         return {f"{kind}: {name}": tensor for kind, part in kinds.items() for name, tensor in part.items()}
 
-    def ours(self) -> tuple[float, float]:
-        """Save while training goes on; return the seconds of standing still, and until all is on the disk."""
+    def save_ours(self) -> tuple[float, float]:
+        """Save while training continues; return the seconds of standing still, and until all is on the disk."""
         start, self.still = time.perf_counter(), 0.0
         position = Position(self.pipeline.step, 0, self.pipeline.step, 0)
         self.saver.save(Content(position, get_tensors(self.pipeline, self.ema), wrap_optimizer(self.optimizer)))
@@ -83,14 +83,14 @@ class Training:
             self.saver.check(self.step())
         return saving + self.still, time.perf_counter() - start
 
-    def synchronous(self) -> tuple[float, float]:
-        """Save as DCP does while training waits."""
+    def save_synchronously(self) -> tuple[float, float]:
+        """Save with DCP while training waits."""
         start = time.perf_counter()
         dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(self.folder / "synchronous", overwrite=True))
         return (time.perf_counter() - start,) * 2
 
-    def asynchronous(self) -> tuple[float, float]:
-        """Save as DCP does while training goes on."""
+    def save_asynchronously(self) -> tuple[float, float]:
+        """Save with DCP while training continues."""
         start = time.perf_counter()
         writer = dcp.FileSystemWriter(self.folder / "asynchronous", overwrite=True)
         future: Any = dcp.async_save(self.state(), storage_writer=writer)
@@ -102,20 +102,22 @@ class Training:
 
 
 def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results: Any) -> None:
-    """Let the three ways take turns in one of the processes."""
+    """Let the three ways to save take turns, in one of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_PROCESSES)
     training = Training(width, folder)
     ways: dict[str, Callable[[], tuple[float, float]]] = {
-        OURS: training.ours, DCP_SYNCHRONOUS: training.synchronous, DCP_ASYNCHRONOUS: training.asynchronous
-    }  # fmt: skip
+        OURS: training.save_ours,
+        DCP_SYNCHRONOUS: training.save_synchronously,
+        DCP_ASYNCHRONOUS: training.save_asynchronously,
+    }
     seconds: dict[str, list[list[float]]] = {name: [] for name in ways}
     num_bytes = sum(training.pipeline.job.gather(sum(tensor.nbytes for tensor in training.state().values())))
     for turn in range(rounds + 1):
         for name, save in ways.items():
             dist.barrier()
             slowest = [max(column) for column in zip(*training.pipeline.job.gather(save()), strict=True)]
-            if turn > 0:  # the first one takes memory for the copies
+            if turn > 0:  # the first turn allocates memory for the copies
                 seconds[name].append(slowest)
     rows = []
     for name, found in seconds.items():
@@ -131,9 +133,9 @@ def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11, help="saves of each way that count")
+    parser.add_argument("--rounds", type=int, default=11, help="saves that count, of each way")
     parser.add_argument("--width", type=int, default=2048, help="of the layers; 2048 makes 537 MB")
-    parser.add_argument("--print", action="store_true", help="print the figures and record nothing")
+    parser.add_argument("--print", action="store_true", help="print the figures, but record nothing")
     options = parser.parse_args()
     context, temporary = torch.multiprocessing.get_context("spawn"), Path(tempfile.mkdtemp(dir=ROOT))
     queue = context.SimpleQueue()
@@ -145,7 +147,6 @@ if __name__ == "__main__":
     size, measured = queue.get()
     print(size, *measured, sep="\n", flush=True)
     config = {"num_bytes": size, "num_processes": NUM_PROCESSES, "rounds": options.rounds, "width": options.width}
-    record = make_record(kind="measured", experiment=CHECKPOINT_COST,
-                         config=config, seed=0, results={"rows": measured})  # fmt: skip
+    record = make_record(kind="measured", experiment=CHECKPOINT_COST, config=config, seed=0, results={"rows": measured})
     if not options.print:
         add_record("bubble", record)

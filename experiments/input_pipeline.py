@@ -1,10 +1,10 @@
-"""How many images per second are decoded and augmented, beside torchvision's ImageFolder and torch's DataLoader.
+"""Measure the images per second of our loader beside torchvision's ImageFolder and torch's DataLoader.
 
     python -m experiments.input_pipeline
 
-Both read the same JPEG files, which have about the dimensions and the bytes of ImageNet's, with the same recipe:
-random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, one epoch each, with one thread per
-process. The figures are medians; the ratio is the median over pairs. Adds a record to
+Both read the same JPEG files, which have about the dimensions and the bytes of ImageNet's. Both use the same recipe:
+random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, one epoch each, with one thread per process.
+The figures are medians; the ratio is the median over pairs. Adds a record to
 reproductions/table4_imagenet_and_transfer/ and renders all pages; --dry prints the record instead. Two minutes.
 """
 
@@ -35,11 +35,11 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-WIDTH, HEIGHT, QUALITY = 500, 375, 90  # 114 KB a file; ImageNet's mean is 110
+WIDTH, HEIGHT, QUALITY = 500, 375, 90  # 114 KB per file; ImageNet's mean is 110
 
 
 def write_photograph(path: Path, generator: np.random.Generator) -> None:
-    """Write a JPEG of noise whose spectrum falls with the frequency as that of photographs does: grey, then colour."""
+    """Write a JPEG of noise with the falling spectrum of photographs, first grey, then colours."""
     frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH))
     frequency[0, 0] = np.inf
     bands = []
@@ -50,15 +50,15 @@ def write_photograph(path: Path, generator: np.random.Generator) -> None:
     Image.merge("YCbCr", bands).save(path, quality=QUALITY)
 
 
-def our_loader(folder: Path, image_size: int, batch_size: int, num_workers: int) -> ImageLoader:
-    """Load all images of a folder of classes as the training does."""
+def make_our_loader(folder: Path, image_size: int, batch_size: int, num_workers: int) -> ImageLoader:
+    """Return a loader of all images in a folder of classes, as training has it."""
     names = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*"))
     files = ImageFiles(folder, names, [0] * len(names), ["noise"])
     return ImageLoader(files, batch_size, training_transform(image_size), 0, shuffle=True, num_workers=num_workers)
 
 
-def torchvision_loader(folder: Path, image_size: int, batch_size: int, num_workers: int) -> DataLoader[Any]:
-    """Load all images of a folder of classes as torchvision's users do."""
+def make_torchvision_loader(folder: Path, image_size: int, batch_size: int, num_workers: int) -> DataLoader[Any]:
+    """Return a loader of all images in a folder of classes, as users of torchvision write it."""
     recipe = transforms.Compose(
         [
             transforms.RandomResizedCrop(image_size, scale=(0.1, 1.0)),
@@ -69,13 +69,19 @@ def torchvision_loader(folder: Path, image_size: int, batch_size: int, num_worke
         ]
     )
     return DataLoader(
-        ImageFolder(str(folder), recipe), batch_size, shuffle=True, num_workers=num_workers,
+        ImageFolder(str(folder), recipe),
+        batch_size,
+        shuffle=True,
+        num_workers=num_workers,
         persistent_workers=num_workers > 0,
-    )  # fmt: skip
+    )
 
 
-def seconds_an_epoch(loader: Iterable[Any], num_images: int) -> float:
-    """Run through an epoch. Raises RuntimeError where images are missing."""
+MAKERS = make_our_loader, make_torchvision_loader
+
+
+def time_epoch(loader: Iterable[Any], num_images: int) -> float:
+    """Return the seconds of an epoch; raise RuntimeError if images are missing."""
     start = time.perf_counter()
     found = sum(len(images) for images, _ in loader)
     if found != num_images:
@@ -85,9 +91,9 @@ def seconds_an_epoch(loader: Iterable[Any], num_images: int) -> float:
 
 def measure(folder: Path, options: argparse.Namespace, image_size: int, num_workers: int) -> dict[str, Any]:
     """Return a row: images/s of both loaders, and the median of the rounds' ratios."""
-    loaders = [make(folder, image_size, options.batch_size, num_workers) for make in (our_loader, torchvision_loader)]
+    loaders = [make(folder, image_size, options.batch_size, num_workers) for make in MAKERS]
     num_rounds = options.rounds + 1  # the first one warms up
-    rounds = [[seconds_an_epoch(loader, options.num_images) for loader in loaders] for _ in range(num_rounds)][1:]
+    rounds = [[time_epoch(loader, options.num_images) for loader in loaders] for _ in range(num_rounds)][1:]
     ours, torchvision = (options.num_images / statistics.median(column) for column in zip(*rounds, strict=True))
     row = {"image_size": image_size, "num_workers": num_workers, "ours_images_per_second": ours}
     row |= {"torchvision_images_per_second": torchvision, "ratio": statistics.median(b / a for a, b in rounds)}
@@ -102,8 +108,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--image-sizes", type=int, nargs="+", default=[224, 480], help="pixels per side")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
-    parser.add_argument("--rounds", type=int, default=9, help="epochs of each that count")
-    parser.add_argument("--dry", action="store_true", help="print the record and keep nothing")
+    parser.add_argument("--rounds", type=int, default=9, help="epochs that count, of each loader")
+    parser.add_argument("--dry", action="store_true", help="print the record, but keep nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
@@ -117,10 +123,8 @@ def main() -> None:
         grid = [measure(folder, options, *setting) for setting in settings]
     config = {"num_images": options.num_images, "batch_size": options.batch_size, "rounds": options.rounds}
     config |= {"width": WIDTH, "height": HEIGHT, "quality": QUALITY}
-    record = make_record(
-        kind="measured", experiment="input_pipeline", config=config, seed=0,
-        results={"grid": grid, "mean_file_bytes": num_bytes},
-    )  # fmt: skip
+    results = {"grid": grid, "mean_file_bytes": num_bytes}
+    record = make_record(kind="measured", experiment="input_pipeline", config=config, seed=0, results=results)
     if options.dry:
         print(json.dumps(asdict(record)))
         return

@@ -1,4 +1,4 @@
-"""What the engine costs where there is nothing to pipeline: K = 1 beside a hand-written loop over micro-batches.
+"""Measure the engine's cost without pipelining: K = 1 beside a hand-written loop over micro-batches.
 
     python -m experiments.one_stage_overhead
 
@@ -33,12 +33,12 @@ def measure(rounds: int) -> dict[str, float]:
     images = torch.randn(BATCH_SIZE, 1, IMAGE_SIZE, IMAGE_SIZE)
     labels = torch.randint(10, (BATCH_SIZE,))
 
-    def loop() -> None:
+    def run_loop() -> None:
         size = BATCH_SIZE // NUM_MICROBATCHES
         for inputs, targets in zip(images.split(size), labels.split(size), strict=True):
             (loss(plain(inputs), targets) * (len(inputs) / BATCH_SIZE)).backward()
 
-    steps = {"hand_written": loop, "ours": lambda: pipeline.train_step((images, labels))}
+    steps = {"hand_written": run_loop, "ours": lambda: pipeline.train_step((images, labels))}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name, step in steps.items():
@@ -53,17 +53,18 @@ def measure(rounds: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=41, help="steps of each that count")
+    parser.add_argument("--rounds", type=int, default=41, help="steps that count, of each")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = measure(options.rounds)
     print(f"{results['ratio']:.3f} of the loop's time", flush=True)
     settings = {
-        "rounds": options.rounds, "num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS, "batch_size": BATCH_SIZE,
-        "num_microbatches": NUM_MICROBATCHES, "image_size": IMAGE_SIZE,
-    }  # fmt: skip
-    add_record(
-        "bubble",
-        make_record(kind="measured", experiment="one_stage_overhead",
-                    config=settings, seed=0, results=results),
-    )  # fmt: skip
+        "rounds": options.rounds,
+        "num_layers": NUM_LAYERS,
+        "num_filters": NUM_FILTERS,
+        "batch_size": BATCH_SIZE,
+        "num_microbatches": NUM_MICROBATCHES,
+        "image_size": IMAGE_SIZE,
+    }
+    record = make_record(kind="measured", experiment="one_stage_overhead", config=settings, seed=0, results=results)
+    add_record("bubble", record)

@@ -1,4 +1,4 @@
-"""What each schedule costs in memory and gains in time, planned.
+"""Plan the memory and the time of each schedule.
 
     python -m experiments.schedule_memory
 
@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 from experiments.table1_capacity.columns import Column
-from experiments.table1_capacity.plans import by_variance, planner_of
+from experiments.table1_capacity.plans import cut_by_variance, make_planner
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Setting
@@ -42,7 +42,7 @@ def plan(planner: Planner, schedule: str, stages_per_device: int, mode: Remateri
 def main() -> None:
     """Plan every schedule with every mode."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    planner = planner_of(Column("Transformer-48", NUM_LAYERS, None, NUM_DEVICES), by_variance)
+    planner = make_planner(Column("Transformer-48", NUM_LAYERS, None, NUM_DEVICES), cut_by_variance)
     modes = (Rematerialize.ALWAYS, Rematerialize.NEVER)
     rows = [plan(planner, schedule, share, mode) for mode in modes for schedule, share in SCHEDULES]
     settings = {

@@ -1,10 +1,10 @@
-"""How well the simulator predicts the engine's steps, schedule by schedule.
+"""Compare the simulator with the engine's steps, schedule by schedule.
 
     python -m experiments.schedule_simulation
 
-Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times
-and the schedule's tasks, but no measurement: the rest of a step is the engine's time and the machine's. Adds a record
-to reproductions/bubble/ and renders all pages. Two minutes.
+Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times and
+the schedule's tasks, but no measurement. Any further time of a step is the engine's or the machine's. Adds a record to
+reproductions/bubble/ and renders all pages. Two minutes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from experiments.engine_overhead.engines import median_seconds
-from experiments.engine_overhead.hand_written_loop import square
+from experiments.engine_overhead.engines import measure_median_seconds
+from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import Sleeper, calibrate
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
 from gpipe.planning.simulation import simulate
@@ -31,30 +31,30 @@ from reproductions.additions import add_record
 SHAPES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 4, 2)]  # with P and the stages of each device
 NUM_MICROBATCHES = 8
 MODES = ("never", "always")
-FORWARD, BACKWARD = 0.032, 0.064  # seconds of a device for a micro-batch, in the mean
-UNEVEN = (1.0, 1.2, 0.8, 1.0)  # stage by stage, and again from the start
+FORWARD, BACKWARD = 0.032, 0.064  # mean seconds of a device per micro-batch
+UNEVEN = (1.0, 1.2, 0.8, 1.0)  # factors of the stages, repeated
 
 
-def layer_of(stage: int, stages_per_device: int) -> Sleeper:
-    """Return the one layer of a stage; a device has the same work however many stages it has."""
+def make_layer(stage: int, stages_per_device: int) -> Sleeper:
+    """Return the only layer of a stage; a device has the same work with any number of stages."""
     share = UNEVEN[stage % len(UNEVEN)] / stages_per_device
     return Sleeper(FORWARD * share, BACKWARD * share)
 
 
-def simulated_seconds(name: str, num_stages: int, stages_per_device: int, mode: str) -> float:
-    """Return what a step should take if nothing but the layers took time."""
-    layers = [layer_of(stage, stages_per_device) for stage in range(num_stages)]
+def simulate_step(name: str, num_stages: int, stages_per_device: int, mode: str) -> float:
+    """Return the seconds of a step in which only the layers take time."""
+    layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
 
-    def seconds(task: Task) -> float:
+    def get_seconds(task: Task) -> float:
         layer = layers[task.stage]
         return layer.backward_seconds if task.kind is Kind.BACKWARD else layer.forward_seconds
 
     schedule = SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
-    return simulate(schedule, seconds).makespan_seconds
+    return simulate(schedule, get_seconds).makespan_seconds
 
 
 def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -> None:
-    """Measure all schedules in one process of P, in turns."""
+    """Measure all schedules in turns, in one of the P processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
@@ -64,18 +64,24 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
     for name, _, stages_per_device in SHAPES:
         for mode in MODES:
             num_stages = num_devices * stages_per_device
-            layers = nn.Sequential(*(layer_of(stage, stages_per_device) for stage in range(num_stages)))
+            layers = nn.Sequential(*(make_layer(stage, stages_per_device) for stage in range(num_stages)))
             pipeline = gpipe.Pipeline(
-                layers, square, [1] * num_stages, NUM_MICROBATCHES, rematerialize=mode, schedule=name,
-                stages_per_device=stages_per_device, mesh=mesh,
-            )  # fmt: skip
+                layers,
+                compute_loss,
+                [1] * num_stages,
+                NUM_MICROBATCHES,
+                rematerialize=mode,
+                schedule=name,
+                stages_per_device=stages_per_device,
+                mesh=mesh,
+            )
             found = makespans[f"{name}, {mode}"] = []
 
             def step(pipeline: gpipe.Pipeline = pipeline, found: list[float] = found) -> None:
                 found.append(pipeline.train_step(batch, record_timeline=True).timeline.makespan_seconds)
 
             steps[f"{name}, {mode}"] = step
-    seconds = median_seconds(steps, rounds, dist.barrier)
+    seconds = measure_median_seconds(steps, rounds, dist.barrier)
     if rank == 0:
         results.put({key: (seconds[key], statistics.median(makespans[key][1:])) for key in steps})
     dist.barrier()
@@ -93,7 +99,7 @@ def measure_all(rounds: int) -> list[dict[str, Any]]:
     for name, _, stages_per_device in SHAPES:
         for mode in MODES:
             step, makespan = found[f"{name}, {mode}"]
-            simulated = simulated_seconds(name, num_devices * stages_per_device, stages_per_device, mode)
+            simulated = simulate_step(name, num_devices * stages_per_device, stages_per_device, mode)
             rows.append({"schedule": name, "num_devices": num_devices, "stages_per_device": stages_per_device})
             rows[-1] |= {"num_microbatches": NUM_MICROBATCHES, "rematerialize": mode, "step_seconds": step}
             rows[-1] |= {"makespan_seconds": makespan, "simulated_seconds": simulated}
@@ -107,11 +113,9 @@ def measure_all(rounds: int) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each schedule that count")
+    parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each schedule")
     options = parser.parse_args()
     settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "uneven": UNEVEN, "rounds": options.rounds}
-    add_record(
-        "bubble",
-        make_record(kind="measured", experiment="schedule_simulation",
-                    config=settings, seed=0, results={"grid": measure_all(options.rounds)}),
-    )  # fmt: skip
+    grid = {"grid": measure_all(options.rounds)}
+    record = make_record(kind="measured", experiment="schedule_simulation", config=settings, seed=0, results=grid)
+    add_record("bubble", record)

@@ -1,11 +1,10 @@
-"""When each task of a real step ran: the small models of Table 2 through two stages, for the notebooks to draw.
+"""Record when each task of a real step ran: the small models of Table 2 in two stages, for the notebooks.
 
     python -m experiments.step_timeline
 
-Trains each model with train.py for a few steps, with one process per stage on one core each, and reads the tasks of
-the last step. Of several runs the one with the quickest step counts, because other programs only ever slow a step
-down. Adds one record per model to reproductions/table2_throughput/; no table reads them. Two minutes on two idle
-cores.
+Trains each model with train.py for a few steps, with one core per stage, and reads the tasks of the last step. The run
+with the quickest step counts, because other programs can only slow a step down. Adds one record per model to
+reproductions/table2_throughput/; no table reads them. Two minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def run(experiment: str, overrides: list[str]) -> Record:
     return replace(record, command=f"python -m experiments.{EXPERIMENT}", experiment=EXPERIMENT, results=results)
 
 
-def quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
-    """Return the record of the run whose last step was the quickest, and from how many runs it was taken."""
+def find_quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
+    """Return the record of the run whose last step was the quickest, with the number of runs."""
     records = [run(experiment, overrides) for _ in range(num_runs)]
     best = min(records, key=lambda record: max(end for *_, end in record.results["events"]))
     return replace(best, results={"num_runs": num_runs, **best.results})
@@ -61,11 +60,11 @@ def quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="*", help="of train.py's settings, in both runs")
-    parser.add_argument("--runs", type=int, default=4, help="of each model; default: %(default)s")
+    parser.add_argument("overrides", nargs="*", help="settings of train.py for all runs")
+    parser.add_argument("--runs", type=int, default=4, help="runs of each model; default: %(default)s")
     parser.add_argument("--print", action="store_true", help="print the records instead of adding them")
     options = parser.parse_args()
-    for found in [quickest(experiment, options.overrides, options.runs) for experiment in EXPERIMENTS]:
+    for found in [find_quickest(experiment, options.overrides, options.runs) for experiment in EXPERIMENTS]:
         if options.print:
             print(found)
         else:

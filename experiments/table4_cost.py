@@ -1,9 +1,9 @@
-"""What the runs of the paper's Table 4 would compute, and for how long, from their own settings.
+"""Plan what the runs of the paper's Table 4 would compute, and for how long.
 
     python -m experiments.table4_cost
 
-Composes each experiment at the paper's scale, counts the FLOPs of an image on the meta device, and multiplies:
-forward, recomputation, and a backward of twice the forward. Adds a record of planned numbers to
+Composes each experiment at the paper's scale, counts the FLOPs of an image's forward pass on the meta device, and
+multiplies: forward, recomputation, and a backward of twice the forward. Adds a record of planned numbers to
 reproductions/table4_imagenet_and_transfer/ and renders all pages. Seconds, no data, no GPU.
 """
 
@@ -22,16 +22,16 @@ from reproductions.additions import add_record
 from reproductions.pages import read_paper
 
 FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
-SUSTAINED_FLOPS = 100e12  # a second and accelerator: what an A100 or TPUv4 may reach on such convolutions in bfloat16
+SUSTAINED_FLOPS = 100e12  # per second and accelerator: an A100 or TPUv4 may reach it on these convolutions in bfloat16
 SLOTS = {"rmsprop": 2, "sgd": 1}  # tensors of a parameter's size that the optimiser keeps
-PASSES = 4  # forward, recomputation, and the backward's two products a forward one
+PASSES = 4  # forward, recomputation, and a backward of twice the forward
 
 
-def cost(data: str, train_images: int) -> dict[str, Any]:
+def plan_cost(data: str, train_images: int) -> dict[str, Any]:
     """Return a row of the table: what one run on a data set computes."""
     experiment = ["+experiment=amoebanet_imagenet"] if data == "imagenet" else ["+experiment=transfer", f"data={data}"]
     start = [] if data == "imagenet" else ["init_from=null"]
-    # By FLOPs, the cut does not depend on the accelerator at hand.
+    # Cut by FLOPs: this cut does not depend on the accelerator of this machine.
     run = to_run(compose("train", overrides=[*experiment, *start, "pipeline.partition_by=flops"]))
     plan = build_planner(run, accelerator_at_hand(run)).plan(build_setting(run))
     forward_flops = sum(stage.forward_flops for stage in plan.stages) / plan.microbatch_size
@@ -57,7 +57,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        rows = [cost(row["data"], int(row["train"])) for row in read_paper(FOLDER)]
+        rows = [plan_cost(row["data"], int(row["train"])) for row in read_paper(FOLDER)]
     record = make_record(
         kind="planned",
         experiment="table4_cost",

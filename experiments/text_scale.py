@@ -1,19 +1,19 @@
-"""How much memory and time a corpus of pairs needs until the first mini-batch, by its number of pairs.
+"""Measure the memory and the time that a corpus takes until the first mini-batch, by its number of pairs.
 
     python -m experiments.text_scale
 
 Writes parallel text of 1, 4 and 16 million pairs (made-up sentences of two to four words, four languages) into a
-temporary folder. Fresh processes then open it as training does: once to tokenise it into the cache; with the cache
-ready, up to the first mini-batch of epoch 0; and up to one in the middle of epoch 1, as after a resume. Memory is the
-peak beyond that after the imports: private memory, and all resident memory, which includes the pages of the mapped
-cache that the system may reclaim. The waiting process reads it from /proc a thousand times per second. Time is wall
-time and processor time; other programs on the machine disturb the latter less.
+temporary folder. Fresh processes then open it as training does: first to tokenise it into the cache; then, with the
+cache ready, up to the first mini-batch of epoch 0, and up to a mini-batch in the middle of epoch 1, as after a resume.
+Memory is the peak minus the memory after the imports. It is given as private memory, and as resident memory with those
+pages of the mapped cache that the system may reclaim. The parent process reads it from /proc a thousand times per
+second. Time is wall time and processor time; other programs disturb the latter less.
 
-The sizes take turns. Each round has two processes. Before the first, the files of the cache are dropped from the
-system's page cache, so that it reads them from the disk; only its time is kept. The second finds them in the page
-cache. Of the times the fastest round counts, because other programs only ever slow a round down; of the memory the
-median. Adds a record to reproductions/figure3_multilingual/ and renders all pages; --dry prints it instead. Half an
-hour, and 4 GB of disk.
+The sizes take turns. Each round has two processes. Before the first one, the cache's files are dropped from the page
+cache of the system, so it reads them from the disk; only its time is kept. The second one finds them in the page cache.
+The fastest round counts for times, because other programs can only slow a round down; the median counts for memory.
+Adds a record to reproductions/figure3_multilingual/ and renders all pages; --dry prints it instead. Half an hour, and 4
+GB of disk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_HALVES, BLOCK = 1 << 13, 100_000
 
 
 def write_text(root: Path, num_pairs: int) -> None:
-    """Write parallel text: each line is made of two halves out of 8,192, so that hardly any line comes twice."""
+    """Write parallel text: each line joins two of 8,192 halves, so hardly any line comes twice."""
     words = sorted({word for pair in read_embedded()["de"] for word in pair.target.split()})
     generator = np.random.default_rng(SEED)
     halves = [
@@ -72,7 +72,7 @@ def build(root: Path) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started, "num_tokens": int(corpus.num_tokens().sum())}
 
 
-def first_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
+def open_up_to_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
     """Open the corpus in this process, up to a mini-batch; return the seconds and the mini-batches per epoch."""
     from gpipe.data import TranslationLoader
 
@@ -88,7 +88,7 @@ def first_batch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
 
 
 def open_in_this_process(options: argparse.Namespace) -> None:
-    """Do what `watch` waits for, after the imports."""
+    """Finish the imports, wait for `watch`, and open the corpus."""
     if options.what != BUILD:
         import torch
 
@@ -98,12 +98,14 @@ def open_in_this_process(options: argparse.Namespace) -> None:
     print("ready", flush=True)
     input()
     found = (
-        build(options.open) if options.what == BUILD else first_batch(options.open, options.batch_size, options.what)
+        build(options.open)
+        if options.what == BUILD
+        else open_up_to_batch(options.open, options.batch_size, options.what)
     )
     print(json.dumps(found), flush=True)
 
 
-def memory_of(pid: int) -> tuple[int, int]:
+def read_memory(pid: int) -> tuple[int, int]:
     """Return the private and the resident bytes of a process."""
     resident, shared = (int(pages) for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
     page = os.sysconf("SC_PAGE_SIZE")
@@ -111,7 +113,7 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def watch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
-    """Let a fresh process open the corpus, and return what it says with the peaks of its memory."""
+    """Let a fresh process open the corpus; return its results with the peaks of its memory."""
     arguments = [
         sys.executable,
         "-m",
@@ -127,18 +129,18 @@ def watch(root: Path, batch_size: int, what: str) -> dict[str, Any]:
         assert process.stdin is not None and process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise RuntimeError("the process that opens the corpus did not start")
-        before = peaks = memory_of(process.pid)
+        before = peaks = read_memory(process.pid)
         process.stdin.write("go\n")
         process.stdin.flush()
         while not select.select([process.stdout], [], [], 0.001)[0]:
-            peaks = tuple(map(max, peaks, memory_of(process.pid)))
+            peaks = tuple(map(max, peaks, read_memory(process.pid)))
         found: dict[str, Any] = json.loads(process.stdout.readline())
         private, resident = (peak - first for peak, first in zip(peaks, before, strict=True))
     return {**found, "private_bytes": private, "resident_bytes": resident}
 
 
 def forget_pages(root: Path) -> None:
-    """Take the cache out of the system's page cache, so that it is read from the disk."""
+    """Drop the cache from the system's page cache, so that it is read from the disk."""
     for path in root.glob("token_cache/*/*"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -153,7 +155,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row per size."""
+    """Return one row per size."""
     rows = []
     for size in options.sizes:
         root = folder / str(size)
@@ -182,8 +184,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 4_000_000, 16_000_000], help="pairs")
     parser.add_argument("--batch-size", type=int, default=262_144, help="tokens")
-    parser.add_argument("--rounds", type=int, default=9, help="of which the fastest counts")
-    parser.add_argument("--dry", action="store_true", help="print the record and keep nothing")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of each size")
+    parser.add_argument("--dry", action="store_true", help="print the record, but keep nothing")
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--what", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -194,10 +196,7 @@ def main() -> None:
         rows = measure(Path(name), options)
     config = {"batch_size": options.batch_size, "rounds": options.rounds, "shares": SHARES}
     config |= {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE}
-    record = make_record(
-        kind="measured", experiment=EXPERIMENT, config=config, seed=SEED,
-        results={"rows": rows},
-    )  # fmt: skip
+    record = make_record(kind="measured", experiment=EXPERIMENT, config=config, seed=SEED, results={"rows": rows})
     if options.dry:
         print(json.dumps(asdict(record)))
         return

@@ -1,13 +1,13 @@
-"""Tokens per second and model FLOPs utilisation of the layers of Transformer-L.
+"""Measure the tokens per second and the model FLOPs utilisation of Transformer-L's layers.
 
     python -m experiments.transformer_utilization
 
 Trains a few of the paper's layers (2048 wide, feed-forward 8192, 32 heads) on noise through the engine, with 32
-sequences of 1,024 tokens per step in bfloat16, with and without re-materialisation, compiled and not. The settings
-take turns, and the median over the rounds counts. With a GPU it adds a record to reproductions/table2_throughput/ and
-renders all pages. On a CPU there is no maker's peak to compare with: it prints tokens per second and records nothing.
+sequences of 1,024 tokens per step in bfloat16, with and without re-materialisation, compiled and not. The settings take
+turns, and the median over the rounds counts. With a GPU, this adds a record to reproductions/table2_throughput/ and
+renders all pages. A CPU has no maker's peak to compare with: there it prints tokens per second and records nothing.
 
-Utilisation is that of the model: the FLOPs of a forward pass and twice as many for its backward pass, whatever is
+Utilisation is that of the model: the FLOPs of a forward pass, and twice as many for its backward pass, whatever is
 recomputed. All products of attention count, though half of them are masked (PaLM, appendix B).
 """
 
@@ -31,10 +31,10 @@ from reproductions.additions import add_record
 
 FOLDER = "table2_throughput"
 MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS = 2048, 8192, 32
-STEPS_A_ROUND, NUM_ROUNDS = 4, 5
+STEPS_PER_ROUND, NUM_ROUNDS = 4, 5
 
 
-def layers(num_layers: int) -> nn.Sequential:
+def make_layers(num_layers: int) -> nn.Sequential:
     """Describe layers of the paper's size, without the tables around them."""
     with torch.device("meta"):
         return nn.Sequential(
@@ -42,20 +42,20 @@ def layers(num_layers: int) -> nn.Sequential:
         )
 
 
-def forward_flops(num_layers: int, batch: int, time_steps: int) -> int:
-    """Return the FLOPs of a forward pass: two a multiplication and addition, of every product."""
+def count_forward_flops(num_layers: int, batch: int, time_steps: int) -> int:
+    """Return the FLOPs of a forward pass: two per multiplication and addition."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        layers(num_layers)(torch.empty(batch, time_steps, MODEL_SIZE, device="meta"))
+        make_layers(num_layers)(torch.empty(batch, time_steps, MODEL_SIZE, device="meta"))
     return counter.get_total_flops()
 
 
-def mean_square(outputs: Tensor, _: Tensor) -> Tensor:
-    """Return a loss that costs next to nothing, and needs no targets."""
+def compute_mean_square(outputs: Tensor, _: Tensor) -> Tensor:
+    """Return a loss that costs next to nothing and needs no targets."""
     return outputs.float().square().mean()
 
 
 class Setting:
-    """The layers, once with and once without re-materialisation or compilation."""
+    """The layers with one choice of re-materialisation and compilation."""
 
     def __init__(self, rematerialize: str, *, compiled: bool, arguments: argparse.Namespace, device: str) -> None:
         self.name = {"rematerialize": rematerialize, "compiled": compiled}
@@ -63,8 +63,8 @@ class Setting:
         self._targets = torch.zeros(arguments.batch)
         self._device = device
         self._pipeline = gpipe.Pipeline(
-            layers(arguments.layers),
-            mean_square,
+            make_layers(arguments.layers),
+            compute_mean_square,
             [arguments.layers],
             arguments.micro_batches,
             rematerialize=rematerialize,
@@ -76,7 +76,7 @@ class Setting:
         self.run(2)
 
     def run(self, num_steps: int) -> float:
-        """Make steps; return the seconds of one."""
+        """Make steps; return the seconds per step."""
         self._wait()
         started = time.perf_counter()
         for _ in range(num_steps):
@@ -93,7 +93,7 @@ class Setting:
 
 
 def describe(setting: Setting, tokens: int, flops: int, device: Accelerator | None) -> dict[str, Any]:
-    """Return a setting's speed, and the share of the device's peak where that is known."""
+    """Return a setting's speed, and its share of the device's peak if that is known."""
     seconds = median(setting.seconds)
     peak = None if device is None else device.flops_per_second("bfloat16")
     return {
@@ -119,9 +119,9 @@ def main() -> None:
     ]
     for _ in range(NUM_ROUNDS):
         for setting in made:
-            setting.seconds.append(setting.run(STEPS_A_ROUND))
+            setting.seconds.append(setting.run(STEPS_PER_ROUND))
     tokens = arguments.batch * arguments.sequence
-    flops = forward_flops(arguments.layers, arguments.batch, arguments.sequence)
+    flops = count_forward_flops(arguments.layers, arguments.batch, arguments.sequence)
     rows = [describe(setting, tokens, flops, device) for setting in made]
     for row in rows:
         print(row, flush=True)

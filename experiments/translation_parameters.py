@@ -1,4 +1,4 @@
-"""The exact parameters of the paper's translation models, and of the two of equal size on a laptop.
+"""Count the parameters of the paper's translation models, and of the two laptop models of equal size.
 
     python -m experiments.translation_parameters
 
@@ -24,14 +24,14 @@ from reproductions.translation_runs import PARAMETERS
 FOLDER = ROOT / "reproductions" / "figure3_multilingual"
 LAPTOP, LAPTOP_MODELS = "deep_or_wide_laptop", ("translation_t4_128_4", "translation_t2_256_8")
 VOCABULARY_SIZE = 64_000
-# The number of embedding-sized tables that each way of tying leaves; the models of conf/ have that of "inputs".
+# The number of embedding-sized tables for each way of tying; the models of conf/ tie "inputs".
 TABLES_BY_TYING = {"all": 1, "inputs": 2, "none": 3}
 OURS = "inputs"
 WEIGHT_BYTES = 4
 
 
 def count(num_layers: int, feedforward_size: int, num_heads: int, model_size: int, head_size: int) -> dict[str, Any]:
-    """Return a model's sizes and numbers of parameters, by the number of tables and as conf/ has it."""
+    """Return a model's sizes and its numbers of parameters, as in conf/ and by the number of tables."""
     counts = {}
     for tied in TABLES_BY_TYING:
         with torch.device("meta"):
@@ -57,8 +57,8 @@ def count(num_layers: int, feedforward_size: int, num_heads: int, model_size: in
     }
 
 
-def paper_models() -> list[dict[str, Any]]:
-    """Count each model of paper.csv, whose channels are 64 a head."""
+def count_paper_models() -> list[dict[str, Any]]:
+    """Count each model of paper.csv, with 64 channels per head."""
     names = ("num_layers", "feedforward_size", "num_heads")
     return [
         count(*(int(row[name]) for name in names), model_size=1024, head_size=64)
@@ -67,7 +67,7 @@ def paper_models() -> list[dict[str, Any]]:
     ]
 
 
-def laptop_models() -> list[dict[str, Any]]:
+def count_laptop_models() -> list[dict[str, Any]]:
     """Count the deep and the wide model of `+experiment=deep_or_wide_laptop`."""
     names = ("num_layers", "feedforward_size", "num_heads", "model_size", "head_size")
     models = [compose_plain([f"+experiment={LAPTOP}", f"model={model}"])["model"] for model in LAPTOP_MODELS]
@@ -82,7 +82,7 @@ def main() -> None:
         experiment=PARAMETERS,
         config={"vocabulary_size": VOCABULARY_SIZE, "tied": OURS},
         seed=0,
-        results={"models": paper_models(), "laptop": laptop_models()},
+        results={"models": count_paper_models(), "laptop": count_laptop_models()},
     )
     add_record(FOLDER.name, record)
 

@@ -56,8 +56,8 @@ print_schedule(4, 4, Rematerialize.NEVER)
 
 # %% [markdown]
 # A stage starts a task when it is next in its list and the neighbour's result has arrived: a forward pass waits for
-# the stage before, a backward pass for the stage behind. The order alone therefore decides when everything happens,
-# and we can compute it. Let the whole mini-batch cost each stage 8 ms forward and 16 ms backward, however it is cut.
+# the stage before, a backward pass for the stage after. The order alone therefore decides when everything happens,
+# and we can compute it. Let the whole mini-batch cost each stage 8 ms forward and 16 ms backward, for any M.
 
 # %%
 MINI_BATCH_SECONDS = {Kind.FORWARD: 0.008, Kind.RECOMPUTE: 0.008, Kind.BACKWARD: 0.016}
@@ -90,7 +90,7 @@ draw(
 # %% [markdown]
 # A row is a stage, a box is a task, the number in it is the micro-batch. With $M = 1$ one stage works while three
 # wait: four devices are no faster than one. With more micro-batches a stage passes on its first result early and
-# starts the next. The work is the same in all three pictures; only the waiting shrinks.
+# starts the next one. The work is the same in all three pictures; only the waiting shrinks.
 #
 # All micro-batches use the same weights, and their gradients are added up before the one update. The next step's work
 # therefore cannot fill the wait between forward and backward. In return, the update does not depend on how the model
@@ -112,7 +112,7 @@ draw(
 print_schedule(4, 4, Rematerialize.ALWAYS)
 
 # %% [markdown]
-# A recomputation does not need the gradient from the stage behind. It therefore runs early, while the stage waits for
+# A recomputation does not need the gradient from the stage after. It therefore runs early, while the stage waits for
 # that gradient:
 
 # %%
@@ -130,11 +130,11 @@ draw(
 #
 # $$\frac{(K - 1)(F + B)}{(M + K - 1)(F + B) + M R} = \frac{K - 1}{\frac{4}{3} M + K - 1}.$$
 #
-# Both laws, as lines, and what the schedule gives when it is simulated, as points:
+# Both laws as lines, and simulated steps of the schedule as points:
 
 
 # %%
-def bubble_law(num_stages: int, num_microbatches: float, rematerialize: Rematerialize) -> float:
+def compute_bubble(num_stages: int, num_microbatches: float, rematerialize: Rematerialize) -> float:
     """Compute the bubble of equal stages whose backward pass takes twice as long as the forward pass."""
     work = num_microbatches * (4 / 3 if rematerialize is Rematerialize.ALWAYS else 1)
     return (num_stages - 1) / (work + num_stages - 1)
@@ -147,15 +147,15 @@ STYLES = {Rematerialize.NEVER: ("-", "o", "all kept"), Rematerialize.ALWAYS: ("-
 def draw_bubbles(axis: plt.Axes, num_stages: int, color: str) -> None:
     """Draw the law as lines and simulated steps as points, and check that they agree."""
     for mode, (line, marker, _) in STYLES.items():
-        laws = [bubble_law(num_stages, count, mode) for count in COUNTS]
+        laws = [compute_bubble(num_stages, count, mode) for count in COUNTS]
         bubbles = [simulate_step(num_stages, count, mode).bubble for count in COUNTS]
         assert max(abs(bubble - law) for bubble, law in zip(bubbles, laws, strict=True)) < 1e-9
         axis.plot(COUNTS, [100 * bubble for bubble in bubbles], marker, color=color, markersize=5)
         fine = [2 ** (exponent / 20) for exponent in range(121)]
-        axis.plot(fine, [100 * bubble_law(num_stages, count, mode) for count in fine], line, color=color)
-    ring = 100 * bubble_law(num_stages, 4 * num_stages, Rematerialize.NEVER)
+        axis.plot(fine, [100 * compute_bubble(num_stages, count, mode) for count in fine], line, color=color)
+    ring = 100 * compute_bubble(num_stages, 4 * num_stages, Rematerialize.NEVER)
     axis.plot(4 * num_stages, ring, "o", color=color, markersize=13, fillstyle="none")
-    top = 100 * bubble_law(num_stages, 1, Rematerialize.NEVER)
+    top = 100 * compute_bubble(num_stages, 1, Rematerialize.NEVER)
     axis.text(0.93, top, f"K = {num_stages}", color=color, ha="right", va="center")
 
 
@@ -175,20 +175,20 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# More stages wait more, more micro-batches make them wait less. From $M = 4K$ on (rings) the bubble is small. But $M$
+# With more stages the bubble grows, with more micro-batches it shrinks. From $M = 4K$ on (rings) it is small. But $M$
 # cannot grow forever: a device is inefficient on a micro-batch of a few examples.
 #
 # ## 3. A real pipeline
 #
 # `gpipe.Pipeline` executes the same schedule. Here one process plays all four stages in turns, on one core: nothing
-# gets faster, but everything can be looked at. With one process per stage, the same tasks run in parallel.
+# gets faster, but we can look at everything. With one process per stage, the same tasks run in parallel.
 #
 # The model is a plain `nn.Sequential` of ten layers, with batch norm and dropout. It is built on the meta device, that
 # is, only described: the pipeline fills in the weights, each drawn from the seed and the layer's index.
 
 
 # %%
-def convolution(num_inputs: int, num_outputs: int, stride: int = 1) -> nn.Sequential:
+def make_convolution(num_inputs: int, num_outputs: int, stride: int = 1) -> nn.Sequential:
     """Build one layer of the model: convolution, batch norm, ReLU."""
     return nn.Sequential(
         nn.Conv2d(num_inputs, num_outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(num_outputs), nn.ReLU()
@@ -199,15 +199,15 @@ def describe_model() -> nn.Sequential:
     """Describe a small network for images of 28 px, without weights."""
     with torch.device("meta"):
         layers = nn.Sequential(
-            convolution(1, 12),
-            convolution(12, 12),
-            convolution(12, 12),
-            convolution(12, 24, stride=2),
-            convolution(24, 24),
-            convolution(24, 24),
-            convolution(24, 48, stride=2),
-            convolution(48, 48),
-            convolution(48, 48),
+            make_convolution(1, 12),
+            make_convolution(12, 12),
+            make_convolution(12, 12),
+            make_convolution(12, 24, stride=2),
+            make_convolution(24, 24),
+            make_convolution(24, 24),
+            make_convolution(24, 48, stride=2),
+            make_convolution(48, 48),
+            make_convolution(48, 48),
             nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(48, 10)),
         )
     return gpipe.convert_batch_norm(layers)  # statistics per micro-batch, moving averages per mini-batch
@@ -259,7 +259,7 @@ print(make_pipeline(K, M, "always").train_step(mini_batch))
 
 
 # %%
-def results(num_stages: int, rematerialize: str) -> dict[str, Tensor]:
+def compute_results(num_stages: int, rematerialize: str) -> dict[str, Tensor]:
     """Return all gradients and moving averages after one step."""
     pipeline = make_pipeline(num_stages, M, rematerialize)
     pipeline.train_step(mini_batch)
@@ -267,10 +267,10 @@ def results(num_stages: int, rematerialize: str) -> dict[str, Tensor]:
     return gradients | dict(pipeline.layers.named_buffers())
 
 
-expected = results(1, "never")
+expected = compute_results(1, "never")
 for num_stages in (1, 2, 4):
     for mode in ("never", "except_last", "always"):
-        found = results(num_stages, mode)
+        found = compute_results(num_stages, mode)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         print(f"K = {num_stages}, re-materialise {mode:11}: all {len(found)} tensors equal")
@@ -317,7 +317,7 @@ assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
 recorded = [pipeline.train_step(mini_batch, record_timeline=True).timeline for _ in range(10)]
 measured = min(recorded, key=lambda timeline: timeline.makespan_seconds)
 simulated = simulate(gpipe_schedule(K, M), measured.mean_seconds())
-print(f"bubble by the law, were the stages equal: {bubble_law(K, M, Rematerialize.ALWAYS):.1%}")
+print(f"bubble by the law, were the stages equal: {compute_bubble(K, M, Rematerialize.ALWAYS):.1%}")
 draw({"measured, one process plays four stages": measured, "simulated, four devices": simulated})
 
 # %% [markdown]
@@ -333,14 +333,14 @@ draw({"measured, one process plays four stages": measured, "simulated, four devi
 # it, the boundary inputs of all micro-batches, and the activations of the one that was just recomputed.
 #
 # We measure it in a real step. When a stage has finished a forward pass or a recomputation, we add up the bytes of its
-# stored boundary inputs and of the tensors that autograd saved in it, as far as they are still alive. Memory that
-# several of them share counts once. Not counted are weights, gradients, and what an operation needs only while it runs.
+# stored boundary inputs and of the tensors that autograd saved in it, if they are still alive. Memory that several of
+# them share counts once. We do not count weights, gradients, and what an operation needs only while it runs.
 
 
 # %%
 @contextmanager
-def held_bytes(pipeline: gpipe.Pipeline) -> Iterator[list[tuple[int, int]]]:
-    """Yield the most bytes that each stage held so far, and how many of them were boundary inputs."""
+def record_held_bytes(pipeline: gpipe.Pipeline) -> Iterator[list[tuple[int, int]]]:
+    """Yield each stage's peak of held bytes so far, and how many of them were boundary inputs."""
     peaks = [(0, 0)] * pipeline.num_stages
     boundary: list[dict[StorageWeakRef, int]] = [{} for _ in peaks]
     saved: list[dict[StorageWeakRef, int]] = [{} for _ in peaks]
@@ -382,7 +382,7 @@ def held_bytes(pipeline: gpipe.Pipeline) -> Iterator[list[tuple[int, int]]]:
 def measure_held(num_microbatches: int, rematerialize: str) -> list[tuple[int, int]]:
     """Measure what each of K stages holds in a step."""
     pipeline = make_pipeline(K, num_microbatches, rematerialize)
-    with held_bytes(pipeline) as peaks:
+    with record_held_bytes(pipeline) as peaks:
         pipeline.train_step(mini_batch)
     return peaks
 
@@ -428,7 +428,7 @@ plt.show()
 # A large $M$ therefore helps twice: the bubble is smaller, and so is the memory. Re-materialisation costs one more
 # forward pass, part of which hides in the bubble.
 #
-# ## Where to go on
+# ## Where to go next
 #
 # The [README](../README.md) shows the few lines that pipeline your own model. The schedule is
 # `src/gpipe/pipeline/schedule.py`; the engine, the simulation and the pictures here all read it.

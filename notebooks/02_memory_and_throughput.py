@@ -67,12 +67,12 @@ def show(*paragraphs: str) -> None:
     page.display(page.Markdown("\n\n".join(paragraphs)))
 
 
-def bars(axis: plt.Axes, places: Sequence[float], heights: Sequence[float], kind: str, **style: Any) -> None:
+def draw_bars(axis: plt.Axes, places: Sequence[float], heights: Sequence[float], kind: str, **style: Any) -> None:
     """Draw bars with the pattern of their kind."""
     axis.bar(places, heights, hatch=HATCHES[kind], edgecolor="white", linewidth=0.4, **style)
 
 
-def legend_above(figure: plt.Figure, axis: plt.Axes, **style: Any) -> None:
+def draw_legend_above(figure: plt.Figure, axis: plt.Axes, **style: Any) -> None:
     """Put the legend of one axis above the figure."""
     handles, labels = axis.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
@@ -91,10 +91,10 @@ show("What there is:", markdown(["experiment", "kind", "made on"], sorted(found)
 #
 # ### What a stage holds
 #
-# Three things take a device's memory in a training step: **parameters** (weights, gradients and the optimiser's state;
-# with the paper's RMSProp 12 bytes per parameter), the **stash** (a boundary input for each micro-batch between its
-# forward and its backward pass), and the **activations** of the micro-batch at work, with what its operations need
-# while they run. The most that all three take together, the peak, must stay below the red line.
+# Three things take the memory of a device in a training step: **parameters** (weights, gradients and the optimiser's
+# state; with the paper's RMSProp 12 bytes per parameter), the **stash** (a boundary input for each micro-batch between
+# its forward and its backward pass), and the **activations** of the micro-batch at work, with what its operations need
+# while they run. Their largest sum, the peak, must stay below the red line.
 #
 # The columns are models of Table 1 with our $M = 32$. The rows are two ways of cutting the layers into stages: the
 # paper's rule minimises the variance of the stages' FLOPs; ours minimises the memory of the fullest device.
@@ -109,7 +109,7 @@ CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
 PARTS = {"weights, gradients, optimiser": BLUE, "stash": OCHRE, "activations at work": GREEN}
 
 
-def name_of(column: Mapping[str, Any]) -> str:
+def name_column(column: Mapping[str, Any]) -> str:
     """Name a model of Table 1."""
     filters = column["num_filters"]
     size = f"AmoebaNet-D ({column['num_layers']},{filters})" if filters else f"Transformer-{column['num_layers']}"
@@ -129,7 +129,7 @@ def draw_stages(axis: plt.Axes, column: Mapping[str, Any], cut: str) -> None:
         }[part]
         heights = [size / GIB for size in sizes]
         assert min(heights) >= 0
-        bars(axis, places, heights, "planned", bottom=bottoms, color=color, label=part)
+        draw_bars(axis, places, heights, "planned", bottom=bottoms, color=color, label=part)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     room = column["memory_bytes"] / GIB
     for place, peak in zip(places, bottoms, strict=True):
@@ -148,9 +148,9 @@ for row, cut in zip(axes, CUTS, strict=True):
         draw_stages(axis, columns[key], cut)
     row[0].set_ylabel(f"{CUTS[cut]}\nplanned peak, GiB")
 for (top, bottom), key in zip(axes.T, SHOWN, strict=True):
-    top.set_title(name_of(columns[key]).replace(": ", ":\n"))
+    top.set_title(name_column(columns[key]).replace(": ", ":\n"))
     bottom.set_xlabel("stage")
-legend_above(figure, axes[0, 0])
+draw_legend_above(figure, axes[0, 0])
 plt.show()
 
 # %% [markdown]
@@ -161,12 +161,12 @@ plt.show()
 
 
 # %%
-def tell_fit(column: Mapping[str, Any]) -> list[str]:
+def describe_fit(column: Mapping[str, Any]) -> list[str]:
     """Return a row of what the fullest device holds with each cut, and whether it fits."""
     room = column["memory_bytes"]
     peaks = [max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) for cut in CUTS]
     fits = [f"{peak / GIB:.1f}, {'fits' if peak <= room else 'does not fit'}" for peak in peaks]
-    return [name_of(column), f"{column['parameters'] / 1e6:,.0f}M", f"{room / GIB:g}", *fits]
+    return [name_column(column), f"{column['parameters'] / 1e6:,.0f}M", f"{room / GIB:g}", *fits]
 
 
 header = ["model", "parameters", "a device has, GiB", *(f"fullest, {name}" for name in CUTS.values())]
@@ -174,9 +174,9 @@ naive, first = columns["amoebanet", "Naive-1"], columns["amoebanet", "Pipeline-1
 peaks = [column["cuts"]["memory"]["devices"][0]["peak_bytes"] / GIB for column in (naive, first)]
 show(
     "Planned:",
-    markdown(header, map(tell_fit, columns.values())),
-    f"Re-materialisation and micro-batches help one device already. {name_of(naive)} keeps all activations of the "
-    f"whole mini-batch: {peaks[0]:.1f} GiB by plan. {name_of(first)}, a model "
+    markdown(header, map(describe_fit, columns.values())),
+    f"Re-materialisation and micro-batches help one device already. {name_column(naive)} keeps all activations of the "
+    f"whole mini-batch: {peaks[0]:.1f} GiB by plan. {name_column(first)}, a model "
     f"{first['parameters'] / naive['parameters']:.1f} times as large, recomputes them: {peaks[1]:.1f} GiB.",
 )
 
@@ -205,7 +205,7 @@ CHOICES: dict[str, dict[Choice, tuple[str, str]]] = {
 }
 
 
-def activations(family: str, name: str, choice: Choice) -> float:
+def sum_activations(family: str, name: str, choice: Choice) -> float:
     """Return the planned bytes of activations of all devices together, with the paper's cut."""
     for row in capacity.results["variants"]:
         if (row["family"], row["name"], row["num_microbatches"], row["attention"]) == (family, name, *choice):
@@ -215,13 +215,13 @@ def activations(family: str, name: str, choice: Choice) -> float:
 
 
 def draw_activations(axis: plt.Axes, family: str) -> None:
-    """Draw the activations a device of each pipeline, planned, and the paper's and torchgpipe's."""
+    """Draw the activations of each pipeline per device: planned, the paper's, and torchgpipe's."""
     rows = [row for row in paper[CAPACITY] if row["family"] == family and row["name"] != "Naive-1"]
     shares = [1 / int(row["num_stages"]) for row in rows]
     for index, (choice, (color, label)) in enumerate(CHOICES[family].items()):
-        sizes = [activations(family, row["name"], choice) * share for row, share in zip(rows, shares, strict=True)]
+        sizes = [sum_activations(family, row["name"], choice) * share for row, share in zip(rows, shares, strict=True)]
         places = [place + 0.26 * (index - 1) for place in range(len(rows))]
-        bars(axis, places, [size / GIB for size in sizes], "planned", width=0.25, color=color, label=label)
+        draw_bars(axis, places, [size / GIB for size in sizes], "planned", width=0.25, color=color, label=label)
     for name, offset, style in (("activation_gb", 0.0, PAPER), ("torchgpipe_activation_gib", 0.26, TORCHGPIPE)):
         known = [(place + offset, float(row[name]) * shares[place]) for place, row in enumerate(rows) if row[name]]
         axis.plot(*zip(*known, strict=True), **style) if known else None
@@ -236,19 +236,20 @@ for axis, family, title in zip(axes, CHOICES, ("AmoebaNet-D", "Transformer"), st
     axis.margins(y=0.15)
     axis.legend(fontsize=8, loc="upper center", ncols=2)
     axis.set_ylim(0, 1.45 * axis.get_ylim()[1])
-axes[0].set_ylabel("activations a device, GiB\nbars planned, the paper's cut")
+axes[0].set_ylabel("activations per device, GiB\nbars planned, the paper's cut")
 plt.show()
 
 # %% [markdown]
-# With attention op by op and 16 micro-batches the Transformers' bars meet the paper's diamonds; the paper may have
-# trained so, but this is a guess. The paper's AmoebaNets, too, are nearest to few and large micro-batches. The plans
-# for torchgpipe's 128 are below its crosses, which are what its allocator had reserved, more than was in use at once.
+# With attention op by op and 16 micro-batches, the Transformers' bars meet the paper's diamonds. The paper may have
+# used these settings, but this is a guess. The paper's AmoebaNets, too, are nearest to few and large micro-batches. The
+# plans for torchgpipe's 128 are below its crosses, which are what its allocator had reserved, more than was in use at
+# once.
 #
 # ### Schedules
 #
 # GPipe runs all forward passes of a mini-batch before the first backward pass. **1F1B** begins a micro-batch's backward
-# pass as soon as it can, so that stage $k$ never has more than $K - k$ micro-batches under way. **Interleaved** 1F1B
-# besides gives each device several shorter stages, which halves the bubble of equal stages for twice the transfers.
+# pass as soon as it can, so that stage $k$ never holds more than $K - k$ micro-batches. **Interleaved** 1F1B also gives
+# each device several shorter stages. With two, the bubble of equal stages halves, and the transfers double.
 # A plan for Transformer-48 on eight devices of 16 GB, with 32 micro-batches of one sequence:
 
 # %%
@@ -272,14 +273,14 @@ axes[0].set_ylabel("planned peak, GiB")
 plt.show()
 
 # %% [markdown]
-# Left: with re-materialisation a micro-batch that waits is a small boundary input, and the schedule hardly matters for
-# memory. Right: steps are faster without recomputation, but GPipe's then overflow the devices. 1F1B and its
-# interleaved form fit, and the early stages hold most, as they wait longest for their gradients.
+# Left: with re-materialisation, a micro-batch that waits is a small boundary input, so the schedule hardly matters for
+# memory. Right: without recomputation, steps are faster, but GPipe overflows the devices. 1F1B and its interleaved
+# variant fit. The early stages hold most, because they wait longest for their gradients.
 #
 # ### Can the plan be trusted?
 #
-# We took real steps of two small models on the CPU, for all modes of re-materialisation, two schedules and several
-# $K$, and accounted each change of the allocator to the stage at work. A point is a stage.
+# We made real steps of two small models on the CPU, for all modes of re-materialisation, two schedules and several $K$.
+# Each change of the allocator counts for the stage at work. A point is a stage.
 
 # %%
 held = newest(records[CAPACITY], "planned_memory")
@@ -319,14 +320,14 @@ show(f"{len(off)} stages: the plan is off by {median(off):.1f}% in the median, a
 
 
 # %%
-def law(key: Key) -> float:
-    """Return examples a unit of time, with equal stages and early recomputation."""
+def compute_law(key: Key) -> float:
+    """Return the examples per unit of time, with equal stages and early recomputation."""
     _, k, m = key
     return k * m / (4 * m + 3 * (k - 1))
 
 
-def bubble_law(key: Key) -> float:
-    """Return the same by the bubble formula alone."""
+def compute_bubble_law(key: Key) -> float:
+    """Return the same by only the bubble formula."""
     _, k, m = key
     return k * m / (4 * (m + k - 1))
 
@@ -336,7 +337,10 @@ def draw_speed_ups(axis: plt.Axes, folder: Path, experiment: str, title: str, co
     rows = [row for row in paper[folder] if row["title"] == title and int(row["num_microbatches"]) == count]
     stages = [int(row["num_stages"]) for row in rows]
     keys = {key_of(row) for row in paper[folder]}
-    for found, style, label in ((bubble_law, SILVER, "bubble law"), (law, "gray", "with early recomputation")):
+    for found, style, label in (
+        (compute_bubble_law, SILVER, "bubble law"),
+        (compute_law, "gray", "with early recomputation"),
+    ):
         speeds = divide_by_base({key: found(key) for key in keys}, paper[folder])
         axis.plot(stages, [speeds[title, k, count] for k in stages], ls=":", lw=2, color=style, label=label)
     for cut, color, of in (("flops", OCHRE, ", cut by FLOPs"), ("seconds", BLUE, "")):
@@ -367,7 +371,7 @@ for row, title in zip(axes, titles, strict=True):
     row[0].set_ylabel("throughput over K = 2, M = 1")
 for axis in axes[1]:
     axis.set_xlabel("K, stages")
-legend_above(figure, axes[0, 0], ncols=4)
+draw_legend_above(figure, axes[0, 0], ncols=4)
 plt.show()
 
 # %% [markdown]
@@ -390,7 +394,7 @@ def count_near(speed_ups: Mapping[Key, float], title: str) -> str:
 
 found_by = {
     "law with early recomputation": divide_by_base(
-        {key_of(row): law(key_of(row)) for row in paper[SPEED]}, paper[SPEED]
+        {key_of(row): compute_law(key_of(row)) for row in paper[SPEED]}, paper[SPEED]
     )
 }
 for kind in ("planned", "simulated"):
@@ -421,14 +425,14 @@ SHARES = {
 
 
 def draw_shares(axis: plt.Axes, model: Mapping[str, Any]) -> None:
-    """Draw where the simulated time of each cell goes; what shortens a step is drawn below 0."""
+    """Draw where the simulated time of each cell goes; draw below 0 what shortens a step."""
     cells = [cell for cell in model["cells"] if (cell["batch"], cell["cut_by"]) == ("fits", "seconds")]
     places = [index + index // 3 * 0.6 for index in range(len(cells))]
     tops = [0.0] * len(cells)
     for name, (label, color) in SHARES.items():
         heights = [100 * cell["shares"][name] for cell in cells]
         bottoms = [top if height > 0 else 0.0 for top, height in zip(tops, heights, strict=True)]
-        bars(axis, places, heights, "simulated", bottom=bottoms, color=color, label=label)
+        draw_bars(axis, places, heights, "simulated", bottom=bottoms, color=color, label=label)
         tops = [top + max(height, 0.0) for top, height in zip(tops, heights, strict=True)]
     for place, cell in zip(places, cells, strict=True):
         k, m = cell["num_stages"], cell["num_microbatches"]
@@ -449,7 +453,7 @@ if simulated:
     for axis, model in zip(axes, simulated, strict=True):
         draw_shares(axis, model)
     axes[0].set_ylabel("simulated, % of a step")
-    legend_above(figure, axes[0], ncols=7)
+    draw_legend_above(figure, axes[0], ncols=7)
     plt.show()
 else:
     show("Not run: `python -m experiments.table2_throughput`.")
@@ -471,7 +475,7 @@ for axis, title in zip(axes, dict.fromkeys(row["title"] for row in paper[SLOW]),
     axis.set_ylim(0, 4)
     axis.set_xlabel("K, stages")
 axes[0].set_ylabel("throughput over K = 2")
-legend_above(figure, axes[0], ncols=4)
+draw_legend_above(figure, axes[0], ncols=4)
 plt.show()
 for model in slow:
     cells = [cell for cell in model["cells"] if (cell["batch"], cell["cut_by"]) == ("fits", "seconds")]
@@ -500,7 +504,7 @@ def draw_batches(axis: plt.Axes, title: str) -> None:
         speeds = divide_by_base(grid_speeds(simulated, batch), paper[SPEED])
         heights = [speeds[key_of(row)] for row in rows]
         places = [place + 0.26 * (index - 1) for place in range(len(rows))]
-        bars(axis, places, heights, "simulated", width=0.25, color=color, label=label)
+        draw_bars(axis, places, heights, "simulated", width=0.25, color=color, label=label)
     axis.plot(range(len(rows)), [float(row["speed_up"]) for row in rows], **PAPER)
     axis.set_xticks(range(len(rows)), [f"K = {row['num_stages']}" for row in rows])
     axis.set_title(title)
@@ -511,7 +515,7 @@ if simulated:
     for axis, title in zip(axes, titles, strict=True):
         draw_batches(axis, title)
     axes[0].set_ylabel("simulated throughput\nover K = 2, M = 1")
-    legend_above(figure, axes[0])
+    draw_legend_above(figure, axes[0])
     plt.show()
 
 # %% [markdown]
@@ -526,7 +530,7 @@ if simulated:
 
 
 # %%
-def small_name(run: Record) -> str:
+def name_small_model(run: Record) -> str:
     """Name a small model."""
     model = run.config["model"]
     if model["family"] == "amoebanet":
@@ -541,10 +545,10 @@ def draw_measured(axis: plt.Axes, speeds: Mapping[tuple[int, int], float]) -> No
         for place, m in enumerate(counts):
             left, speed, alone = place + 0.8 / len(stages) * (index + 0.5) - 0.4, speeds.get((k, m)), speeds.get((1, m))
             if speed:
-                bars(axis, [left], [speed], "measured", width=0.76 / len(stages), color=color, label=f"K = {k}")
+                draw_bars(axis, [left], [speed], "measured", width=0.76 / len(stages), color=color, label=f"K = {k}")
             if speed and alone and k > 1:
                 axis.text(left, 0.5 * speed, f"x {speed / alone:.2f}", ha="center", color="white", fontsize=9)
-                expected = alone * law(("", k, m)) / law(("", 1, m))
+                expected = alone * compute_law(("", k, m)) / compute_law(("", 1, m))
                 axis.plot([left - 0.2, left + 0.2], [expected] * 2, color="black", lw=1.5, label="the law")
     axis.set_xticks(range(len(counts)), [f"M = {m}" for m in counts])
 
@@ -555,7 +559,7 @@ measured = {
     if (runs := [run for run in measured_runs(records[SPEED], LAPTOP, batch) if run.examples_per_second])
 }
 if measured:
-    names = list(dict.fromkeys(small_name(run) for runs in measured.values() for run in runs))
+    names = list(dict.fromkeys(name_small_model(run) for runs in measured.values() for run in runs))
     size = (10, 2.9 * len(names) + 0.4)
     figure, axes = plt.subplots(len(names), len(measured), figsize=size, layout="constrained", squeeze=False)
     for column_axes, (label, runs) in zip(axes.T, measured.items(), strict=True):
@@ -563,14 +567,14 @@ if measured:
             speeds = {
                 (run.config["pipeline"]["num_stages"], run.config["pipeline"]["num_microbatches"]): float(speed)
                 for run in runs
-                if small_name(run) == name and (speed := run.examples_per_second)
+                if name_small_model(run) == name and (speed := run.examples_per_second)
             }
             if speeds:
                 draw_measured(axis, speeds)
             axis.set_title(f"{name}, {label}")
     for axis in axes[:, 0]:
         axis.set_ylabel("measured, examples/s")
-    legend_above(figure, axes[0, 0])
+    draw_legend_above(figure, axes[0, 0])
     plt.show()
 else:
     show("Not run yet: `python train.py -m +experiment=table2_throughput_laptop reproduction=table2_throughput`.")
@@ -579,15 +583,15 @@ else:
 # ## 3. A real step
 #
 # Finally, the timeline of a real step of each small model, with two stages on two cores and eight micro-batches. Above
-# as **measured**; below as **simulated**: the same schedule, each stage's mean seconds for a forward pass, a
-# recomputation and a backward pass, and transfers that cost nothing. Of several runs the quickest step is shown,
-# because other programs only ever slow a step down.
+# is the **measured** step; below is the **simulated** one: the same schedule, each stage's mean seconds for a forward
+# pass, a recomputation and a backward pass, and transfers that cost nothing. Of several runs the quickest step is
+# shown, because other programs can only slow a step down.
 
 # %%
 steps: dict[str, Record] = {}
 for record in sorted(records[SPEED], key=lambda record: record.date):
     if record.experiment == "step_timeline":
-        steps[small_name(record)] = record
+        steps[name_small_model(record)] = record
 
 
 def read_step(record: Record) -> dict[str, Timeline]:
@@ -599,17 +603,17 @@ def read_step(record: Record) -> dict[str, Timeline]:
     return {"measured": step, "simulated": simulate(schedule, step.mean_seconds())}
 
 
-def tell_step(record: Record, timelines: Mapping[str, Timeline]) -> str:
+def describe_step(record: Record, timelines: Mapping[str, Timeline]) -> str:
     """Say how the step compares with its simulation, and how equal the stages are."""
     step, again = timelines["measured"], timelines["simulated"]
     busy = [f"{seconds * 1e3:.0f}" for seconds in step.busy_seconds()]
     recomputed = sum(step.busy_seconds(Kind.RECOMPUTE)) / sum(step.busy_seconds())
     off = step.makespan_seconds / again.makespan_seconds - 1
     return (
-        f"Layers a stage: {', '.join(map(str, record.results['partitions']))}. The stages worked {' and '.join(busy)} "
-        f"ms, {recomputed:.0%} of it recomputing. The measured step is {off:+.1%} off the simulated one. Bubble: "
-        f"{record.results['predicted_bubble']:.1%} by the formula, {again.bubble:.1%} simulated, {step.bubble:.1%} "
-        f"measured. The quickest of {record.results['num_runs']} runs."
+        f"Layers per stage: {', '.join(map(str, record.results['partitions']))}. The stages worked "
+        f"{' and '.join(busy)} ms, {recomputed:.0%} of it recomputing. The measured step is {off:+.1%} off "
+        f"the simulated one. Bubble: {record.results['predicted_bubble']:.1%} by the formula, {again.bubble:.1%} simulated, "
+        f"{step.bubble:.1%} measured. The quickest of {record.results['num_runs']} runs."
     )
 
 
@@ -619,7 +623,7 @@ for name, record in steps.items():
         plot(timelines, Path(folder) / "step.png")
         show(f"**{name}**")
         page.display(page.Image((Path(folder) / "step.png").read_bytes(), width=880))
-    show(tell_step(record, timelines))
+    show(describe_step(record, timelines))
 if not steps:
     show("Not run: `python -m experiments.step_timeline`.")
 
@@ -632,10 +636,10 @@ if not steps:
 # A task much longer than its neighbours was interrupted by another program on these two cores. The simulation has each
 # stage's mean, and spreads such a moment over all its tasks.
 #
-# ## Where to go on
+# ## Where to go next
 #
 # `python plan.py` plans your own model before you launch anything. The pages of the reproductions have the commands,
 # the whole tables, and where we depart from the paper: [Table 1](../reproductions/table1_model_size/README.md), [Table
 # 2](../reproductions/table2_throughput/README.md), [Table 3](../reproductions/table3_slow_links/README.md), [the
-# bubble](../reproductions/bubble/README.md). Records of new runs go to `runs.jsonl` there. Execute this notebook
-# again, and they are in the pictures.
+# bubble](../reproductions/bubble/README.md). Records of new runs go to `runs.jsonl` there. Execute this notebook again
+# to see them in the pictures.

@@ -60,12 +60,12 @@ def show(*paragraphs: str) -> None:
     page.display(page.Markdown("\n\n".join(paragraphs)))
 
 
-def spread(values: Sequence[float]) -> str:
+def format_spread(values: Sequence[float]) -> str:
     """Write shares as mean and sample deviation."""
     return f"{fmean(values):.2%}" + (f" ± {100 * stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def count(runs: Sequence[object]) -> str:
+def format_count(runs: Sequence[object]) -> str:
     """Write how many runs there are."""
     return f"{len(runs)} run{'s' * (len(runs) != 1)}"
 
@@ -92,13 +92,13 @@ def paper_scale_top1(data: str) -> list[float]:
     return [run.results["top1"] for run in paper_scale_runs(records, data)]
 
 
-def why_not(data: str) -> str:
+def explain_not_run(data: str) -> str:
     """Return the reason on record why a data set was not run."""
     return reason_not_run(records, data) or "no attempt on record"
 
 
 def draw_table4(axis: plt.Axes) -> None:
-    """Draw a row a data set: the paper's accuracy, and ours or that there is none."""
+    """Draw one row per data set: the paper's accuracy, and ours or why there is none."""
     beyond = axis.get_yaxis_transform()  # x in widths of the axis
     for place, row in enumerate(paper):
         expected, ours = float(row["top1"]), paper_scale_top1(row["data"])
@@ -108,9 +108,9 @@ def draw_table4(axis: plt.Axes) -> None:
         if ours:
             deviation = 100 * stdev(ours) if len(ours) > 1 else None
             axis.errorbar(100 * fmean(ours), place, xerr=deviation, fmt="o", color=BLUE, markersize=6, capsize=3)
-            text, style = f"{spread(ours)}, {count(ours)}", {"color": BLUE}
+            text, style = f"{format_spread(ours)}, {format_count(ours)}", {"color": BLUE}
         else:
-            text, style = f"not run: {why_not(row['data'])}", {"color": "dimgray", "style": "italic"}
+            text, style = f"not run: {explain_not_run(row['data'])}", {"color": "dimgray", "style": "italic"}
         axis.text(1.03, place, text, transform=beyond, va="center", **style)
     axis.text(1.03, -0.9, "ours, measured (filled)", transform=beyond, va="center")
     axis.set_yticks(range(len(paper)), [row["title"] for row in paper])
@@ -128,16 +128,16 @@ show(table4(records, paper))
 
 
 # %%
-def tell_missing(reasons: Mapping[str, str]) -> list[str]:
-    """Say what was not run, a sentence a reason, from the reason of each data set."""
+def describe_missing(reasons: Mapping[str, str]) -> list[str]:
+    """Say what was not run, in one sentence per reason."""
     return [
         f"Not run, {reason}: {', '.join(titles.get(data, data) for data in reasons if reasons[data] == reason)}."
         for reason in dict.fromkeys(reasons.values())
     ]
 
 
-missing = {row["data"]: why_not(row["data"]) for row in paper if not paper_scale_top1(row["data"])}
-show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} data sets.", *tell_missing(missing))
+missing = {row["data"]: explain_not_run(row["data"]) for row in paper if not paper_scale_top1(row["data"])}
+show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} data sets.", *describe_missing(missing))
 
 # %% [markdown]
 # "Deviation" is the sample standard deviation over the runs. Each verdict follows from
@@ -154,7 +154,7 @@ show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} dat
 #
 # After each epoch, or every few, a run evaluates its model on the test images, with the moving averages of its weights.
 # The left pictures show that. The right ones show the loss on the training images: each point is the mean over the
-# steps since the point before. Where a training has several seeds, the line is their mean and the band a standard
+# steps since the previous point. If a training has several seeds, the line is their mean, and the band is one standard
 # deviation to each side.
 #
 # The training loss has a floor. With label smoothing, a share $\varepsilon$ of each target is spread over all $C$
@@ -165,7 +165,7 @@ show(f"Run at the paper's scale: {len(paper) - len(missing)} of {len(paper)} dat
 
 
 # %%
-def curve(runs: Iterable[Record], key: str) -> tuple[list[int], list[list[float]]]:
+def read_curve(runs: Iterable[Record], key: str) -> tuple[list[int], list[list[float]]]:
     """Return the epochs at which all runs have a figure, and the runs' figures at each."""
     values: dict[tuple[int, int], list[float]] = {}
     for run in runs:
@@ -178,8 +178,8 @@ def curve(runs: Iterable[Record], key: str) -> tuple[list[int], list[list[float]
 
 
 def draw_curve(axis: plt.Axes, runs: Sequence[Record], key: str, unit: float, color: str, marker: str) -> float:
-    """Draw the mean over the runs and a band of a deviation to each side, and return the last mean."""
-    epochs, values = curve(runs, key)
+    """Draw the mean over the runs and a band of one deviation to each side; return the last mean."""
+    epochs, values = read_curve(runs, key)
     means = [unit * fmean(found) for found in values]
     axis.plot(epochs, means, marker, linestyle="-", color=color, markersize=5 if len(epochs) < 40 else 0)
     if len(runs) > 1:
@@ -190,7 +190,7 @@ def draw_curve(axis: plt.Axes, runs: Sequence[Record], key: str, unit: float, co
     return means[-1]
 
 
-def floor_of_loss(run: Record) -> float:
+def compute_loss_floor(run: Record) -> float:
     """Return the least loss that the label smoothing of a training allows; 0 without smoothing."""
     share, num_classes = run.config["trainer"]["label_smoothing"], run.config["data"]["num_classes"]
     right, wrong = 1 - share + share / num_classes, share / num_classes
@@ -210,7 +210,7 @@ Lines = Sequence[tuple[str, str, str, Sequence[Record]]]
 
 
 def draw_curves(pictures: Mapping[str, Lines]) -> None:
-    """Draw a row a title: test top-1 on the left, training loss on the right."""
+    """Draw one row per title: test top-1 on the left, training loss on the right."""
     size = (9, 2.7 * len(pictures))
     _, axes = plt.subplots(len(pictures), 2, figsize=size, layout="constrained", squeeze=False)
     for (top1_axis, loss_axis), (title, lines) in zip(axes, pictures.items(), strict=True):
@@ -222,7 +222,7 @@ def draw_curves(pictures: Mapping[str, Lines]) -> None:
             axis.set_xlabel("epoch")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             if axis is loss_axis and not lines[0][3][0].config["model"]["auxiliary_head"]:  # it adds its own loss
-                floor = floor_of_loss(lines[0][3][0])
+                floor = compute_loss_floor(lines[0][3][0])
                 axis.axhline(floor, color="gray", linewidth=1, linestyle=":")
                 ends.append((floor, f"floor {floor:.2f}", "gray"))
             label_ends(axis, ends)
@@ -237,12 +237,12 @@ def same_but_seed(one: Record, other: Record) -> bool:
     return same_settings({**one.config, "seed": 0}, {**other.config, "seed": 0})
 
 
-def title_of(runs: Sequence[Record]) -> str:
+def make_title(runs: Sequence[Record]) -> str:
     """Say what was trained, on what, from where, and how often."""
     model, data = runs[0].config["model"], runs[0].config["data"]
     name = f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
     start = "fine-tuned" if is_tuned(runs[0]) else "from scratch"
-    return f"{name} on {titles.get(data['name'], data['name'])}, {data['image_size']} px, {start}; {count(runs)}"
+    return f"{name} on {titles.get(data['name'], data['name'])}, {data['image_size']} px, {start}; {format_count(runs)}"
 
 
 trainings: list[list[Record]] = []
@@ -254,29 +254,29 @@ for run in measured:
         else:
             same.append(run)
 if trainings:
-    draw_curves({title_of(runs): [("", BLUE, "o", runs)] for runs in trainings})
+    draw_curves({make_title(runs): [("", BLUE, "o", runs)] for runs in trainings})
 else:
     show(f"No curve on record. Not run: `{PRE_TRAINING}`.")
 
 
 # %%
-def tell_training(runs: Sequence[Record]) -> str:
-    """Say in a few sentences how a training rose."""
-    epochs, values = curve(runs, "test/top1")
+def describe_training(runs: Sequence[Record]) -> str:
+    """Say in a few sentences how the accuracy of a training rose."""
+    epochs, values = read_curve(runs, "test/top1")
     means = [fmean(found) for found in values]
     best, middle = max(range(len(means)), key=means.__getitem__), (len(means) - 1) // 2
     return (
-        f"**{title_of(runs)}**: {means[0]:.1%} top-1 after epoch {epochs[0]}, {means[-1]:.1%} at the end, after epoch "
-        f"{epochs[-1]}. The best is {means[best]:.1%}, after epoch {epochs[best]}. From epoch {epochs[middle]} on: "
-        f"{100 * (means[-1] - means[middle]):+.1f} points."
+        f"**{make_title(runs)}**: {means[0]:.1%} top-1 after epoch {epochs[0]}, {means[-1]:.1%} at the end, after "
+        f"epoch {epochs[-1]}. The best is {means[best]:.1%}, after epoch {epochs[best]}. From epoch {epochs[middle]} "
+        f"on: {100 * (means[-1] - means[middle]):+.1f} points."
     )
 
 
 others = [run for run in measured if run.experiment not in LAPTOP_TRANSFERS]
 bare = [run for run in others if not run.results.get("curve")]
 show(
-    *(tell_training(runs) for runs in trainings),
-    f"On record, small transfers apart: {count(others)}, {len(bare)} of them without a curve.",
+    *(describe_training(runs) for runs in trainings),
+    f"On record, small transfers apart: {format_count(others)}, {len(bare)} of them without a curve.",
     image_runs(measured) if others else "",
 )
 
@@ -293,13 +293,13 @@ STARTS = {False: ("from scratch", OCHRE, "D"), True: ("fine-tuned", BLUE, "o")}
 
 
 def draw_points(axis: plt.Axes, place: float, values: Sequence[float], tuned: bool) -> None:
-    """Draw the mean and deviation of runs, and below them each run as a point at a height of its own."""
+    """Draw the mean and deviation of runs, and below them each run as a point at its own height."""
     label, color, marker = STARTS[tuned]
     heights = [place + 0.1 + 0.05 * seed for seed in range(len(values))]
     axis.plot([100 * value for value in values], heights, marker, color=color, markersize=5, markeredgewidth=0)
     mean, deviation = 100 * fmean(values), 100 * stdev(values) if len(values) > 1 else 0
     axis.errorbar(mean, place, xerr=deviation, fmt="|", color=color, markersize=11, markeredgewidth=2, capsize=3)
-    text = f"{label}: {spread(values)}, {count(values)}"
+    text = f"{label}: {format_spread(values)}, {format_count(values)}"
     axis.text(1.02, place + 0.1, text, transform=axis.get_yaxis_transform(), color=color, va="center")
 
 
@@ -328,13 +328,13 @@ show(
         f"Measured on {cpu}, {num_cores} cores{''.join(f', {gpu}' for gpu in gpus)}."
         for cpu, num_cores, *gpus in machines
     ),
-    *tell_missing({data_of(record): record.results["reason"] for record in unmade}),
+    *describe_missing({data_of(record): record.results["reason"] for record in unmade}),
 )
 
 
 # %%
-def tell_transfer(data: str, scratch: Mapping[int, Record], tuned: Mapping[int, Record]) -> str:
-    """Say in a few sentences what fine-tuning gained, and what that is worth."""
+def describe_transfer(data: str, scratch: Mapping[int, Record], tuned: Mapping[int, Record]) -> str:
+    """Say in a few sentences what fine-tuning gained, and how certain that is."""
     seeds = sorted(tuned.keys() & scratch.keys())
     if not seeds:
         return f"**{data}**: {'training from scratch' if tuned else 'fine-tuning'} was not run with the other's seeds."
@@ -352,7 +352,7 @@ def tell_transfer(data: str, scratch: Mapping[int, Record], tuned: Mapping[int, 
 
 
 if transfers:
-    show(*(tell_transfer(data, starts[False], starts[True]) for data, starts in transfers.items()))
+    show(*(describe_transfer(data, starts[False], starts[True]) for data, starts in transfers.items()))
 else:
     show(f"Not run: `{PRE_TRAINING}`, then `{TRANSFERS} init_from=<its run>` and `{TRANSFERS} init_from=null`.")
 
@@ -365,16 +365,16 @@ else:
 
 
 # %%
-def with_curves(runs: Mapping[int, Record]) -> list[Record]:
+def select_with_curves(runs: Mapping[int, Record]) -> list[Record]:
     """Return the runs whose records have a curve."""
     return [run for run in runs.values() if run.results.get("curve")]
 
 
-def tell_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record]) -> str:
-    """Say when fine-tuning got to where training from scratch ended."""
-    epochs, values = curve(tuned, "test/top1")
-    means, goal = [fmean(found) for found in values], fmean(curve(scratch, "test/top1")[1][-1])
-    start = fmean(curve(scratch, "test/top1")[1][0])
+def describe_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record]) -> str:
+    """Say when fine-tuning reached the final accuracy of training from scratch."""
+    epochs, values = read_curve(tuned, "test/top1")
+    means, goal = [fmean(found) for found in values], fmean(read_curve(scratch, "test/top1")[1][-1])
+    start = fmean(read_curve(scratch, "test/top1")[1][0])
     passed = [epoch for epoch, mean in zip(epochs, means, strict=True) if mean >= goal]
     text = f"**{data}**: after epoch {epochs[0]}, {means[0]:.1%} fine-tuned and {start:.1%} from scratch. "
     when = f"after epoch {passed[0]} of {epochs[-1]}" if passed else "at no time"
@@ -383,13 +383,16 @@ def tell_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record]) -> 
 
 pictures: dict[str, Lines] = {}
 for data, starts in transfers.items():
-    lines = [(*STARTS[tuned], runs) for tuned in (True, False) if (runs := with_curves(starts[tuned]))]
+    lines = [(*STARTS[tuned], runs) for tuned in (True, False) if (runs := select_with_curves(starts[tuned]))]
     if lines:
         pictures[data] = lines
 if pictures:
     draw_curves(pictures)
-    pairs = {data: (with_curves(starts[False]), with_curves(starts[True])) for data, starts in transfers.items()}
-    show(*(tell_lead(data, *pair) for data, pair in pairs.items() if all(pair)))
+    pairs = {
+        data: (select_with_curves(starts[False]), select_with_curves(starts[True]))
+        for data, starts in transfers.items()
+    }
+    show(*(describe_lead(data, *pair) for data, pair in pairs.items() if all(pair)))
 else:
     show("No curve on record.")
 
@@ -405,7 +408,7 @@ RUNS_OF_A_TRANSFER = 5  # the paper's accuracies are the mean of so many (sectio
 
 
 def draw_cost(axis: plt.Axes, days: Mapping[str, float], counts: Mapping[str, int]) -> None:
-    """Draw a hatched bar a data set, with all its runs."""
+    """Draw one hatched bar per data set, for all its runs."""
     for place, (data, of_a_run) in enumerate(days.items()):
         total = counts[data] * of_a_run
         axis.barh(place, total, 0.6, color="white", edgecolor=GREEN, hatch="///")
@@ -429,14 +432,14 @@ if plans:
     steps = {(row["steps"], row["batch_size"]) for row in plan.results["rows"] if row["data"] != "imagenet"}
     show(
         f"Planned: {total:,.0f} accelerator-days for all of Table 4, {days['imagenet']:,.0f} of them for ImageNet. "
-        f"Assumed: {speed:.0f} TFLOP/s, sustained, and {plan.config['passes']} times the forward pass a step.",
+        f"Assumed: {speed:.0f} TFLOP/s, sustained, and {plan.config['passes']} times the forward pass per step.",
         *(f"Each transfer takes {number:,} steps of {size} images." for number, size in steps if len(steps) == 1),
     )
 show(table4_cost(plans))
 
 # %% [markdown]
-# ## Where to go on
+# ## Where to go next
 #
 # The reproduction's [README](../reproductions/table4_imagenet_and_transfer/README.md) has the commands, and where our
 # recipe departs from the paper or fills what it leaves open. The record of a new run goes to `runs.jsonl` there.
-# Execute this notebook again, and the run is in the pictures.
+# Execute this notebook again to see the run in the pictures.

@@ -62,7 +62,7 @@ def show(*paragraphs: str) -> None:
     page.display(page.Markdown("\n\n".join(paragraphs)))
 
 
-def spread(values: Sequence[float], form: str = ".3f") -> str:
+def format_spread(values: Sequence[float], form: str = ".3f") -> str:
     """Write values as mean and sample deviation."""
     return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
 
@@ -79,7 +79,7 @@ show("What there is:", markdown(["experiment", "kind", "records"], rows) if rows
 # The number of parameters is the paper's. BLEU is the average over the 102 languages. The paper does not print it: a
 # third party read it off figure 1(b). Of the two models of 1.3 billion parameters the deep one is better. The table has
 # our own counts of parameters, for each way of tying the three embedding-sized tables. The paper's 25 billion examples
-# are not public, so that nobody else can make its points.
+# are not public, so nobody else can reproduce its points.
 
 # %%
 _, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
@@ -102,12 +102,12 @@ show(figure3_models(records, paper))
 # Human Rights, in 102 languages. One small model learns them all. Models of the same size learn one language each,
 # from the half of the languages with the fewest sentences. Every model is evaluated at its least validation loss.
 #
-# A point is a language, and the mean over the seeds. The number of training pairs runs to the right.
+# A point is a language: the mean over its seeds. The number of training pairs grows to the right.
 
 
 # %%
-def by_language(runs: Iterable[Trained], figure: str) -> dict[str, float]:
-    """Return the mean over the runs of each language's loss or score."""
+def average_by_language(runs: Iterable[Trained], figure: str) -> dict[str, float]:
+    """Return each language's loss or score, the mean over the runs."""
     values: dict[str, list[float]] = {}
     for one in runs:
         for language in one.languages or one.evaluated():
@@ -131,7 +131,7 @@ def draw_languages(
     axis.set_xlabel("training pairs of the language")
 
 
-def tell_not_run(what: str, command: str) -> str:
+def describe_not_run(what: str, command: str) -> str:
     """Say what was not run, and which command runs it."""
     return f"{what}: not run. The command is `{command}`."
 
@@ -145,13 +145,13 @@ def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) 
     """Draw the loss and chrF of each language, of a model and data."""
     pairs = training_pairs(records, many[0].run.config["data"]["name"])
     if not pairs:
-        show(tell_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
+        show(describe_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
         return
     _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, figure, label in zip(
         axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
     ):
-        draw_languages(axis, by_language(many, figure), by_language(one, figure), pairs)
+        draw_languages(axis, average_by_language(many, figure), average_by_language(one, figure), pairs)
         axis.set_ylabel(label)
     if axes[0].get_legend_handles_labels()[0]:
         axes[0].legend()
@@ -169,13 +169,13 @@ for setting in dict.fromkeys(one.setting for one in multilingual):
         [one for one in bilingual if one.setting == setting],
     )
 if not multilingual:
-    show(tell_not_run("The multilingual model", MULTILINGUAL_COMMAND))
+    show(describe_not_run("The multilingual model", MULTILINGUAL_COMMAND))
 if not bilingual:
-    show(tell_not_run("The bilingual models", BILINGUAL_COMMAND))
+    show(describe_not_run("The bilingual models", BILINGUAL_COMMAND))
 
 
 # %%
-def tell_gain(setting: str) -> str:
+def describe_gain(setting: str) -> str:
     """Say how many languages gain by the multilingual model, and whether it is those with few sentences."""
     values: dict[str, list[float]] = {}
     for languages in pair_models(records)[setting].values():
@@ -198,7 +198,7 @@ def tell_gain(setting: str) -> str:
     return f"{text}: by {poor:.3f} on the half of them with the fewest pairs, by {rich:.3f} on the other half."
 
 
-show(*map(tell_gain, pair_models(records)), figure3_low_resource(records))
+show(*map(describe_gain, pair_models(records)), figure3_low_resource(records))
 
 # %% [markdown]
 # Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict), a paired bootstrap
@@ -208,14 +208,14 @@ show(*map(tell_gain, pair_models(records)), figure3_low_resource(records))
 #
 # ## 3. Deep or wide
 #
-# Two models of nearly equal size. A point is the mean of a seed, a bar the mean of the seeds and a deviation to each
-# side. "High" are the languages with many training pairs, "low" the other half.
+# Two models of nearly equal size. A point is the mean of a seed. A bar is the mean over the seeds, with one deviation
+# to each side. "High" are the languages with many training pairs, "low" the other half.
 
 # %%
 SIDES = ((0, "deep", BLUE, "o"), (1, "wide", OCHRE, "D"))
 
 
-def in_group(one: Trained, figure: str, languages: Sequence[str] | None) -> float | None:
+def average_over_group(one: Trained, figure: str, languages: Sequence[str] | None) -> float | None:
     """Return the mean of a training's losses or scores over languages, None for all."""
     if figure == "loss":
         return mean(one.best("loss", name) for name in (one.evaluated() if languages is None else languages))
@@ -223,10 +223,12 @@ def in_group(one: Trained, figure: str, languages: Sequence[str] | None) -> floa
 
 
 def draw_sides(axis: plt.Axes, sides: Sequence[Mapping[int, Trained]], figure: str, groups: Mapping[str, list]) -> None:
-    """Draw the seeds of both models, a place a group of languages."""
+    """Draw the seeds of both models, with one place per group of languages."""
     for place, (group, languages) in enumerate(groups.items()):
         for side, _, color, marker in SIDES:
-            values = [in_group(one, figure, None if group == "all" else languages) for one in sides[side].values()]
+            values = [
+                average_over_group(one, figure, None if group == "all" else languages) for one in sides[side].values()
+            ]
             seen = [value for value in values if value is not None]
             middle = place - 0.15 + 0.3 * side
             if seen:
@@ -265,8 +267,8 @@ show(deep_or_wide(records))
 WAYS = {(True, True): BLUE, (True, False): GREEN, (False, True): OCHRE, (False, False): RED}
 
 
-def name_of(scaled: bool, limit: float | None) -> str:
-    """Say which of the two was done."""
+def name_choice(scaled: bool, limit: float | None) -> str:
+    """Name a choice of initialisation and clipping."""
     first = "scaled initialisation" if scaled else "usual initialisation"
     return f"{first}, {'no clipping' if limit is None else f'logits clipped at {limit:g}'}"
 
@@ -284,7 +286,7 @@ for setting, ways in deep_trainings(records).items():
     _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for (scaled, limit), runs in ways.items():
         for place, run in enumerate(runs):
-            color, label = WAYS[scaled, limit is not None], None if place else name_of(scaled, limit)
+            color, label = WAYS[scaled, limit is not None], None if place else name_choice(scaled, limit)
             draw_course(axes[0], run, "nll", color, label)
             draw_course(axes[1], run, "gradient_norm", color, None)
     axes[0].legend(fontsize=8)
@@ -297,7 +299,7 @@ for setting, ways in deep_trainings(records).items():
     plt.show()
     show(
         *(
-            f"**{name_of(*way)}**: {', '.join(map(describe_outcome, runs))} (seed by seed)."
+            f"**{name_choice(*way)}**: {', '.join(map(describe_outcome, runs))} (seed by seed)."
             for way, runs in ways.items()
         )
     )
@@ -327,7 +329,7 @@ for color, (setting, by_size) in zip((BLUE, OCHRE, GREEN, RED), small_runs(batch
     values = {size: [one.last("loss") or 0.0 for one in seeds.values()] for size, seeds in by_size.items()}
     for size, of in values.items():
         ours.plot([size] * len(of), of, "o", color=color, markersize=5, markeredgewidth=0, alpha=0.6)
-        text = f"  {spread(of)}"
+        text = f"  {format_spread(of)}"
         ours.text(size, fmean(of), text, color=color, va="center")
     ours.plot(list(values), [fmean(of) for of in values.values()], color=color, linewidth=1)
     ours.set_title(setting, loc="left", fontsize=10, color=color)
@@ -343,9 +345,9 @@ plt.show()
 show(table5(batch_records, batch_paper), table5_laptop(batch_records))
 
 # %% [markdown]
-# ## Where to go on
+# ## Where to go next
 #
 # The READMEs of [figure 3](../reproductions/figure3_multilingual/README.md) and
 # [Table 5](../reproductions/table5_batch_size/README.md) have the commands, the verdicts, and where our recipe departs
 # from the paper or fills what it leaves open. The record of a new run goes to `runs.jsonl` there. Execute this notebook
-# again, and the run is in the pictures.
+# again to see the run in the pictures.

@@ -1,4 +1,4 @@
-"""The paper's claims: a folder each, with its page, the paper's numbers, our records, and the tables made from them.
+"""The paper's claims, one folder each, with a page, the paper's numbers, our records, and the tables made from them.
 
 `python -m reproductions` renders every page.
 """

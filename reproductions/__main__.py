@@ -16,7 +16,7 @@ from reproductions.pages import write_pages
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
-    """Read the command line; add or replace a record where that is asked for, then render."""
+    """Read the command line; add or replace a record if asked to, then render."""
     parser = argparse.ArgumentParser(prog="python -m reproductions", description="Render all pages from the records.")
     commands = parser.add_subparsers(dest="command")
     add = commands.add_parser("add", help="add the record of a run first")

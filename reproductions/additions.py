@@ -1,4 +1,4 @@
-"""Add records to a claim: those of a study, a run, or all jobs of a sweep. All pages are then rendered again."""
+"""Add the records of a study, a run or a sweep to a claim, and render all pages again."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,7 +62,7 @@ def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[Job], root
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there: start the sweep in the repository, or set reproduction=null.")
     new = [read_run(job.folder) for job in jobs if job.record is not None]
-    new += [_diverged(job, command, experiment) for job in jobs if job.outcome.is_diverged]
+    new += [_make_diverged_record(job, command, experiment) for job in jobs if job.outcome.is_diverged]
     unmade = [job.outcome for job in jobs if job.outcome.status == "not run"]
     without_data = {outcome.data: outcome for outcome in unmade if outcome.config is None}
     for outcome in (*without_data.values(), *(outcome for outcome in unmade if outcome.config is not None)):
@@ -77,7 +77,7 @@ def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[Job], root
     write_pages(root)
 
 
-def _diverged(job: Job, command: str, experiment: str) -> Record:
+def _make_diverged_record(job: Job, command: str, experiment: str) -> Record:
     """Return the record of a training whose loss or gradient was not finite."""
     settings, results = job.outcome.config or {}, {"failure": job.outcome.reason, **_read_curves(job.folder)}
     seed = settings.get("seed", 0)

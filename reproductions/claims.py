@@ -1,4 +1,4 @@
-"""The claims of the paper in one line each: its number beside what was measured, simulated and planned here."""
+"""The claims of the paper, one line each: its number beside what we measured, simulated and planned."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

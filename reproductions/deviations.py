@@ -61,13 +61,13 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """A departure from the paper: what it says, and the file, relative to the repository's root, that it is in."""
+    """A departure from the paper: its text, and its file relative to the root of the repository."""
 
     file: str
     text: str
 
 
-@cache  # of the many pages that a rendering asks for
+@cache  # every page of a rendering needs them
 def deviations(root: Path) -> list[Deviation]:
     """Return every departure that is marked below the repository's root, in the order of the files."""
     found = []
@@ -94,7 +94,7 @@ def find_marks(prose: Iterable[str | None]) -> Iterator[str]:
 
 
 def yaml_prose(source: str) -> Iterator[str | None]:
-    """Yield the comments of a YAML file, line by line; what stands behind a setting is a paragraph of its own."""
+    """Yield the comments of a YAML file, line by line; a comment after a setting is its own paragraph."""
     for line in source.splitlines():
         before, mark, comment = line.partition("#")
         if before.strip() or not comment.strip():
@@ -122,7 +122,7 @@ def python_prose(source: str) -> Iterator[str | None]:
 
 
 def deviations_table(root: Path, page: str | None) -> str:
-    """Return a page's departures as a list, or with None those of all. Raises ValueError for one that no page has."""
+    """Return a page's departures as a list, or with None those of all pages; refuse a departure that no page has."""
     found = deviations(root)
     for one in found:
         if not any(fnmatch(one.file, place) for places in _PLACES.values() for place in places):

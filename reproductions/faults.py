@@ -1,6 +1,6 @@
 """The tables of faults: what the tests in tests/reliability observed.
 
-GPIPE_FAULT_RECORDS=$PWD/faults.jsonl make reliability   the tests of faults, two at a time, write a line each
+GPIPE_FAULT_RECORDS=$PWD/faults.jsonl make reliability   each test of a fault writes a line
 python -m reproductions faults faults.jsonl              makes the record of these lines, and renders
 """
 
@@ -35,7 +35,7 @@ def faults(records: Sequence[Record]) -> str:
     record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_COMMAND)
-    ordered = sorted(record.results["rows"], key=lambda row: (list(_FAULTS).index(row["fault"]), _order(row)))
+    ordered = sorted(record.results["rows"], key=lambda row: (list(_FAULTS).index(row["fault"]), _get_order(row)))
     rows = [
         [
             _FAULTS[row["fault"]],
@@ -43,7 +43,7 @@ def faults(records: Sequence[Record]) -> str:
             row["stage"],
             f"{row['seconds']:.1f}",
             f"`{row['said'].replace('|', '/')}`",
-            _lost(row),
+            _describe_lost(row),
         ]
         for row in ordered
     ]
@@ -52,12 +52,12 @@ def faults(records: Sequence[Record]) -> str:
 
 
 def faults_in_short(records: Sequence[Record]) -> str:
-    """Return the same by fault and time-out alone: places, seconds, and one message of each."""
+    """Return the same in one row per fault and time-out: places, seconds, and one message."""
     record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_COMMAND)
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
-    for row in sorted(record.results["rows"], key=_order):
+    for row in sorted(record.results["rows"], key=_get_order):
         groups.setdefault((list(_FAULTS).index(row["fault"]), row["timeout_seconds"]), []).append(row)
     rows = []
     for (fault, timeout), group in sorted(groups.items()):
@@ -66,7 +66,7 @@ def faults_in_short(records: Sequence[Record]) -> str:
         places = ", ".join(dict.fromkeys(_WHERE.get(row["place"], row["place"]) for row in group))
         middle, most = f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"
         said = f"`{group[0]['said'].replace('|', '/')}`"
-        rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", said, _lost(group[0])])
+        rows.append([name, places, f"{timeout:g}", f"{middle} ({most})", said, _describe_lost(group[0])])
     header = ["fault", "tried in", "time-out, s", "all ended after, s: median (most)", "what the user sees", "lost"]
     return markdown(header, rows)
 
@@ -92,11 +92,11 @@ def read_record(path: Path) -> Record:
     )
 
 
-def _order(row: Mapping[str, Any]) -> tuple[int, str]:
+def _get_order(row: Mapping[str, Any]) -> tuple[int, str]:
     return _PLACES.index(row["place"]), row["stage"]
 
 
-def _lost(row: Mapping[str, Any]) -> str:
+def _describe_lost(row: Mapping[str, Any]) -> str:
     """Say what was lost: the finished steps since the last checkpoint, and the one under way."""
     lost = row["steps_done"] - row["steps_saved"]
     return f"{lost} of {row['steps_done']} steps, back to step {row['steps_saved']}"

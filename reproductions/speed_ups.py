@@ -1,4 +1,4 @@
-"""Speed-ups over K stages and M micro-batches: of a planned or simulated grid, and of runs that were measured."""
+"""Speed-ups over K stages and M micro-batches, of a planned or simulated grid and of measured runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from reproductions.table import Paper, markdown, not_run, provenance
 Key = tuple[str, int, int]
 """(a model's title, K, M)"""
 
-# The mini-batches of conf/experiment/table2_throughput.yaml: these a micro-batch where they grow with M, or equal ones.
+# Of conf/experiment/table2_throughput.yaml: micro-batches if mini-batches grow with M, or equal mini-batches.
 MICROBATCH_SIZE = 4
 EQUAL_BATCH_SIZE = 128
 _EXPERIMENTS = {"amoebanet": "table2_amoebanet_d", "transformer_lm": "table2_transformer_lm"}
 
 
 def key_of(row: Mapping[str, str]) -> Key:
-    """Return which cell a row of paper.csv is."""
+    """Return the cell of a row of paper.csv."""
     return row["title"], int(row["num_stages"]), int(row["num_microbatches"])
 
 
@@ -32,14 +32,14 @@ def divide_by_base(speeds: Mapping[Key, float], paper: Paper) -> dict[Key, float
 
 
 def find_grid(records: Iterable[Record], experiment: str, kind: str) -> list[dict[str, Any]]:
-    """Return the models of the newest grid of "planned" or "simulated" numbers, none where there is none."""
+    """Return the models of the newest grid of "planned" or "simulated" numbers, if there is one."""
     found = [record for record in records if record.experiment == experiment and record.kind == kind]
     newest = max(found, key=lambda record: record.date, default=None)
     return [] if newest is None else list(newest.results["models"])
 
 
 def grid_speeds(models: Iterable[Mapping[str, Any]], batch: str, cut_by: str = "seconds") -> dict[Key, float]:
-    """Return examples per second, by how micro-batches were chosen and what the partitions balance."""
+    """Return the examples per second of the cells with this choice of micro-batches and balance of partitions."""
     return {
         (model["model"], cell["num_stages"], cell["num_microbatches"]): cell["examples_per_second"]
         for model in models
@@ -49,9 +49,9 @@ def grid_speeds(models: Iterable[Mapping[str, Any]], batch: str, cut_by: str = "
 
 
 def measured_runs(records: Iterable[Record], experiment: str, batch: str) -> list[Record]:
-    """Return the newest run of each cell, on the machine of the newest: with "fixed" micro-batches, or "equal" ones.
+    """Return the newest run of each cell on the newest machine, with "fixed" micro-batches or "equal" mini-batches.
 
-    Where both have the same mini-batch a run is of both.
+    A run counts for both if both have the same mini-batch.
     """
     runs = [run for run in records if run.kind == "measured" and run.experiment == experiment]
     runs = sorted((run for run in runs if _has_batch(run, batch)), key=lambda run: run.date)
@@ -72,9 +72,9 @@ def measured_speeds(records: Iterable[Record], experiment: str, batch: str, pape
 
 
 def held_against(paper: Paper) -> Differences:
-    """Return what holds a run against the paper-scale one of its cell: with micro-batches of 4, or equal mini-batches.
+    """Return what compares a run with the paper-scale one of its cell, with micro-batches of 4 or equal mini-batches.
 
-    A run of no cell of the paper is held against its model's first one.
+    A run of no cell of the paper is compared with the first one of its model.
     """
     cells: dict[str, list[tuple[int, int]]] = {}
     for row in paper:
@@ -117,7 +117,7 @@ def beside_paper(
 ) -> str:
     """Return the paper's speed-ups beside planned and simulated ones, with the largest micro-batches that fit.
 
-    experiment: of the grid. further: columns of speeds that were measured, by their title.
+    `further` has columns of measured speeds by title.
     """
     columns = {}
     for kind in KINDS:
@@ -137,8 +137,13 @@ def beside_paper(
 def cells_claim(records: Sequence[Record], paper: Paper, experiments: tuple[str, str], table: str) -> Claim:
     """Return how many cells of the paper's table are within 20 % of the paper's speed-up: a row of the claims.
 
-    The cells from which the speed-ups are counted are left out. experiments: of the grid, and of the measured runs.
-    table: its name in the paper.
+    The cells that are the base of the speed-ups do not count.
+
+    Args:
+        records: of all claims.
+        paper: the rows of paper.csv.
+        experiments: of the grid, and of the measured runs.
+        table: its name in the paper.
     """
     rows = [row for row in paper if float(row["speed_up"]) != 1]
     kinds = [
@@ -163,7 +168,7 @@ def ratio_claim(
     printed: str,
     cells: tuple[Key, Key],
 ) -> Claim:
-    """Return the ratio of two cells' throughputs: a row of the claims. printed: the paper's own."""
+    """Return the ratio of two cells' throughputs: a row of the claims; `printed` is the paper's."""
     speeds = [
         measured_speeds(records, experiments[1], "fixed", paper),
         *(grid_speeds(find_grid(records, experiments[0], kind), "fits") for kind in ("simulated", "planned")),
@@ -174,9 +179,9 @@ def ratio_claim(
 
 
 def with_batch(records: Sequence[Record], paper: Paper, experiments: tuple[str, str], batch: str) -> str:
-    """Return the speed-ups with "fixed" micro-batches, or "equal" mini-batches, and what was measured so.
+    """Return the speed-ups with "fixed" micro-batches or "equal" mini-batches, of the grid and of measured runs.
 
-    experiments: of the grid, and of the measured runs.
+    `experiments` are that of the grid and that of the measured runs.
     """
     columns = [divide_by_base(grid_speeds(find_grid(records, experiments[0], kind), batch), paper) for kind in KINDS]
     measured = divide_by_base(measured_speeds(records, experiments[1], batch, paper), paper)
@@ -193,23 +198,23 @@ def names(row: Mapping[str, str]) -> list[str]:
 
 
 def grid_run(records: Sequence[Record], experiment: str) -> str:
-    """Return where the newest simulation ran, and on what."""
+    """Return the provenance of the newest simulation."""
     runs = [record for record in records if record.experiment == experiment and record.kind == "simulated"]
     return provenance(max(runs, key=lambda run: run.date, default=None), PROGRAM)
 
 
 def ratio(value: float | None) -> str:
-    """Write a speed-up, nothing where there is none."""
+    """Write a speed-up, or nothing for None."""
     return "" if value is None else f"{value:.2f}"
 
 
 def deviation(value: float | None, paper: float) -> str:
-    """Write by how much a number is off the paper's."""
+    """Write the relative difference from the paper's number, or nothing for None."""
     return "" if value is None else f"{round(value / paper - 1, 2) + 0.0:+.0%}"  # never -0%
 
 
 def breakdown(models: Models, batch: str, cut_by: str) -> str:
-    """Return where the time of each cell goes, with its micro-batches, its memory and the bubble's formula."""
+    """Return the shares of each cell's time, with its micro-batches, its memory and the bubble's formula."""
     if not models:
         return not_run(PROGRAM)
     rows = []
@@ -241,7 +246,7 @@ def partitions(models: Models, batch: str) -> str:
 
 
 def figures(planned: Models, simulated: Models) -> str:
-    """Return what the paper's devices are taken to do, and the device at hand with its links."""
+    """Return the assumed figures of the paper's devices, and those of the measuring device and its links."""
     if not planned or not simulated:
         return not_run(PROGRAM)
     rows = [

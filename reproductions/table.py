@@ -1,4 +1,4 @@
-"""What the tables of all claims are made with."""
+"""Build the tables of all claims."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
@@ -13,7 +13,7 @@ _UNITS = {"M": 1e6, "B": 1e9}
 
 
 def make_table(table: Table, records: Sequence[Record], paper: Paper) -> str:
-    """Return a table, beside the paper's numbers where it takes them."""
+    """Return a table; pass it the paper's numbers if it takes them."""
     return table(records, paper) if "paper" in signature(table).parameters else table(records)
 
 
@@ -41,13 +41,13 @@ def provenance(record: Record | None, program: str) -> str:
 
 
 def newest(records: Sequence[Record], experiment: str) -> Record | None:
-    """Return the newest record of an experiment, None where there is none."""
+    """Return the newest record of an experiment, or None."""
     found = [record for record in records if record.experiment == experiment]
     return max(found, key=lambda record: record.date, default=None)
 
 
 def not_run(program: str) -> str:
-    """Return what stands in the place of a table that has no record."""
+    """Return the text that replaces a table without a record."""
     return f"Not run: {program}.\n"
 
 
@@ -63,7 +63,7 @@ def as_printed(count: int, like: str) -> str:
 
 
 def rounds_to(count: int, printed: str) -> bool:
-    """Say whether a count, rounded to as many digits as a printed one has before its last zeros, is that one."""
+    """Return whether a count rounds to a printed one, at the digits before its last zeros."""
     digits = printed[:-1]
     decimals = len(digits.partition(".")[2]) or len(digits.rstrip("0")) - len(digits)
     return round(count / _UNITS[printed[-1]], decimals) == float(digits)

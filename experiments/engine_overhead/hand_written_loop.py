@@ -1,4 +1,4 @@
-"""GPipe's step as a plain loop over Gloo, written for one shape: the time that Gloo and autograd alone need."""
+"""GPipe's step as a plain loop over Gloo for one shape: the time that Gloo and autograd alone need."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def square(outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean squared error."""
     return (outputs - targets).square().mean()
 
 
-def hand_written(layer: nn.Module, rank: int, num_stages: int, batch: tuple[Tensor, Tensor], size: int) -> None:
+def run_hand_written_step(
+    layer: nn.Module, rank: int, num_stages: int, batch: tuple[Tensor, Tensor], size: int
+) -> None:
     """Run a step of one layer per process over micro-batches of one example of `size` numbers."""
     is_first, is_last = rank == 0, rank == num_stages - 1
     inputs, targets = (list(part.split(1)) for part in batch)
@@ -27,7 +29,7 @@ def hand_written(layer: nn.Module, rank: int, num_stages: int, batch: tuple[Tens
             inputs[m].requires_grad_()
         outputs.append(layer(inputs[m]))
         if is_last:
-            outputs[m] = square(outputs[m], targets[m]) / num
+            outputs[m] = compute_loss(outputs[m], targets[m]) / num
         else:
             sends.append(dist.isend(outputs[m].detach(), rank + 1, tag=m))
     for m in reversed(range(num)):

@@ -1,4 +1,4 @@
-"""Layers that sleep for a set time: any further time of a step is the engine's."""
+"""Layers that sleep for a set time; any further time of a step is the engine's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _seconds: defaultdict[float, list[float]] = defaultdict(list)
 
 
 def calibrate() -> None:
-    """Measure by how much a sleep on this machine exceeds what was asked for; later ones ask for so much less."""
+    """Measure by how much sleeps on this machine take too long; shorten later ones by that."""
     global _overshoot
     _overshoot = 0.0
     for _ in range(50):
@@ -26,8 +26,8 @@ def calibrate() -> None:
     _seconds[FORWARD].clear()
 
 
-def measured_seconds() -> tuple[float, float]:
-    """Return the medians of what this process's layers of 4 and 8 ms took forward and backward since `calibrate`."""
+def read_median_seconds() -> tuple[float, float]:
+    """Return the median seconds of this process's layers of 4 and 8 ms, forward and backward, since `calibrate`."""
     return statistics.median(_seconds[FORWARD]), statistics.median(_seconds[BACKWARD])
 
 
@@ -59,6 +59,6 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x times the weight, later; any shape."""
-        # In this order the first stage has a backward too.
+        """Return x times the weight, after the sleep; any shape."""
+        # This order gives the first stage a backward too.
         return _Sleep.apply(x * self.weight, self.forward_seconds, self.backward_seconds)

@@ -1,13 +1,13 @@
-"""How many images per second one GPU trains on, with and without recomputation and torch.compile, beside torchgpipe.
+"""Measure training on one GPU in images/s, with and without recomputation and torch.compile, beside torchgpipe.
 
     python -m experiments.image_throughput --torchgpipe FOLDER
 
 AmoebaNet-B (18,512) at 480 px and AmoebaNet-D (18,256) at 224 px in bfloat16 autocast, channels last, with one stage
-and four micro-batches; a step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository. The
-AmoebaNet-D of its benchmarks has 15.2 billion multiplications per image, ours has 14.2. Without FOLDER its rows say
-"not run". The batch is halved until all rows of a setting fit; a row that did not fit stays in the table. Adds a
-record to reproductions/table4_imagenet_and_transfer/ and renders all pages. Needs a GPU; --small prints a record of
-tiny models on the CPU instead.
+and four micro-batches. A step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository. The
+AmoebaNet-D of its benchmarks has 15.2 billion multiplications per image, ours has 14.2. Without FOLDER, its rows say
+"not run". The batch is halved until all rows of a setting fit; rows that do not fit stay in the table. Adds a record to
+reproductions/table4_imagenet_and_transfer/ and renders all pages. Needs a GPU; --small prints a record of tiny models
+on the CPU instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from experiments.image_throughput.amoebanet_steps import NUM_MICROBATCHES
-from experiments.image_throughput.measurements import FULL, SMALL, rows_of
+from experiments.image_throughput.measurements import FULL, SMALL, measure_rows
 from gpipe.records import make_record
 from reproductions.additions import add_record
 
@@ -31,10 +31,10 @@ def main() -> None:
     """Read the command line, measure, and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torchgpipe", type=Path, help="a clone of torchgpipe's repository")
-    parser.add_argument("--steps", type=int, default=10, help="of each that count")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--steps", type=int, default=10, help="steps that count")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before those that count")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--small", action="store_true", help="tiny models on the CPU; prints the record")
+    parser.add_argument("--small", action="store_true", help="measure tiny models on the CPU, and print the record")
     options = parser.parse_args()
     if not options.small and not torch.cuda.is_available():
         raise SystemExit("not run: no GPU; --small tries the script on the CPU")
@@ -45,9 +45,9 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     device, settings = torch.device("cpu" if options.small else "cuda"), SMALL if options.small else FULL
     modes = ("always", "never")
-    # To try the script, each model in one mode is enough: compiling it takes most of the time.
+    # To try the script, one mode per model is enough: compilation takes most of the time.
     pairs = list(zip(settings, modes, strict=True)) if options.small else list(product(settings, modes))
-    grid = [row for setting, mode in pairs for row in rows_of(setting, mode, options, device)]
+    grid = [row for setting, mode in pairs for row in measure_rows(setting, mode, options, device)]
     record = make_record(
         kind="measured", experiment="image_throughput", seed=0,
         config={"num_microbatches": NUM_MICROBATCHES, "num_steps": options.steps, "backend": options.backend},

@@ -1,4 +1,4 @@
-"""Training steps of two AmoebaNets, up to the gradients: ours in a pipeline of one stage, torchgpipe's in a loop."""
+"""Training steps of two AmoebaNets, up to the gradients: our pipeline of one stage, and a loop over torchgpipe's."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ VARIANTS = {"b": amoebanet_b, "d": amoebanet_d}
 Step = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def memory_format(device: torch.device) -> torch.memory_format:
+def choose_memory_format(device: torch.device) -> torch.memory_format:
     """Return the format of images and weights: channels last on a GPU."""
-    # On a CPU, torch 2.13's backward of a strided 1x1 convolution of few channels would then write beyond its memory.
+    # Not on a CPU: torch 2.13's backward of a strided 1x1 convolution of few channels then writes out of bounds.
     return torch.channels_last if device.type == "cuda" else torch.contiguous_format
 
 
-def our_step(
+def make_our_step(
     variant: str, num_layers: int, num_filters: int, mode: str, device: torch.device, backend: str | None
 ) -> tuple[Step, nn.Module]:
-    """Return a step of our model, and its layers; `backend` is torch.compile's, None leaves it out."""
+    """Return a step of our model, and its layers; `backend` is torch.compile's, or None to not compile."""
     with torch.device("meta"):
         layers = VARIANTS[variant](num_layers, num_filters, NUM_CLASSES)
     gpipe.convert_batch_norm(layers)
     pipeline = gpipe.Pipeline(
         layers, F.cross_entropy, [len(layers)], NUM_MICROBATCHES, rematerialize=mode, devices=[device]
     )
-    pipeline.layers.to(memory_format=memory_format(device))
+    pipeline.layers.to(memory_format=choose_memory_format(device))
     if backend is not None:
         pipeline.compile(dynamic=False, backend=backend)
     return lambda images, labels: pipeline.train_step((images, labels)), pipeline.layers
 
 
-def torchgpipe_step(num_layers: int, num_filters: int, mode: str, device: torch.device) -> tuple[Step, nn.Module]:
-    """Return a step of torchgpipe's AmoebaNet-D, and the model; the mode "always" recomputes all of a micro-batch.
+def make_torchgpipe_step(num_layers: int, num_filters: int, mode: str, device: torch.device) -> tuple[Step, nn.Module]:
+    """Return a step of torchgpipe's AmoebaNet-D, and the model; the mode "always" recomputes whole micro-batches.
 
-    Its benchmarks' models must be importable.
+    The models of torchgpipe's benchmarks must be importable.
     """
     from amoebanet import amoebanetd
 
-    model = amoebanetd(NUM_CLASSES, num_layers, num_filters).to(device, memory_format=memory_format(device))
+    model = amoebanetd(NUM_CLASSES, num_layers, num_filters).to(device, memory_format=choose_memory_format(device))
     forward = partial(checkpoint, model, use_reentrant=False) if mode == "always" else model
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:

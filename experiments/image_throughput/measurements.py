@@ -1,4 +1,4 @@
-"""How many images per second a model trains on, and whether a batch fits."""
+"""Measure how many images per second a model trains on, and whether a batch fits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from experiments.image_throughput.amoebanet_steps import (
     NUM_CLASSES,
     NUM_MICROBATCHES,
     Step,
-    memory_format,
-    our_step,
-    torchgpipe_step,
+    choose_memory_format,
+    make_our_step,
+    make_torchgpipe_step,
 )
 
 
@@ -39,7 +39,7 @@ SMALL = (Setting("b", 3, 8, 64, 4), Setting("d", 3, 16, 224, 4))  # torchgpipe's
 
 
 def measure(step: Step, modules: nn.Module, images: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """Return images/s in the median step, the peak of the GPU's memory, and the number of parameters."""
+    """Return the images/s of the median step, the GPU's peak memory, and the number of parameters."""
     is_cuda = images.device.type == "cuda"
     labels = torch.randint(NUM_CLASSES, (len(images),), device=images.device)
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.0)  # the labels are random, and the loss must stay finite
@@ -61,7 +61,7 @@ def measure(step: Step, modules: nn.Module, images: torch.Tensor, options: argpa
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the GPU's memory is the cause of an error, or of one that it came from."""
+    """Return whether an error, or one of its causes, is a lack of GPU memory."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or ran_out_of_memory(error.__cause__))
 
 
@@ -82,10 +82,12 @@ def try_batch(
         return {"outcome": "out of memory"}
 
 
-def rows_of(setting: Setting, mode: str, options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a model and a mode, at one batch size after the other until everything fits."""
+def measure_rows(
+    setting: Setting, mode: str, options: argparse.Namespace, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a model and a mode; halve the batch size until everything fits."""
     model, fixed = setting[:3], setting._asdict() | {"rematerialize": mode}
-    ours, theirs = partial(our_step, *model, mode, device), partial(torchgpipe_step, *model[1:], mode, device)
+    ours, theirs = partial(make_our_step, *model, mode, device), partial(make_torchgpipe_step, *model[1:], mode, device)
     makers = {("ours", False): partial(ours, None), ("ours", True): partial(ours, options.backend)}
     if setting.variant == "d" and options.torchgpipe is None:
         yield fixed | {"code": "torchgpipe", "compiled": False, "outcome": "not run"}
@@ -94,7 +96,7 @@ def rows_of(setting: Setting, mode: str, options: argparse.Namespace, device: to
     batch_size, fits = setting.batch_size, False
     while not fits and batch_size >= NUM_MICROBATCHES:
         images = torch.randn(batch_size, 3, setting.image_size, setting.image_size, device=device)
-        images = images.contiguous(memory_format=memory_format(device))
+        images = images.contiguous(memory_format=choose_memory_format(device))
         for (code, compiled), make in makers.items():
             row = fixed | {"batch_size": batch_size, "code": code, "compiled": compiled}
             row |= try_batch(make, images, options)

@@ -1,16 +1,16 @@
-"""Three engines side by side on the same models: ours, torch.distributed.pipelining and torchgpipe.
+"""Measure three engines on the same models: ours, torch.distributed.pipelining and torchgpipe.
 
     python -m experiments.peers
 
-All have the same initial weights, mini-batches, partitions and micro-batches. Everything is recomputed, and a step
-ends with the gradients. There is one process per stage, each with one thread on its own core. torchgpipe has one
-process, and does not overlap its stages on a CPU. torch's engine recomputes nothing: each of its stages is wrapped in
-torch's own checkpoint.
+All have the same initial weights, mini-batches, partitions and micro-batches. Everything is recomputed, and a step ends
+with the gradients. There is one process per stage, each with one thread on its own core. torchgpipe has one process,
+and does not overlap its stages on a CPU. torch's engine recomputes nothing by itself, so each of its stages is wrapped
+in torch.utils.checkpoint.
 
 Speed: the engines take turns in the same processes; medians count. Memory: the growth of an engine's largest process,
-in processes of its own. Partitions: the choice of each package, judged by measured seconds. --device cuda measures on
-GPUs, with one process per stage where there are enough GPUs, else with all stages on one. Adds a record to runs.jsonl
-in --folder. Ten minutes for K = 1 and 2 on two cores.
+in fresh processes. Partitions: the choice of each package, judged by measured seconds. --device cuda measures on GPUs,
+with one process per stage if there are enough GPUs, otherwise with all stages on one. Adds a record to runs.jsonl in
+--folder. Ten minutes for K = 1 and 2 on two cores.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 import gpipe
-from experiments.peers.engines import ENGINES, why_not
-from experiments.peers.measurements import peak_memory_bytes, seconds_in_turns
-from experiments.peers.partitions import partition_quality
+from experiments.peers.engines import ENGINES, explain_not_run
+from experiments.peers.measurements import measure_peak_memory, measure_seconds_in_turns
+from experiments.peers.partitions import compare_partitions
 from experiments.peers.processes import Cell
 from experiments.peers.workloads import MODELS, SCALES, Workload
 from gpipe.records import Record, append_record, make_record, without_places
@@ -38,24 +38,24 @@ OURS = "ours"
 
 
 def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return one row per engine: its speed, by how much ours is faster in the median pair, and its peak memory."""
+    """Return one row per engine: its speed, our speed over it in the median pair, and its peak memory."""
     fixed = {"model": cell.model.title, "num_stages": cell.num_stages, "num_microbatches": cell.num_microbatches}
     fixed |= {"partitions": list(cell.partitions)}
     num_cores = len(os.sched_getaffinity(0))
     if cell.device == "cpu" and cell.num_stages > num_cores:
         reason = f"not run: {cell.num_stages} stages need {cell.num_stages} cores, here: {num_cores}"
         return [fixed | {"engine": name, "outcome": reason} for name in ENGINES]
-    seconds = seconds_in_turns(cell, options.rounds, options.steps)
+    seconds = measure_seconds_in_turns(cell, options.rounds, options.steps)
     rows = []
     for name in ENGINES:
         if name not in seconds:
-            rows.append(fixed | {"engine": name, "outcome": why_not(name, cell.num_stages, cell.num_processes)})
+            rows.append(fixed | {"engine": name, "outcome": explain_not_run(name, cell.num_stages, cell.num_processes)})
             continue
         pairs = zip(seconds[name], seconds[OURS], strict=True)
         row = fixed | {"engine": name, "outcome": "measured", "step_seconds": seconds[name]}
         row["examples_per_second"] = cell.model.batch_size / statistics.median(seconds[name])
         row["ours_over_this"] = statistics.median(theirs / ours for theirs, ours in pairs)
-        row["peak_memory_bytes"] = peak_memory_bytes(cell, name, options.steps)
+        row["peak_memory_bytes"] = measure_peak_memory(cell, name, options.steps)
         rows.append(row)
     return rows
 
@@ -75,31 +75,31 @@ def measure_grid(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure_partitions(workload: Workload, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return how each package would cut a model, for micro-batches of the size at M = 4."""
+    """Return how each package cuts a model, for the micro-batches of M = 4."""
     nums_stages = [num for num in options.partitions if num <= len(workload.layers())]
-    return partition_quality(workload, nums_stages, max(workload.batch_size // 4, 1), torch.device(options.device))
+    return compare_partitions(workload, nums_stages, max(workload.batch_size // 4, 1), torch.device(options.device))
 
 
-def add(folder: Path, record: Record) -> None:
+def add_to_folder(folder: Path, record: Record) -> None:
     """Add a record to a reproduction, without this machine's folders."""
     append_record(folder / RUNS_FILE, without_places(record))
 
 
-def numbers(text: str) -> list[int]:
-    """Read 1,2,4."""
+def parse_numbers(text: str) -> list[int]:
+    """Parse numbers such as 1,2,4."""
     return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
     """Read the command line, measure, and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scale", choices=SCALES, default="laptop", help="of the models")
+    parser.add_argument("--scale", choices=SCALES, default="laptop", help="size of the models")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--num-stages", type=numbers, default=[1, 2], help="K, such as 1,2,4,8")
-    parser.add_argument("--num-microbatches", type=numbers, default=[1, 4, 32], help="M, such as 1,4,32")
-    parser.add_argument("--partitions", type=numbers, default=[2, 4, 8], help="K whose partitions are compared")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each engine that count")
-    parser.add_argument("--steps", type=int, default=1, help="in a row in each turn")
+    parser.add_argument("--num-stages", type=parse_numbers, default=[1, 2], help="K, such as 1,2,4,8")
+    parser.add_argument("--num-microbatches", type=parse_numbers, default=[1, 4, 32], help="M, such as 1,4,32")
+    parser.add_argument("--partitions", type=parse_numbers, default=[2, 4, 8], help="K whose partitions are compared")
+    parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each engine")
+    parser.add_argument("--steps", type=int, default=1, help="steps in a row in each turn")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--folder", type=Path, default=ROOT / "reproductions" / "table2_throughput")
     options = parser.parse_args()
@@ -115,7 +115,7 @@ def main() -> None:
         results={"grid": list(measure_grid(options)), "partitions": partitions},
         gpus=[torch.cuda.get_device_name()] if options.device == "cuda" else [],
     )  # fmt: skip
-    add(options.folder, record)
+    add_to_folder(options.folder, record)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import Parameter
 
 import gpipe
-from experiments.peers.stages import SEED, Recomputed, boundaries, stage_layers
-from experiments.peers.workloads import Workload, loss
+from experiments.peers.stages import SEED, Recomputed, make_boundaries, make_stage_layers
+from experiments.peers.workloads import Workload, compute_loss
 from gpipe.pipeline.partition import partition_ranges
 
 
 class Place(NamedTuple):
-    """Where this process stands.
+    """The place of this process among the processes and devices.
 
     Attributes:
         rank: of this process.
-        num_processes: that there are: one, or one per stage.
+        num_processes: one, or one per stage.
         devices: of all stages.
-        mesh: of the processes, where there are several.
+        mesh: of the processes, if there are several.
     """
 
     rank: int
@@ -40,11 +40,11 @@ class Engine(NamedTuple):
     parameters: dict[str, Parameter]
 
 
-def ours(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
-    """Make our engine; its batch norms' moving averages are those of the mini-batch, the peers' are not."""
+def make_ours(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
+    """Make our engine; unlike the peers, its batch norms average over mini-batches."""
     pipeline = gpipe.Pipeline(
         gpipe.convert_batch_norm(workload.layers()),
-        loss,
+        compute_loss,
         partitions,
         num_microbatches,
         rematerialize="always",
@@ -54,15 +54,15 @@ def ours(workload: Workload, partitions: Sequence[int], num_microbatches: int, p
     )
     batch = workload.batch()
     batch = batch[0].to(place.devices[0]), batch[1].to(place.devices[-1])
-    return _engine(dict(pipeline.named_parameters()), lambda: pipeline.train_step(batch))
+    return _make_engine(dict(pipeline.named_parameters()), lambda: pipeline.train_step(batch))
 
 
-def torch_pipelining(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
-    """Make torch's GPipe, which has one stage a process and no recomputation: its stage is a checkpoint of torch's."""
+def make_torch_pipelining(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
+    """Make torch's GPipe, which has one stage per process; torch.utils.checkpoint recomputes the stage."""
     rank, num_stages = place.rank, len(partitions)
     device = place.devices[rank]
-    own = stage_layers(workload, partition_ranges(partitions)[rank], device)
-    examples = boundaries(workload, partitions, num_microbatches, device)
+    own = make_stage_layers(workload, partition_ranges(partitions)[rank], device)
+    examples = make_boundaries(workload, partitions, num_microbatches, device)
     stage = PipelineStage(
         Recomputed(own.values()),
         rank,
@@ -71,45 +71,47 @@ def torch_pipelining(workload: Workload, partitions: Sequence[int], num_microbat
         input_args=examples[rank],
         output_args=examples[rank + 1],
     )
-    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=loss)
+    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=compute_loss)
     inputs, targets = workload.batch(device)
     arguments = (inputs,) if rank == 0 else ()
     target = targets if rank == num_stages - 1 else None
-    # Without return_outputs=False it would hold and join all logits, which the others do not.
-    return _engine(_names(own), lambda: schedule.step(*arguments, target=target, return_outputs=False))
+    # By default it would hold and join all logits, unlike the others.
+    return _make_engine(_name_parameters(own), lambda: schedule.step(*arguments, target=target, return_outputs=False))
 
 
-def torchgpipe(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
-    """Make torchgpipe's engine, whose one process has all stages."""
+def make_torchgpipe(workload: Workload, partitions: Sequence[int], num_microbatches: int, place: Place) -> Engine:
+    """Make torchgpipe's engine, which has all stages in one process."""
     from torchgpipe import GPipe
 
     devices = place.devices
     ranges = partition_ranges(partitions)
-    own = {i: layer for k, part in enumerate(ranges) for i, layer in stage_layers(workload, part, devices[k]).items()}
+    own = {
+        i: layer for k, part in enumerate(ranges) for i, layer in make_stage_layers(workload, part, devices[k]).items()
+    }
     model = GPipe(
         nn.Sequential(*own.values()), partitions, devices=devices, chunks=num_microbatches, checkpoint="always"
     )
     batch = workload.batch()
     inputs, targets = batch[0].to(devices[0]), batch[1].to(devices[-1])
-    return _engine(_names(own), lambda: loss(model(inputs), targets).backward())
+    return _make_engine(_name_parameters(own), lambda: compute_loss(model(inputs), targets).backward())
 
 
-ENGINES = {"ours": ours, "torch.distributed.pipelining": torch_pipelining, "torchgpipe": torchgpipe}
+ENGINES = {"ours": make_ours, "torch.distributed.pipelining": make_torch_pipelining, "torchgpipe": make_torchgpipe}
 
 
-def processes_of(engine: str, num_processes: int) -> int:
+def count_processes(engine: str, num_processes: int) -> int:
     """Return how many of the processes an engine uses."""
     return 1 if engine == "torchgpipe" else num_processes
 
 
-def why_not(engine: str, num_stages: int, num_processes: int) -> str | None:
-    """Return why an engine cannot run so many stages in so many processes, None where it can."""
+def explain_not_run(engine: str, num_stages: int, num_processes: int) -> str | None:
+    """Return why an engine cannot run this number of stages in this number of processes; None if it can."""
     if engine == "torch.distributed.pipelining" and num_stages != num_processes:
-        return "not run: a GPU a stage"
+        return "not run: it needs one GPU per stage"
     return None
 
 
-def _engine(parameters: dict[str, Parameter], train: Callable[[], object]) -> Engine:
+def _make_engine(parameters: dict[str, Parameter], train: Callable[[], object]) -> Engine:
     def step() -> None:
         for parameter in parameters.values():
             parameter.grad = None
@@ -118,5 +120,5 @@ def _engine(parameters: dict[str, Parameter], train: Callable[[], object]) -> En
     return Engine(step, parameters)
 
 
-def _names(layers: dict[int, nn.Module]) -> dict[str, Parameter]:
+def _name_parameters(layers: dict[int, nn.Module]) -> dict[str, Parameter]:
     return {f"layers.{i}.{name}": p for i, layer in layers.items() for name, p in layer.named_parameters()}

@@ -1,4 +1,4 @@
-"""How fast the engines are, in turns, and how much the memory of each engine's own processes grows."""
+"""Measure the speed of the engines in turns, and the growth of memory in each engine's own processes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from experiments.peers.engines import ENGINES, Place, processes_of, why_not
-from experiments.peers.processes import Cell, fence, host_group, run
+from experiments.peers.engines import ENGINES, Place, count_processes, explain_not_run
+from experiments.peers.processes import Cell, fence, make_host_group, run
 from experiments.peers.workloads import SCALES
 
 
-def seconds_in_turns(cell: Cell, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure_seconds_in_turns(cell: Cell, rounds: int, steps: int) -> dict[str, list[float]]:
     """Run the engines in turns, A B C A B C ..., several steps each; return the seconds per step of each round."""
-    return run(_time, cell, cell.num_processes, rounds, steps)
+    return run(_time_engines, cell, cell.num_processes, rounds, steps)
 
 
-def peak_memory_bytes(cell: Cell, engine: str, steps: int) -> int | None:
-    """Return by how much the fullest process of an engine grew, with its weights and gradients."""
-    return run(_grow, cell, processes_of(engine, cell.num_processes), engine, steps)
+def measure_peak_memory(cell: Cell, engine: str, steps: int) -> int | None:
+    """Return the growth of an engine's largest process, with weights and gradients."""
+    return run(_measure_growth, cell, count_processes(engine, cell.num_processes), engine, steps)
 
 
-def _time(cell: Cell, place: Place, rounds: int, steps: int) -> dict[str, list[float]]:
+def _time_engines(cell: Cell, place: Place, rounds: int, steps: int) -> dict[str, list[float]]:
     setting = cell.model, cell.partitions, cell.num_microbatches, place
     engines = {
-        name: make(*setting).step if place.rank < processes_of(name, place.num_processes) else None
+        name: make(*setting).step if place.rank < count_processes(name, place.num_processes) else None
         for name, make in ENGINES.items()
-        if why_not(name, cell.num_stages, place.num_processes) is None
+        if explain_not_run(name, cell.num_stages, place.num_processes) is None
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
@@ -45,21 +45,21 @@ def _time(cell: Cell, place: Place, rounds: int, steps: int) -> dict[str, list[f
     return seconds
 
 
-def _grow(cell: Cell, place: Place, engine: str, steps: int) -> int | None:
+def _measure_growth(cell: Cell, place: Place, engine: str, steps: int) -> int | None:
     _warm_up(cell, place, engine)
     before = _reset_peak(place)
     made = ENGINES[engine](cell.model, cell.partitions, cell.num_microbatches, place)
     for _ in range(steps):
         made.step()
-    peak = _peak(place)
+    peak = _read_peak(place)
     grown = None if before is None or peak is None else peak - before
     parts: list[int | None] = [None] * place.num_processes
-    dist.all_gather_object(parts, grown, group=host_group())  # noqa: TID251 - between processes that this program started
+    dist.all_gather_object(parts, grown, group=make_host_group())  # noqa: TID251 - between processes that this program started
     return max((part for part in parts if part is not None), default=None)
 
 
 def _warm_up(cell: Cell, place: Place, engine: str) -> None:
-    """Make steps of a tiny model: what libraries load when they are first called is not the engine's."""
+    """Make steps of a tiny model, so that what libraries load at first use does not count."""
     tiny = SCALES["tiny"][cell.workload]
     num_layers, others = len(tiny.layers()), cell.num_stages - 1
     ENGINES["torchgpipe"](tiny, [num_layers], 2, Place(0, 1, place.devices[:1], None)).step()  # all kinds of layers
@@ -68,23 +68,25 @@ def _warm_up(cell: Cell, place: Place, engine: str) -> None:
 
 
 def _reset_peak(place: Place) -> int | None:
-    """Start to look for the peak; return what is taken now: of the GPU, or of main memory, None where it is unknown."""
+    """Reset the peak; return the memory in use now, on the GPU or in main memory, or None if unknown."""
     if place.devices[0].type == "cuda":
         for device in set(place.devices):
             torch.cuda.reset_peak_memory_stats(device)
         return 0  # a process has nothing else on its GPUs
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # Linux: makes the peak what is resident now
-    return _status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text(
+            "5", encoding="ascii"
+        )  # Linux: resets the peak to what is resident now
+    return _read_status_bytes("VmRSS")
 
 
-def _peak(place: Place) -> int | None:
+def _read_peak(place: Place) -> int | None:
     if place.devices[0].type == "cuda":
         return max(torch.cuda.max_memory_allocated(device) for device in set(place.devices))
-    return _status_bytes("VmHWM")
+    return _read_status_bytes("VmHWM")
 
 
-def _status_bytes(name: str) -> int | None:
+def _read_status_bytes(name: str) -> int | None:
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):

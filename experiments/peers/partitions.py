@@ -1,4 +1,4 @@
-"""How each package would cut a model into partitions, and how much slower than the optimum its slowest one is."""
+"""Compare how each package cuts a model: the slowest partition over the optimum."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from experiments.peers.stages import stage_layers
+from experiments.peers.stages import make_stage_layers
 from experiments.peers.workloads import Workload
 from gpipe.pipeline.partition import partition_ranges
 
 
-def partition_quality(
+def compare_partitions(
     workload: Workload, nums_stages: Sequence[int], examples: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Return a row a number of stages and a way to choose; seconds are those of a micro-batch of so many examples."""
-    layers = nn.Sequential(*stage_layers(workload, range(len(workload.layers())), device).values())
+    """Return one row per number of stages and choice, from the seconds of a micro-batch of `examples`."""
+    layers = nn.Sequential(*make_stage_layers(workload, range(len(workload.layers())), device).values())
     inputs = workload.batch(device)[0][:examples]
-    seconds = layer_seconds(layers, inputs)
+    seconds = measure_layer_seconds(layers, inputs)
     rows = []
     for num_stages in nums_stages:
-        optimum = _slowest(gpipe.partition_layers(seconds, num_stages), seconds)
-        for name, partitions in _choices(workload, layers, inputs, num_stages, device).items():
+        optimum = _find_slowest_seconds(gpipe.partition_layers(seconds, num_stages), seconds)
+        for name, partitions in _choose_partitions(workload, layers, inputs, num_stages, device).items():
             row = {"model": workload.title, "num_stages": num_stages, "chosen_by": name, "partitions": partitions}
-            slowest = None if partitions is None else _slowest(partitions, seconds) / optimum
+            slowest = None if partitions is None else _find_slowest_seconds(partitions, seconds) / optimum
             rows.append(row | {"slowest_over_optimum": slowest})
     return rows
 
 
-def layer_seconds(layers: nn.Sequential, inputs: Tensor, repeats: int = 15) -> list[float]:
+def measure_layer_seconds(layers: nn.Sequential, inputs: Tensor, repeats: int = 15) -> list[float]:
     """Measure the median seconds of each layer, forward twice (once to recompute) and backward."""
     samples: list[list[float]] = [[] for _ in layers]
     for _ in range(repeats + 1):
         value: Any = inputs
         for layer, found in zip(layers, samples, strict=True):
-            value = _detached(value)
-            start = _now(inputs.device)
+            value = _detach(value)
+            start = _read_clock(inputs.device)
             layer(value)
             output = layer(value)
             tensors = [output] if isinstance(output, Tensor) else output
             wanted = [tensor for tensor in tensors if tensor.requires_grad]
             torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
-            found.append(_now(inputs.device) - start)
+            found.append(_read_clock(inputs.device) - start)
             value = output
     layers.zero_grad(set_to_none=True)
     return [statistics.median(found[1:]) for found in samples]  # the first one warms up
 
 
-def _choices(
+def _choose_partitions(
     workload: Workload, layers: nn.Sequential, inputs: Tensor, num_stages: int, device: torch.device
 ) -> dict[str, list[int] | None]:
-    """Return the partitions that each package would choose; None where it cannot on this device."""
+    """Return the partitions that each package chooses; None if it cannot on this device."""
     from torchgpipe.balance import balance_by_size, balance_by_time
 
     costs, timed = gpipe.analyze_layers(workload.layers(), inputs), gpipe.measure_layers(layers, inputs)
@@ -71,17 +71,17 @@ def _choices(
     }
 
 
-def _slowest(partitions: Sequence[int], seconds: Sequence[float]) -> float:
+def _find_slowest_seconds(partitions: Sequence[int], seconds: Sequence[float]) -> float:
     return max(sum(seconds[i] for i in part) for part in partition_ranges(partitions))
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
-    return tuple(_detached(part) for part in value)
+    return tuple(_detach(part) for part in value)
 
 
-def _now(device: torch.device) -> float:
+def _read_clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from experiments.peers.engines import Place
 from experiments.peers.workloads import SCALES, Workload
 
-METHOD = "forkserver"  # fresh processes, which need not import torch again
+METHOD = "forkserver"  # fresh processes that need not import torch again
 
 
 class Cell(NamedTuple):
@@ -38,12 +38,12 @@ class Cell(NamedTuple):
 
     @property
     def num_processes(self) -> int:
-        """One process per stage, but one for all stages where they share one GPU."""
+        """One process per stage, or one for all stages if they share a GPU."""
         return self.num_stages if self.device == "cpu" or self.num_stages <= torch.cuda.device_count() else 1
 
 
 def run(function: Callable[..., Any], cell: Cell, num_processes: int, *args: Any) -> Any:
-    """Run a function in new processes and return what the first one's returned."""
+    """Run a function in new processes, and return the result of the first one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = torch.multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["gpipe.models", "torch.distributed.pipelining", "torchgpipe"])
@@ -61,7 +61,7 @@ def _serve(
     backend = "gloo"
     if cell.device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank]})  # before any thread starts, so that all of them stay there
+        os.sched_setaffinity(0, {cores[rank]})  # before any thread starts, so that all threads stay there
         devices = [torch.device("cpu")] * cell.num_stages
     else:
         devices = [torch.device("cuda", k % torch.cuda.device_count()) for k in range(cell.num_stages)]
@@ -75,7 +75,7 @@ def _serve(
     found = function(cell, Place(rank, num_processes, devices, mesh), *args)
     if rank == 0:
         results.put(found)
-    dist.barrier(host_group())
+    dist.barrier(make_host_group())
     dist.destroy_process_group()
 
 
@@ -85,14 +85,14 @@ def fence(place: Place) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     if place.num_processes > 1:
-        dist.barrier(host_group())
+        dist.barrier(make_host_group())
 
 
 _group: Any = None
 
 
-def host_group() -> Any:
-    """Return a group whose barrier does not occupy a GPU."""
+def make_host_group() -> Any:
+    """Return the group whose barrier does not occupy a GPU."""
     global _group
     _group = _group or dist.new_group(backend="gloo")
     return _group

@@ -1,4 +1,4 @@
-"""What the peers receive: the layers of a stage with our engine's initial weights, and the shapes at its boundaries."""
+"""What the peers need: a stage's layers with our engine's initial weights, and the shapes at its boundaries."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ SEED = 0
 
 
 class Recomputed(nn.Module):
-    """Layers of which only the input is kept until the backward pass."""
+    """Layers that keep only their input until the backward pass."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.Sequential(*layers)
 
     def forward(self, *payload: Tensor) -> Any:
-        """Run the layers; torch's stage hands a tuple over as several arguments."""
+        """Run the layers; torch's stage passes a tuple as several arguments."""
         value = payload[0] if len(payload) == 1 else payload
         return checkpoint(self.layers, value, use_reentrant=False)
 
 
-def stage_layers(workload: Workload, indices: range, device: torch.device) -> dict[int, nn.Module]:
+def make_stage_layers(workload: Workload, indices: range, device: torch.device) -> dict[int, nn.Module]:
     """Return layers with the weights that our engine draws for them."""
     layers = workload.layers()
     return {i: materialize(layers[i], i, SEED, device) for i in indices}
 
 
-def boundaries(
+def make_boundaries(
     workload: Workload, partitions: Sequence[int], num_microbatches: int, device: torch.device
 ) -> list[tuple[Tensor, ...]]:
-    """Return what a micro-batch looks like before each stage and after the last; its numbers mean nothing."""
+    """Return tensors like a micro-batch's before each stage and after the last; their values mean nothing."""
     layers, value = workload.layers(), workload.batch("meta")[0].chunk(num_microbatches)[0]
     found = []
     for part in [range(0), *partition_ranges(partitions)]:
         for i in part:
             value = layers[i](value)
         tensors = (value,) if isinstance(value, Tensor) else value
-        found.append(tuple(_example(tensor, device) for tensor in tensors))
+        found.append(tuple(_make_example(tensor, device) for tensor in tensors))
     return found
 
 
-def _example(tensor: Tensor, device: torch.device) -> Tensor:
+def _make_example(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device, requires_grad=tensor.is_floating_point())

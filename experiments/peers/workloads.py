@@ -1,4 +1,4 @@
-"""What the engines train: small and large variants of the paper's two models, with made-up mini-batches."""
+"""The models that the engines train, small and large variants of the paper's two, with made-up mini-batches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Workload:
     """A model and the size of its mini-batches.
 
     Attributes:
-        title: of the model, for tables.
-        make: the layers; on the meta device, where a stage's own ones get their weights later.
+        title: of the model, in tables.
+        make: makes the layers, on the meta device; a stage gives its layers weights later.
         batch_size: examples of a mini-batch.
         shape: of one example.
         size: of the model, for the record.
@@ -35,12 +35,12 @@ class Workload:
     size: dict[str, int] = field(default_factory=dict)
 
     def layers(self) -> nn.Sequential:
-        """Describe the model: no memory is taken."""
+        """Describe the model without taking memory."""
         with torch.device("meta"):
             return self.make()
 
     def batch(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return the same inputs and targets whoever asks."""
+        """Return the same inputs and targets in every process."""
         generator = torch.Generator().manual_seed(0)
         if len(self.shape) == 1:  # tokens: the next one is the target
             tokens = torch.randint(VOCABULARY_SIZE, (self.batch_size, self.shape[0] + 1), generator=generator)
@@ -49,21 +49,21 @@ class Workload:
         return images.to(device), torch.randint(NUM_CLASSES, (self.batch_size,), generator=generator).to(device)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the record says of it."""
+        """Return the description in a record."""
         return {"model": self.title, "batch_size": self.batch_size, "shape": list(self.shape), **self.size}
 
 
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy over examples, or over all their tokens."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def _amoebanet(num_layers: int, num_filters: int, pixels: int, batch_size: int) -> Workload:
+def _make_amoebanet(num_layers: int, num_filters: int, pixels: int, batch_size: int) -> Workload:
     make = partial(amoebanet_d, num_layers, num_filters, NUM_CLASSES, image_size=pixels)
     return Workload(f"AmoebaNet-D ({num_layers},{num_filters}), {pixels} px", make, batch_size, (3, pixels, pixels))
 
 
-def _transformer(num_layers: int, model_size: int, num_heads: int, num_tokens: int, batch_size: int) -> Workload:
+def _make_transformer(num_layers: int, model_size: int, num_heads: int, num_tokens: int, batch_size: int) -> Workload:
     size = {"vocabulary_size": VOCABULARY_SIZE, "model_size": model_size, "feedforward_size": 4 * model_size}
     make = partial(transformer_lm, num_layers, num_heads=num_heads, **size)
     title = f"Transformer-{num_layers}, {model_size} wide, {num_tokens} tokens"
@@ -71,9 +71,11 @@ def _transformer(num_layers: int, model_size: int, num_heads: int, num_tokens: i
 
 
 MODELS = ("amoebanet", "transformer")
-# Without dropout, whose masks every engine draws in its own way. "paper" is for GPUs: near Tables 2 and 3.
+# Without dropout, because every engine draws its masks differently. "paper" is for GPUs: close to Tables 2 and 3.
 SCALES = {
-    "tiny": dict(zip(MODELS, (_amoebanet(3, 8, 32, 8), _transformer(6, 16, 2, 8, 8)), strict=True)),
-    "laptop": dict(zip(MODELS, (_amoebanet(6, 32, 64, 64), _transformer(8, 256, 4, 128, 32)), strict=True)),
-    "paper": dict(zip(MODELS, (_amoebanet(18, 256, 224, 128), _transformer(24, 2048, 32, 512, 32)), strict=True)),
+    "tiny": dict(zip(MODELS, (_make_amoebanet(3, 8, 32, 8), _make_transformer(6, 16, 2, 8, 8)), strict=True)),
+    "laptop": dict(zip(MODELS, (_make_amoebanet(6, 32, 64, 64), _make_transformer(8, 256, 4, 128, 32)), strict=True)),
+    "paper": dict(
+        zip(MODELS, (_make_amoebanet(18, 256, 224, 128), _make_transformer(24, 2048, 32, 512, 32)), strict=True)
+    ),
 }

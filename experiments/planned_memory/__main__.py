@@ -1,4 +1,4 @@
-"""Planned memory beside the allocator's: every stage of two small models, on the CPU.
+"""Compare planned memory with the allocator's, for every stage of two small models on the CPU.
 
     python -m experiments.planned_memory
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import gpipe
-from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel, images, text
+from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel, make_image_model, make_text_model
 from experiments.planned_memory.stage_accounting import Accounting, ProcessorAllocator
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
@@ -34,7 +34,7 @@ SETTINGS = [
 
 
 def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
-    """Return the planned and the measured peak of each stage in bytes, with the partitions cut by memory."""
+    """Return the planned and the measured peak of each stage in bytes, with a cut by memory."""
     cut = partition_by_memory(model.profiles, setting)
     planned = plan_memory(model.profiles, cut, setting)
     return {
@@ -49,7 +49,7 @@ def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
 
 
 def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list[int]:
-    """Make two steps and return what each stage held at most in the second, when the optimiser has its state."""
+    """Make two steps; return each stage's peak in the second, when the optimiser has its state."""
     pipeline = gpipe.Pipeline(
         model.layers,
         model.loss,
@@ -71,7 +71,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     rows = []
-    for model, setting in product((images(), text()), SETTINGS):
+    for model, setting in product((make_image_model(), make_text_model()), SETTINGS):
         rows.append(compare(model, setting))
         print(rows[-1], flush=True)
     record = make_record(

@@ -1,4 +1,4 @@
-"""A small model of each family of Table 1, to be measured on a CPU."""
+"""A small model of each family of Table 1, to measure on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MICROBATCH_SIZE = 4
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model with its loss, and `batch`, which makes a mini-batch of a size."""
+    """A model with its loss; `batch` makes a mini-batch of a given size."""
 
     title: str
     layers: nn.Sequential
@@ -28,28 +28,28 @@ class SmallModel:
 
     @cached_property
     def profiles(self) -> list[LayerProfile]:
-        """Its layers' profiles with micro-batches of `MICROBATCH_SIZE`."""
+        """The profiles of its layers with micro-batches of `MICROBATCH_SIZE`."""
         return profile_layers(self.layers, self.loss, self.batch(MICROBATCH_SIZE))
 
 
-def images() -> SmallModel:
+def make_image_model() -> SmallModel:
     """Return an AmoebaNet-D for photographs."""
     layers = convert_batch_norm(amoebanet_d(3, 64, 10, image_size=64, auxiliary_head=False))
 
-    def batch(size: int) -> tuple[Tensor, Tensor]:
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(size, 3, 64, 64), torch.arange(size) % 10
 
-    return SmallModel("AmoebaNet-D (3,64), 64 px", layers, F.cross_entropy, batch)
+    return SmallModel("AmoebaNet-D (3,64), 64 px", layers, F.cross_entropy, make_batch)
 
 
-def text() -> SmallModel:
+def make_text_model() -> SmallModel:
     """Return a Transformer for tokens, with dropout."""
     layers = transformer_lm(4, vocabulary_size=1000, model_size=128, feedforward_size=512, num_heads=4, dropout=0.1)
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def batch(size: int) -> tuple[Tensor, Tensor]:
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randint(1000, (size, 64)), torch.randint(1000, (size, 64))
 
-    return SmallModel("Transformer of 4 layers, 64 tokens", layers, loss, batch)
+    return SmallModel("Transformer of 4 layers, 64 tokens", layers, compute_loss, make_batch)

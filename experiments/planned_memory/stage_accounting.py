@@ -1,8 +1,8 @@
-"""Account every allocation of a step to the stage that holds it, while one process plays all stages.
+"""Attribute every allocation of a step to the stage that holds it, while one process plays all stages.
 
-The allocator is read before and after each forward, recomputation and backward of a stage. What a task leaves behind
-belongs to its stage, except for boundary outputs and input gradients, which belong to their receiver from then on.
-What is freed after a task, such as the gradients that it received, also counts for its stage.
+The allocator is read before and after each forward, recomputation and backward of a stage. Memory that a task leaves
+behind belongs to its stage, except for boundary outputs and input gradients: these belong to their receiver from then
+on. Memory that is freed after a task, such as the gradients that it received, also counts for its stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TASK = "gpipe.task"
 
 
 class Reading(NamedTuple):
-    """By how much the allocated bytes grew: since the task before, in the task, and at most within it."""
+    """The growth of the allocated bytes since the previous task, in the task, and at most within it."""
 
     between: int
     grown: int
@@ -34,16 +34,16 @@ class Reading(NamedTuple):
 
 
 class Allocator(Protocol):
-    """Reads what tasks allocate.
+    """An allocator whose allocations by tasks can be read.
 
     Attributes:
-        readings: of the step's tasks in order.
+        readings: of the step's tasks, in order.
     """
 
     readings: list[Reading]
 
     def step(self, run: Callable[[], Any]) -> None:
-        """Run a step, whose tasks run through `task`."""
+        """Run a step; its tasks must run through `task`."""
 
     def task(self, run: Callable[[], Any]) -> Any:
         """Run a task and return its result."""
@@ -59,7 +59,7 @@ class ProcessorAllocator:
         """Run a step under the profiler, and read its tasks."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             run()
-        events = list(_flat(profiled.profiler.kineto_results.experimental_event_tree()))
+        events = list(_flatten(profiled.profiler.kineto_results.experimental_event_tree()))
         tasks = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == _TASK]
         changes = sorted(
             (event.start_time_ns, event.typed[1].alloc_size)
@@ -74,13 +74,13 @@ class ProcessorAllocator:
             before = end
 
     def task(self, run: Callable[[], Any]) -> Any:
-        """Run a task so that it can be told in the profile."""
+        """Run a task under a name that the profile shows."""
         with record_function(_TASK):
             return run()
 
 
 class CudaAllocator:
-    """The caching allocator of a GPU: what tensors take, rounded as it rounds."""
+    """The caching allocator of a GPU, with its rounding."""
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
@@ -104,7 +104,7 @@ class CudaAllocator:
 
 @dataclass
 class Account:
-    """What one stage holds, in bytes: weights, buffers and optimiser state; what its tasks left behind; its peak."""
+    """The bytes of a stage: weights, buffers and optimiser state; what its tasks left behind; the peak of that."""
 
     fixed: int
     held: int = 0
@@ -115,29 +115,31 @@ class Accounting:
     """Accounts of all stages of a pipeline.
 
     Args:
-        pipeline: that plays all its stages in this process.
-        optimizer: whose state is held too, once it has made a step.
+        pipeline: plays all its stages in this process.
+        optimizer: its state counts, once it has made a step.
         allocator: of the device.
     """
 
     def __init__(self, pipeline: gpipe.Pipeline, optimizer: torch.optim.Optimizer | None, allocator: Allocator) -> None:
         self._allocator = allocator
         self._pipeline = pipeline
-        self._tasks: list[tuple[int, int, int]] = []  # stage, who gets what it returns, and how many bytes that is
-        self.accounts = {index: Account(_fixed_bytes(stage, optimizer)) for index, stage in pipeline.stages.items()}
+        self._tasks: list[tuple[int, int, int]] = []  # stage, receiver of the result, bytes of the result
+        self.accounts = {
+            index: Account(_count_fixed_bytes(stage, optimizer)) for index, stage in pipeline.stages.items()
+        }
         for stage in pipeline.stages.values():
             self._watch(stage)
 
     def step(self, batch: tuple[Any, Any]) -> list[int]:
-        """Make a training step; return the most that each stage held, with weights and optimiser state, in bytes."""
+        """Make a training step; return the peak of each stage in bytes, with weights and optimiser state."""
         for index, account in self.accounts.items():
-            account.held = account.peak = _storage_bytes(Payload.of(batch[0]).tensors) if index == 0 else 0
+            account.held = account.peak = _count_storage_bytes(Payload.of(batch[0]).tensors) if index == 0 else 0
         self._tasks.clear()
         self._allocator.readings.clear()
         self._allocator.step(lambda: self._pipeline.train_step(batch))
         account = self.accounts[0]
         for (index, target, travelling), reading in zip(self._tasks, self._allocator.readings, strict=True):
-            account.held += reading.between  # that of the task before
+            account.held += reading.between  # of the previous task
             account = self.accounts[index]
             account.peak = max(account.peak, account.held + reading.most)
             account.held += reading.grown
@@ -148,27 +150,27 @@ class Accounting:
 
     def _watch(self, stage: Stage) -> None:
         for name in ("forward", "recompute", "backward"):
-            setattr(stage, name, self._watched(stage.index, name, getattr(stage, name)))
+            setattr(stage, name, self._wrap(stage.index, name, getattr(stage, name)))
 
-    def _watched(self, index: int, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, index: int, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         target = {"forward": index + 1, "backward": index - 1}.get(name, index)
 
-        def watched(*args: Any, **options: Any) -> Any:
+        def run_and_account(*args: Any, **options: Any) -> Any:
             result = self._allocator.task(lambda: run(*args, **options))
-            if name == "forward":  # on a device of its own the receiver has a copy, whatever the sender keeps
+            if name == "forward":  # on its own device, the receiver has a copy, whatever the sender keeps
                 result.tensors = [tensor.clone() for tensor in result.tensors]
-            self._tasks.append((index, target, 0 if result is None else _storage_bytes(result.tensors)))
+            self._tasks.append((index, target, 0 if result is None else _count_storage_bytes(result.tensors)))
             return result
 
-        return watched
+        return run_and_account
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+def _count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
-def _fixed_bytes(stage: Stage, optimizer: torch.optim.Optimizer | None) -> int:
+def _count_fixed_bytes(stage: Stage, optimizer: torch.optim.Optimizer | None) -> int:
     tensors = [tensor for layer in stage.layers.values() for tensor in layer.state_dict(keep_vars=True).values()]
     state = {} if optimizer is None else optimizer.state
     for tensor in list(tensors):
@@ -177,7 +179,7 @@ def _fixed_bytes(stage: Stage, optimizer: torch.optim.Optimizer | None) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _flat(events: Iterable[Any]) -> Iterable[Any]:
+def _flatten(events: Iterable[Any]) -> Iterable[Any]:
     for event in events:
         yield event
-        yield from _flat(event.children)
+        yield from _flatten(event.children)

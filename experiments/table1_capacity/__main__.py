@@ -1,11 +1,11 @@
-"""What fits: the models of the paper's Table 1, planned; the largest that fits; measured where there is a GPU.
+"""Plan which models of the paper's Table 1 fit, find the largest that fits, and measure on a GPU if there is one.
 
     python -m experiments.table1_capacity
 
 Plans all ten columns with float32 and 12 bytes per parameter on the paper's accelerators, cut by the paper's rule
-(least variance of FLOPs) and by memory, and some with other choices (variants.py). Finds the largest model for each
-K. Adds a record to reproductions/table1_model_size/ and renders all pages. With a GPU it then measures the columns
-(on_gpu.py) and adds a second record. Ten minutes on two cores, most of them for the search.
+(least variance of FLOPs) and by memory. Plans some with other choices (variants.py). Finds the largest model for each
+K. Adds a record to reproductions/table1_model_size/ and renders all pages. With a GPU, it then measures the columns
+(on_gpu.py) and adds a second record. Ten minutes on two cores, mostly for the search.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FOLDER = "table1_model_size"
 
 
 def main() -> None:
-    """Plan, search, and measure where there is a GPU."""
+    """Plan, search, and measure if there is a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plan-only", action="store_true", help="search and measure nothing")
+    parser.add_argument("--plan-only", action="store_true", help="neither search nor measure")
     arguments = parser.parse_args()
     results: dict[str, Any] = {
         "columns": [plan(column) for column in COLUMNS],

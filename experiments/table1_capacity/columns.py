@@ -17,12 +17,12 @@ from gpipe.planning.step import Setting
 STATE_RATIO = 1.0  # RMSProp without momentum: 12 bytes per parameter with its weight and gradient, as the paper counts
 IMAGE_SIZE, IMAGES = 224, 128
 TOKENS, SEQUENCES = 1024, 32
-NUM_MICROBATCHES = 32  # Deviation: the paper does not say how it cut these mini-batches.
+NUM_MICROBATCHES = 32  # Deviation: the paper does not say into how many micro-batches it cut these mini-batches.
 
 
 @dataclass(frozen=True)
 class Column:
-    """A model of Table 1; `num_filters` is None for a Transformer. Naive is one micro-batch, and nothing recomputed."""
+    """A model of Table 1; `num_filters` is None for a Transformer. Naive is M = 1 without recomputation."""
 
     name: str
     num_layers: int
@@ -46,7 +46,7 @@ class Column:
 
     @property
     def setting(self) -> Setting:
-        """How the column is run."""
+        """The setting in which the column runs."""
         if self.name.startswith("Naive"):
             return Setting(1, 1, Rematerialize.NEVER, state_ratio=STATE_RATIO)
         return Setting(self.num_stages, NUM_MICROBATCHES, state_ratio=STATE_RATIO)
@@ -64,7 +64,7 @@ class Column:
         return layers
 
     def batch(self, size: int, device: str = "meta") -> tuple[Tensor, Tensor]:
-        """Return a mini-batch of a size: zeros, or only described."""
+        """Return a mini-batch of zeros; on the meta device it is only described."""
         if self.num_filters is None:
             tokens = torch.zeros(size, TOKENS, dtype=torch.int64, device=device)
             return tokens, tokens
@@ -72,7 +72,7 @@ class Column:
         return images, torch.zeros(size, dtype=torch.int64, device=device)
 
 
-def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of logits [..., classes] and classes [...]."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
@@ -92,7 +92,7 @@ COLUMNS = (
 
 
 def describe(column: Column) -> dict[str, Any]:
-    """Return the column's model as a record holds it."""
+    """Return the column's model as it is in records."""
     return {
         "family": column.family,
         "name": column.name,

@@ -1,7 +1,7 @@
-"""The columns of Table 1 measured: one process plays all stages on one GPU, and the allocator gives each stage's peak.
+"""Measure the columns of Table 1: one process plays all stages on one GPU, and the allocator has each stage's peak.
 
 A stage does not fit if it needs more memory than the paper's accelerators have. If the GPU itself runs out of memory,
-this is the result. Of a Transformer only the first, a middle and the last stage are measured: the others equal the
+that is the result. Of a Transformer, only the first, a middle and the last stage are measured: the others equal the
 middle one.
 """
 
@@ -16,8 +16,8 @@ from torch import nn
 
 import gpipe
 from experiments.planned_memory.stage_accounting import Accounting, Allocator, CudaAllocator
-from experiments.table1_capacity.columns import Column, describe, loss
-from experiments.table1_capacity.plans import planner_of
+from experiments.table1_capacity.columns import Column, compute_loss, describe
+from experiments.table1_capacity.plans import make_planner
 from gpipe.planning.cut import partition_by_memory
 from gpipe.records import Record, make_record
 
@@ -37,8 +37,8 @@ def measure_columns(columns: Sequence[Column]) -> Record:
 
 
 def measure(column: Column, device: str, allocator: Allocator) -> dict[str, Any]:
-    """Return the peak of each measured stage, beside what was planned for it, in bytes."""
-    planner, setting = planner_of(column, partition_by_memory), column.setting
+    """Return the measured and the planned peak of each measured stage, in bytes."""
+    planner, setting = make_planner(column, partition_by_memory), column.setting
     planned = planner.plan(setting)
     partitions = planned.partitions
     stages = list(range(len(partitions)))
@@ -53,29 +53,29 @@ def measure(column: Column, device: str, allocator: Allocator) -> dict[str, Any]
         "memory_bytes": room,
     }
     try:
-        peaks = _peaks(
-            column, [partitions[stage] for stage in stages], _part(column, partitions, stages), device, allocator
+        peaks = _measure_peaks(
+            column, [partitions[stage] for stage in stages], _take_stages(column, partitions, stages), device, allocator
         )
     except torch.cuda.OutOfMemoryError as error:
         return {**result, "out_of_memory": str(error).partition("\n")[0]}
     return {**result, "peak_bytes": peaks, "fits": max(peaks) <= room}
 
 
-def _part(column: Column, partitions: Sequence[int], stages: Sequence[int]) -> nn.Sequential:
-    """Return the layers of some stages, which fit together: Transformer layers are alike."""
+def _take_stages(column: Column, partitions: Sequence[int], stages: Sequence[int]) -> nn.Sequential:
+    """Return the layers of some stages; Transformer layers are alike, so the stages fit together."""
     starts = [0, *accumulate(partitions)]
     layers = column.layers()
     return nn.Sequential(*(layer for stage in stages for layer in layers[starts[stage] : starts[stage + 1]]))
 
 
-def _peaks(
+def _measure_peaks(
     column: Column, partitions: Sequence[int], layers: nn.Sequential, device: str, allocator: Allocator
 ) -> list[int]:
-    """Make two steps and return what each stage held at most in the second, when the optimiser has its state."""
+    """Make two steps; return each stage's peak in the second, when the optimiser has its state."""
     setting = column.setting
     pipeline = gpipe.Pipeline(
         layers,
-        loss,
+        compute_loss,
         partitions,
         setting.num_microbatches,
         rematerialize=setting.rematerialize.value,

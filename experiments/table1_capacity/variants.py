@@ -1,4 +1,4 @@
-"""Columns of Table 1 with other choices where the paper gives none: their effect on the memory of activations."""
+"""Columns of Table 1 with other choices where the paper names none, and their effect on the memory of activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from experiments.table1_capacity.columns import COLUMNS, NUM_MICROBATCHES, Column, describe, loss
+from experiments.table1_capacity.columns import COLUMNS, NUM_MICROBATCHES, Column, compute_loss, describe
 from gpipe.planning.planner import Cut
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import plan_memory
@@ -17,7 +17,7 @@ from gpipe.planning.step import plan_memory
 
 @dataclass(frozen=True)
 class Variant:
-    """A column with another M, or with attention op by op, which keeps matrices of T x T instead of none."""
+    """A column with another M, or with attention op by op, which keeps matrices of T x T."""
 
     column: Column
     num_microbatches: int = NUM_MICROBATCHES
@@ -34,11 +34,11 @@ VARIANTS = [
 
 
 def vary(variant: Variant, cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """Return, with each cut, the bytes of the fullest device, and of the peaks of activations of all together."""
+    """Return, for each cut, the bytes of the fullest device, and the sum of all devices' peaks of activations."""
     column, num_microbatches = variant.column, variant.num_microbatches
     setting = replace(column.setting, num_microbatches=num_microbatches)
     with nullcontext() if variant.is_fused else sdpa_kernel(SDPBackend.MATH):
-        profiles = profile_layers(column.layers(), loss, column.batch(column.batch_size // num_microbatches))
+        profiles = profile_layers(column.layers(), compute_loss, column.batch(column.batch_size // num_microbatches))
     plans = {name: plan_memory(profiles, cut(profiles, setting), setting) for name, cut in cuts.items()}
     return {
         **describe(column),

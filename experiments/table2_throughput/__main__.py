@@ -1,12 +1,12 @@
-"""How training speeds up with K and M: the paper's Tables 2 and 3, simulated from seconds per layer, and planned.
+"""Simulate and plan the paper's Tables 2 and 3: how training speeds up with K and M.
 
     python -m experiments.table2_throughput
 
-Times forward, recomputation, backward and update of every layer at the paper's scale on one core (--device cuda: on
-one GPU), cuts the models by these seconds, and simulates the schedule of K such devices. Their links are slower than
-the paper's by the factor by which the device at hand computes more slowly. The same grid is planned from the figures
-of the paper's devices. Adds records to reproductions/table2_throughput/ and table3_slow_links/ and renders all pages.
-8 minutes on one core; 12 GB. --small prints the records of tiny models instead.
+Times forward, recomputation, backward and update of every layer at the paper's scale on one core (--device cuda: on one
+GPU), cuts the models by these seconds, and simulates the schedule of K such devices. The simulated links are slower
+than the paper's by the same factor as this machine computes more slowly. The same grid is planned from the figures of
+the paper's devices. Adds records to reproductions/table2_throughput/ and table3_slow_links/ and renders all pages. 8
+minutes on one core; 12 GB. --small prints the records of tiny models instead.
 """
 
 from __future__ import annotations
@@ -33,59 +33,59 @@ from reproductions.additions import add_record
 
 NUM_STAGES = (2, 4, 8)
 NUM_CLASSES = 1000
-# How micro-batches are chosen, and what the partitions balance.
+# How to choose the micro-batches, and what the partitions balance.
 WAYS = (("fits", "seconds"), ("fits", "flops"), ("fixed", "seconds"), ("equal", "seconds"))
 TABLES = {"table2_throughput": (1, 4, 32), "table3_slow_links": (32,)}
 
 
-def images(image_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def make_images(image_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return noise and labels."""
     labels = torch.zeros(num_examples, dtype=torch.int64, device=device)
     return torch.randn(num_examples, 3, image_size, image_size, device=device), labels
 
 
-def tokens(length: int, vocabulary_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def make_tokens(length: int, vocabulary_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return sequences drawn at random, and their targets."""
     inputs, targets = (torch.randint(vocabulary_size, (num_examples, length), device=device) for _ in range(2))
     return inputs, targets
 
 
-def amoebanet(num_layers: int, num_filters: int, image_size: int) -> nn.Sequential:
-    """Describe an AmoebaNet-D, without the auxiliary head, whose batch norm a micro-batch of one image would stop."""
+def make_amoebanet(num_layers: int, num_filters: int, image_size: int) -> nn.Sequential:
+    """Describe an AmoebaNet-D without auxiliary head, whose batch norm refuses a micro-batch of one image."""
     with torch.device("meta"):
         layers = amoebanet_d(num_layers, num_filters, NUM_CLASSES, image_size=image_size, dropout=0.5)
     return gpipe.convert_batch_norm(layers)
 
 
-def transformer(num_layers: int, **sizes: int) -> nn.Sequential:
+def make_transformer(num_layers: int, **sizes: int) -> nn.Sequential:
     """Describe a Transformer-L."""
     with torch.device("meta"):
         return transformer_lm(num_layers, **sizes)
 
 
-def studies(*, is_small: bool) -> dict[str, list[Study]]:
-    """Return the models of each table, with the paper's devices: Table 1's TPUs, and GPUs linked by PCI-E."""
+def make_studies(*, is_small: bool) -> dict[str, list[Study]]:
+    """Return the models of each table with the paper's devices: Table 1's TPUs, and GPUs linked by PCI-E."""
     v2, v3, p100 = (ACCELERATORS[name] for name in ("tpu_v2", "tpu_v3", "p100"))
     if is_small:
-        narrow = transformer(8, vocabulary_size=64, model_size=32, feedforward_size=64, num_heads=2)
+        narrow = make_transformer(8, vocabulary_size=64, model_size=32, feedforward_size=64, num_heads=2)
         table2 = [
-            Study("AmoebaNet-D (3,16)", amoebanet(3, 16, 64), partial(images, 64), v2, 1, (1,)),
-            Study("Transformer-8", narrow, partial(tokens, 16, 64), v3, 1, (1,)),
+            Study("AmoebaNet-D (3,16)", make_amoebanet(3, 16, 64), partial(make_images, 64), v2, 1, (1,)),
+            Study("Transformer-8", narrow, partial(make_tokens, 16, 64), v3, 1, (1,)),
         ]
         table3 = [replace(study, device=p100) for study in table2]
     else:
-        image, text = (partial(images, 224), 128, (1, 4, 16)), (partial(tokens, 1024, 32_000), 32, (1, 2))
+        image, text = (partial(make_images, 224), 128, (1, 4, 16)), (partial(make_tokens, 1024, 32_000), 32, (1, 2))
         table2, table3 = [
             [
-                Study(f"AmoebaNet-D (18,{width})", amoebanet(18, width, 224), image[0], devices[0], *image[1:]),
-                Study(f"Transformer-{depth}", transformer(depth), text[0], devices[1], *text[1:]),
+                Study(f"AmoebaNet-D (18,{width})", make_amoebanet(18, width, 224), image[0], devices[0], *image[1:]),
+                Study(f"Transformer-{depth}", make_transformer(depth), text[0], devices[1], *text[1:]),
             ]
             for width, depth, devices in ((256, 48, (v2, v3)), (128, 24, (p100, p100)))
         ]
     return {"table2_throughput": table2, "table3_slow_links": table3}
 
 
-def results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: str) -> dict[str, Any]:
+def make_results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: str) -> dict[str, Any]:
     """Return a model's part of a record."""
     grid = [(k, m) for k in NUM_STAGES for m in numbers_of_microbatches]
     timings = {} if kind == "planned" else {size: [list(row) for row in rows] for size, rows in study.timings.items()}
@@ -101,11 +101,11 @@ def results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: str) -
     }
 
 
-def records(options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
+def make_records(options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
     """Measure, and yield each record with the reproduction that it belongs to."""
     device = torch.device(options.device)
     timer = LayerTimer(device, options.repeats, partial(rmsprop, lr=1e-6))
-    for name, models in studies(is_small=options.small).items():
+    for name, models in make_studies(is_small=options.small).items():
         for study in models:
             study.measure(timer, device)
             print(
@@ -115,7 +115,7 @@ def records(options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
             yield name, make_record(
                 kind=kind, experiment=f"{name}_grid", seed=0,
                 config={"repeats": options.repeats, "efficiency": EFFICIENCY, "device": device.type},
-                results={"models": [results(study, TABLES[name], kind) for study in models]},
+                results={"models": [make_results(study, TABLES[name], kind) for study in models]},
                 gpus=[torch.cuda.get_device_name()] if device.type == "cuda" else [],
             )  # fmt: skip
 
@@ -123,12 +123,12 @@ def records(options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
 def main() -> None:
     """Read the command line, measure, and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that times the layers")
-    parser.add_argument("--repeats", type=int, default=3, help="of each pass that count")
-    parser.add_argument("--small", action="store_true", help="tiny models; prints the records")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="the device that times the layers")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats that count, of each pass")
+    parser.add_argument("--small", action="store_true", help="use tiny models, and print the records")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a core stands for an accelerator
-    for name, record in list(records(options)):  # one that is added changes the repository that the next one names
+    for name, record in list(make_records(options)):  # adding a record changes the commit state of the next
         if options.small:
             print(json.dumps(asdict(record)))
         else:

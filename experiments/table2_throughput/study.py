@@ -1,8 +1,8 @@
-"""A model of the paper's Tables 2 and 3 on K devices: which micro-batches fit, and how long a step takes.
+"""Study a model of the paper's Tables 2 and 3 on K devices: which micro-batches fit, and how long a step takes.
 
-The seconds of its layers are planned, from the figures of the paper's device (the roofline), or measured on the
-device at hand. In the second case the links are slowed by the factor by which the device at hand is slower than the
-paper's, which keeps the ratio of transfer to computing.
+The seconds of its layers are planned, from the figures of the paper's device (the roofline), or measured on this
+machine. In the second case the links are slower by the same factor as this machine is slower than the paper's device,
+which keeps the ratio of transfer to computing.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Study:
     """One model.
 
     Attributes:
-        title: as the tables call it.
-        layers: described on the meta device.
+        title: in the tables.
+        layers: on the meta device.
         example: (number of examples, device) -> inputs and targets.
         device: the paper's.
-        batch_size: of the paper's Table 1: the mini-batch where it is the same in every cell, the largest micro-batch
-            where it is chosen to fit.
-        sizes: of the micro-batches whose layers are timed; other sizes take as long an example as the nearest smaller.
-        fixed_size: of the micro-batches where the mini-batch grows with M.
-        timings: measured, by size of the micro-batch.
+        batch_size: of the paper's Table 1. It is the mini-batch if all cells have the same, and the largest micro-batch
+            if it is chosen to fit.
+        sizes: of the micro-batches to time. Other sizes take as long per example as the next smaller one.
+        fixed_size: of the micro-batches, if the mini-batch grows with M.
+        timings: as measured, by size of the micro-batch.
     """
 
     title: str
@@ -53,7 +53,7 @@ class Study:
 
     @property
     def planned_speed(self) -> Speed:
-        """What the paper's device is taken to reach."""
+        """The assumed speed of the paper's device."""
         return Speed.of(self.device, "float32", EFFICIENCY)
 
     def measure(self, timer: LayerTimer, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Study:
         return self._profiles[size]
 
     def seconds(self, size: int, kind: str) -> list[LayerSeconds]:
-        """Return what each layer and the loss take with a micro-batch, for "planned" or "simulated" numbers."""
+        """Return the seconds of each layer and the loss with a micro-batch, for "planned" or "simulated" numbers."""
         if kind == "planned":
             return self.planned_speed.seconds(self.profiles(size))
         nearest = max((timed for timed in self.timings if timed <= size), default=min(self.timings))
@@ -75,13 +75,13 @@ class Study:
         return [LayerSeconds(*(scale * value for value in timing.seconds)) for timing in self.timings[nearest]]
 
     def flops_per_second(self, kind: str) -> float:
-        """Return the FLOP/s of a forward and a backward of the largest micro-batch that was timed."""
+        """Return the FLOP/s of a forward and a backward of the largest timed micro-batch."""
         size = max(self.timings)
         flops = sum(work.flops for profile in self.profiles(size) for work in (*profile.forward, *profile.backward))
         return flops / sum(layer.forward + layer.backward for layer in self.seconds(size, kind))
 
     def speed(self, kind: str) -> Speed:
-        """Return the paper's device, in a simulation as slow as the device at hand."""
+        """Return the speed of the paper's device, for a simulation slowed to that of this machine."""
         if kind == "planned":
             return self.planned_speed
         return self.planned_speed.slowed(self.flops_per_second("planned") / self.flops_per_second("simulated"))
@@ -97,8 +97,8 @@ class Study:
         flops = [sum(work.flops for work in profile.forward) for profile in self.profiles(size)]
         return partition_layers(flops[:-1], num_stages, objective="variance")
 
-    def fitting_size(self, setting: Setting, kind: str, by: str) -> int:
-        """Return the largest micro-batch, a power of two up to the largest, that fits the device; 1 where none does."""
+    def find_fitting_size(self, setting: Setting, kind: str, by: str) -> int:
+        """Return the largest micro-batch that fits the device, a power of two up to batch_size; 1 if none does."""
         size = self.batch_size
         while size > 1 and self.peak_bytes(size, setting, kind, by) > self.device.memory_bytes:
             size //= 2
@@ -116,12 +116,12 @@ class Study:
             num_stages: K.
             num_microbatches: M.
             kind: "planned" or "simulated".
-            batch: how micro-batches are chosen: "fits" the memory, "fixed", or "equal" mini-batches.
+            batch: how to choose micro-batches: "fits" the memory, "fixed", or "equal" mini-batches.
             by: what the partitions balance, "seconds" or "flops".
         """
         setting = Setting(num_stages, num_microbatches)
         if batch == "fits":
-            size = self.fitting_size(setting, kind, by)
+            size = self.find_fitting_size(setting, kind, by)
         else:
             size = self.fixed_size if batch == "fixed" else max(1, self.batch_size // num_microbatches)
         partitions = self.cut(size, num_stages, kind, by)

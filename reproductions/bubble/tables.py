@@ -1,4 +1,4 @@
-"""The paper's claim about the bubble, beside what was measured, simulated and planned at M = 4K."""
+"""The paper's claim about the bubble, beside our measured, simulated and planned numbers at M = 4K."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,13 +19,13 @@ _MOST_STILL = 0.1  # of the time of the synchronous save
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG001 - every page's claims take both
     """Return the share of a step in which the stages of K = 8, M = 32 wait, with recomputation.
 
-    Measured: what the step of equal, sleeping layers takes above the work of a stage, the engine's own cost included.
-    Simulated and planned: the bubble of Transformer-48 in Table 2's cell, the imbalance of its stages apart.
+    Measured: the time of a step of equal, sleeping layers beyond the work of a stage, including the engine's own cost.
+    Simulated and planned: the bubble of Transformer-48 in Table 2's cell, without the imbalance of its stages.
     """
     k, m = _CELL.values()
     measured = newest(records, "engine_overhead")
     rows = [] if measured is None else [row for row in measured.results["grid"] if _is_cell(row)]
-    ours = [_waiting(row) for row in rows if (row["engine"], row["rematerialize"]) == ("ours", "always")]
+    ours = [_compute_waiting(row) for row in rows if (row["engine"], row["rematerialize"]) == ("ours", "always")]
     others = {
         kind: [
             f"{cell['shares']['bubble']:.1%}"
@@ -52,8 +52,8 @@ def _is_cell(row: Mapping[str, Any]) -> bool:
     return all(row[name] == value for name, value in _CELL.items())
 
 
-def _waiting(row: Mapping[str, Any]) -> float:
-    """Return the share of a measured step in which a stage does not forward, recompute or go backward."""
+def _compute_waiting(row: Mapping[str, Any]) -> float:
+    """Return the share of a measured step in which a stage does not work."""
     work: float = row["num_microbatches"] * (2 * row["forward_seconds"] + row["backward_seconds"])
     step: float = row["step_seconds"]
     return 1 - work / step
@@ -101,7 +101,7 @@ def one_stage_overhead(records: Sequence[Record]) -> str:
 
 
 def schedule_simulation(records: Sequence[Record]) -> str:
-    """Return how long each schedule's steps took with layers that sleep, beside what the simulator says."""
+    """Return the time of each schedule's steps with layers that sleep, beside the simulator's."""
     record = newest(records, "schedule_simulation")
     if record is None:
         return not_run("python -m experiments.schedule_simulation")
@@ -195,7 +195,7 @@ def checkpoint_cost(records: Sequence[Record]) -> str:
 
 
 def checkpoint_cost_run(records: Sequence[Record]) -> str:
-    """Return where the cost was measured."""
+    """Return the provenance of the measured cost."""
     return provenance(newest(records, CHECKPOINT_COST), _CHECKPOINT_PROGRAM)
 
 

@@ -31,7 +31,7 @@ _TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BL
 
 
 def deep_or_wide(records: Sequence[Record]) -> str:
-    """Return how a deep and a wide model of equal size do, by resource group, means and deviations over the seeds.
+    """Compare a deep and a wide model of equal size by resource group: means and deviations over the seeds.
 
     Every number of a model is a mean over languages, scores with the narrowest beam. Differences are between models
     of the same seed.
@@ -59,7 +59,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
-    """Return what became of the paper's claims on depth at laptop scale, beside what it prints of its own models."""
+    """Return the paper's claims on depth at laptop scale, beside its own numbers."""
     bleu = {row["num_layers"]: row["bleu_read_off_by_third_party"] for row in paper}
     rows = []
     for data, (deep, wide) in deep_and_wide(records).items():
@@ -91,7 +91,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 
 
 def deep_or_wide_models(records: Sequence[Record]) -> str:
-    """Return how many parameters the two models have beside their tables."""
+    """Return the two models' numbers of parameters without their tables."""
     rows = [
         [f"T({', '.join(map(str, shape))}), {row['model_size']} wide", f"{row['parameters_beside_tables']:,}"]
         for shape, row in planned_models(records, "laptop").items()
@@ -116,9 +116,9 @@ def deep_and_wide(records: Sequence[Record]) -> dict[tuple[str, int], tuple[dict
 
 
 def deep_training(records: Sequence[Record]) -> str:
-    """Return how a model of many layers trains with and without what the paper says it needs.
+    """Return how a model of many layers trains with and without the paper's two measures.
 
-    Means and deviations over the seeds that came to their end; the gradient norm is the largest of any step and seed.
+    Means and deviations are over the seeds that finished. The gradient norm is the largest of any step and seed.
     """
     tables = []
     for setting, ways in deep_trainings(records).items():
@@ -132,8 +132,8 @@ def deep_training(records: Sequence[Record]) -> str:
 def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, float | None], list[Record]]]:
     """Return the trainings of deep models, diverged ones too, by setting, and by scaled initialisation and logit limit.
 
-    A setting is a model, data and learning rate. With both comes first, with neither last. Of several with the same
-    seed the last counts.
+    A setting is a model, data and learning rate. Trainings with both measures come first, those with neither last. The
+    last one counts among trainings with the same seed.
     """
     found: dict[str, dict[tuple[bool, float | None], dict[int, Record]]] = {}
     for run in records:
@@ -148,9 +148,9 @@ def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, floa
 
 
 def describe_outcome(run: Record) -> str:
-    """Say what became of a training: it trained, learnt nothing, or diverged, and after how many steps.
+    """Say whether a training trained, learnt nothing, or diverged, and after how many steps.
 
-    It has learnt nothing where the negative log-likelihood of its last steps is not below that of its first ones.
+    It has learnt nothing if the negative log-likelihood of its last steps is not below that of its first steps.
     """
     course = run.results.get("training", [])
     if "failure" in run.results:
@@ -160,9 +160,9 @@ def describe_outcome(run: Record) -> str:
 
 
 def largest_rise(course: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return by how much the negative log-likelihood rose at most above its least value before, 0 if it only fell.
+    """Return the largest rise of the negative log-likelihood above its least value so far; 0 if it only fell.
 
-    course: rows of a training as `curve.read_training` makes them; None without any.
+    The rows are those of `curve.read_training`; without any, return None.
     """
     nll = [row["nll"] for row in course if "nll" in row]
     least = itertools.accumulate(nll, min)
@@ -170,7 +170,7 @@ def largest_rise(course: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list[str]:
-    """Return the row of a way to train a deep model, from its seeds."""
+    """Return the row of one way to train a deep model."""
     ended = [run for run in runs if "failure" not in run.results]
     evaluations = [next(iter(run.results["evaluation"].values())) for run in ended]
     courses = [run.results.get("training", []) for run in runs]
@@ -197,7 +197,7 @@ def _order(way: tuple[bool, float | None]) -> tuple[bool, bool, float]:
 
 
 def _deep_verdict(ways: Mapping[tuple[bool, float | None], Sequence[Record]]) -> str:
-    """Return the verdict on the gain in final loss of both measures over neither, seed by seed."""
+    """Return the verdict on the final loss with both measures against neither, seed by seed."""
     losses = [
         {
             run.seed: next(iter(run.results["evaluation"].values()))["loss"]
@@ -231,7 +231,7 @@ def _gains(deep: Mapping[str, float], wide: Mapping[str, float]) -> dict[str, fl
 
 
 def _interval(name: str, gains: Mapping[int, Mapping[str, float]]) -> Interval | None:
-    """Return the interval of differences over seeds and languages; of a loss, less is a gain."""
+    """Return the interval of differences over seeds and languages; a lower loss is a gain."""
     sign = -1 if name == "loss" else 1
     return over_seeds_and_parts(
         {seed: {language: sign * gain for language, gain in found.items()} for seed, found in gains.items()}

@@ -1,4 +1,4 @@
-"""The tables of section 5 of the paper and its figure 3: one model of all languages, beside a model of each."""
+"""The tables of section 5 of the paper and its figure 3: one model of all languages beside one model per language."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,7 +73,7 @@ def figure3_models(records: Sequence[Record], paper: Paper) -> str:
 
 
 def figure3_other_settings(records: Sequence[Record]) -> str:
-    """Return the runs that bear a paper-scale name, but not its settings."""
+    """Return the runs with a paper-scale name but other settings."""
     return paper_scale.other_settings(records, PAPER_SCALE, _differences)
 
 
@@ -114,7 +114,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 
 
 def figure3_low_resource(records: Sequence[Record]) -> str:
-    """Return how one multilingual model does beside bilingual ones of its size, on the languages that have these.
+    """Compare one multilingual model with bilingual ones of its size, on the languages that have these.
 
     There is one row per figure and seed, then one for all seeds. Each number is a mean over the languages, with each
     model at its least validation loss.
@@ -163,7 +163,7 @@ def figure3_languages(records: Sequence[Record]) -> str:
 
 
 def figure3_run(records: Sequence[Record]) -> str:
-    """Return where the newest of the small multilingual models was trained, and on what."""
+    """Return the provenance of the newest small multilingual model."""
     runs = [one.run for one in multilingual_trainings(records)]
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
 
@@ -200,7 +200,7 @@ _STEPS = _Figure("step", "steps to the least loss", ".0f", is_judged=False)
 
 
 def _figures(seeds: Iterable[Pairs]) -> list[_Figure]:
-    """Return the figures to compare: scores by the beams that there are."""
+    """Return the figures to compare, with the scores of each beam."""
     found = beams(one for pairs in seeds for pair in pairs.values() for one in pair)
     scores = [
         _Figure(name, f"{title}, {describe_search(beam)}", ".2f", beam)
@@ -211,7 +211,7 @@ def _figures(seeds: Iterable[Pairs]) -> list[_Figure]:
 
 @dataclass(frozen=True)
 class _Means:
-    """Means over the languages, on how many of them the multilingual model is better, and how many there are."""
+    """Means over the languages; on how many the multilingual model is better, and how many there are."""
 
     bilingual: float
     multilingual: float
@@ -237,7 +237,7 @@ def pair_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tupl
 
 
 def _differences(run: Record) -> list[str]:
-    """Return in which settings a run departs from the paper-scale one of its model, or from that of T(6, 8192, 16)."""
+    """Return the settings in which a run departs from its model's paper-scale run, or from that of T(6, 8192, 16)."""
     name = "_".join(map(str, shape_of(run.config["model"])))
     model = f"translation_t{name}" if name in _NAMES else "translation_t6_8192_16"
     return paper_scale.differences(run, [f"+experiment={run.experiment}", f"model={model}"])
@@ -280,7 +280,7 @@ def _gain(seeds: Mapping[int, Pairs], figure: _Figure) -> Interval | None:
 
 
 def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
-    """Write the means of one or several seeds."""
+    """Write the means over one or several seeds."""
     both = [[found.bilingual for found in means], [found.multilingual for found in means]]
     cells = [spread(values, figure.form) for values in both]
     cells.append(spread([found.multilingual - found.bilingual for found in means], figure.form, "+"))

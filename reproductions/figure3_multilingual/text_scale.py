@@ -1,4 +1,4 @@
-"""The table of what a corpus of pairs takes until the first mini-batch, from python -m experiments.text_scale."""
+"""The table of a corpus's memory and time until the first mini-batch, from python -m experiments.text_scale."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +57,7 @@ def _megabytes(num_bytes: float) -> str:
 
 
 def text_scale_run(records: Sequence[Record]) -> str:
-    """Return where that was measured."""
+    """Return the provenance of the measurement."""
     return provenance(newest(records, EXPERIMENT), _PROGRAM)
 
 

@@ -1,6 +1,6 @@
 """The tables of the paper's Table 1: its models' parameters and memory, planned and measured, and the largest that fit.
 
-Memory of ours and torchgpipe's is in GiB; the paper's stands as it prints it.
+Our memory and torchgpipe's is in GiB; the paper's is as printed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _GIB = 2**30
 
 
 def table1_parameters(records: Sequence[Record], paper: Paper) -> str:
-    """Return how many parameters each model has, beside what the paper prints and torchgpipe counted."""
+    """Return each model's number of parameters, beside the paper's and torchgpipe's."""
     columns = _columns(records, "planned")
     if not columns:
         return not_run(PROGRAM)
@@ -116,12 +116,12 @@ def table1_measured(records: Sequence[Record], paper: Paper) -> str:
 
 
 def table1_run(records: Sequence[Record]) -> str:
-    """Return where the plans were made."""
+    """Return the provenance of the plans."""
     return provenance(_newest(records, "planned", "columns"), PROGRAM)
 
 
 def table1_measured_run(records: Sequence[Record]) -> str:
-    """Return where the models were measured."""
+    """Return the provenance of the measurements."""
     return provenance(_newest(records, "measured", "columns"), ON_GPU)
 
 
@@ -164,7 +164,7 @@ def _larger(columns: Mapping[tuple[str, str], Mapping[str, Any]], pair: Sequence
 
 
 def fit(peak_bytes: int, memory_bytes: int) -> str:
-    """Say whether a peak fits."""
+    """Write whether a peak fits."""
     return "fits" if peak_bytes <= memory_bytes else "does not fit"
 
 
@@ -194,7 +194,7 @@ def _model(row: Mapping[str, str]) -> str:
 
 
 def _counts(column: Mapping[str, Any], printed: str) -> list[str]:
-    """Return a model's exact parameters and as the paper would print them, and which of the two that it did print."""
+    """Return a model's exact and rounded counts, and which of them the paper prints."""
     counts = {"the model": column["parameters"], "with head": column.get("parameters_with_auxiliary_head")}
     texts = {name: "" if count is None else as_printed(count, printed) for name, count in counts.items()}
     cells = [cell for name, count in counts.items() for cell in ("" if count is None else f"{count:,}", texts[name])]
@@ -266,12 +266,12 @@ def planned_memory_deviations(records: Sequence[Record]) -> str:
 
 
 def planned_memory_run(records: Sequence[Record]) -> str:
-    """Return where the measurement was made."""
+    """Return the provenance of the measurement."""
     return provenance(newest(records, "planned_memory"), "python -m experiments.planned_memory")
 
 
 def _deviations(row: Mapping[str, Any]) -> list[float]:
-    """Return by which fraction of the measured peak each stage's plan is above it."""
+    """Return each stage's (planned - measured) / measured peak."""
     peaks = zip(row["planned_bytes"], row["measured_bytes"], strict=True)
     return [planned / measured - 1 for planned, measured in peaks]
 

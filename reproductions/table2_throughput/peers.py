@@ -34,7 +34,7 @@ def peers_throughput(records: Sequence[Record]) -> str:
 
 
 def peers_speed_up(records: Sequence[Record]) -> str:
-    """Return how many times faster than with one stage each engine is with K."""
+    """Return each engine's speed-up with K stages over one stage."""
     record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_PROGRAM)
@@ -58,7 +58,7 @@ def peers_speed_up(records: Sequence[Record]) -> str:
 
 
 def peers_memory(records: Sequence[Record]) -> str:
-    """Return by how much the fullest process of each engine grew."""
+    """Return the growth of each engine's largest process."""
     record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_PROGRAM)
@@ -69,7 +69,7 @@ def peers_memory(records: Sequence[Record]) -> str:
 
 
 def peers_partitions(records: Sequence[Record]) -> str:
-    """Return how each package would cut the models, and how much slower than the optimum its slowest stage is."""
+    """Return how each package cuts the models, and its slowest stage over the optimum."""
     record = newest(records, EXPERIMENT)
     if record is None:
         return not_run(_PROGRAM)
@@ -87,7 +87,7 @@ def peers_partitions(records: Sequence[Record]) -> str:
 
 
 def peers_run(records: Sequence[Record]) -> str:
-    """Return where the newest record comes from."""
+    """Return the provenance of the newest record."""
     return provenance(newest(records, EXPERIMENT), _PROGRAM)
 
 

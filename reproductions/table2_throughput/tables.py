@@ -40,12 +40,12 @@ def table2(records: Sequence[Record], paper: Paper) -> str:
 
 
 def table2_other_settings(records: Sequence[Record], paper: Paper) -> str:
-    """Return the runs that bear the paper-scale name, but not its settings."""
+    """Return the runs with the paper-scale name but other settings."""
     return other_settings(records, [PAPER_SCALE], held_against(paper))
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
-    """Return the speed-ups that the paper draws attention to."""
+    """Return the speed-ups that the paper highlights."""
     experiments = GRID, PAPER_SCALE
     transformer, amoebanet = "Transformer-48", "AmoebaNet-D (18,256)"
     printed = {key_of(row): row["speed_up"] for row in paper}
@@ -122,7 +122,7 @@ def table2_laptop_equal(records: Sequence[Record]) -> str:
 
 
 def table2_run(records: Sequence[Record]) -> str:
-    """Return where the newest simulation ran, and on what."""
+    """Return the provenance of the newest simulation."""
     return grid_run(records, GRID)
 
 
@@ -177,7 +177,7 @@ def transformer_utilization(records: Sequence[Record]) -> str:
 
 
 def transformer_utilization_run(records: Sequence[Record]) -> str:
-    """Return where the utilisation was measured."""
+    """Return the provenance of the utilisation."""
     return provenance(newest(records, "transformer_utilization"), _UTILIZATION_PROGRAM)
 
 

@@ -1,4 +1,4 @@
-"""The tables of the paper's Table 3: the speed-up where devices are linked over PCI-E."""
+"""The tables of the paper's Table 3: the speed-up with links over PCI-E."""
 
 from collections.abc import Sequence
 
@@ -26,12 +26,12 @@ def table3(records: Sequence[Record], paper: Paper) -> str:
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
-    """Return how many of the paper's speed-ups ours come near."""
+    """Return how many of our speed-ups are near the paper's."""
     return [cells_claim(records, paper, (GRID, PAPER_SCALE), "Table 3")]
 
 
 def table3_fixed(records: Sequence[Record], paper: Paper) -> str:
-    """Return the speed-ups with micro-batches of 4 examples, and what was measured so."""
+    """Return the speed-ups with micro-batches of 4 examples, of the grid and of measured runs."""
     return with_batch(records, paper, (GRID, PAPER_SCALE), "fixed")
 
 
@@ -51,7 +51,7 @@ def table3_figures(records: Sequence[Record]) -> str:
 
 
 def table3_run(records: Sequence[Record]) -> str:
-    """Return where the newest simulation ran, and on what."""
+    """Return the provenance of the newest simulation."""
     return grid_run(records, GRID)
 
 

@@ -1,4 +1,4 @@
-"""The tables of the paper's Table 4: our accuracies beside the paper's, a small transfer, and what all would cost."""
+"""The tables of the paper's Table 4: our accuracies beside the paper's, a small transfer, and the cost of all runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
@@ -18,7 +18,7 @@ MARGIN = 0.005  # of the accuracy: what ours may lack and still be the paper's, 
 
 
 def table4(records: Sequence[Record], paper: Paper) -> str:
-    """Return the paper's accuracies beside the mean and deviation of ours, a row per figure of a data set."""
+    """Return the paper's accuracies beside the mean and deviation of ours, one row per figure of a data set."""
     rows = []
     for row in paper:
         runs = paper_scale_runs(records, row["data"])
@@ -34,7 +34,7 @@ def table4(records: Sequence[Record], paper: Paper) -> str:
 
 
 def table4_other_settings(records: Sequence[Record]) -> str:
-    """Return the runs that bear a paper-scale name, but not its settings."""
+    """Return the runs with a paper-scale name but other settings."""
     return paper_scale.other_settings(records, PAPER_SCALE, _differences)
 
 
@@ -108,7 +108,7 @@ def small_transfers(
 
 
 def transfer_laptop_run(records: Sequence[Record]) -> str:
-    """Return where the newest of the small transfers ran, and on what."""
+    """Return the provenance of the newest small transfer."""
     runs = [record for record in records if record.experiment in LAPTOP_TRANSFERS and "top1" in record.results]
     return provenance(max(runs, key=lambda run: run.date, default=None), "transfers at laptop scale")
 
@@ -138,13 +138,13 @@ def table4_cost(records: Sequence[Record]) -> str:
 
 
 def data_of(record: Record) -> str:
-    """Return the name of a record's data set, empty where it is not of one."""
+    """Return the name of a record's data set; empty if it has none."""
     name: str = record.config.get("data", {}).get("name", "")
     return name
 
 
 def is_tuned(run: Record) -> bool:
-    """Say whether a training began with another one's weights."""
+    """Return whether a training began with the weights of another one."""
     return run.config.get("init_from") is not None
 
 
@@ -154,7 +154,7 @@ def paper_scale_runs(records: Sequence[Record], data: str) -> list[Record]:
 
 
 def _differences(run: Record) -> list[str]:
-    """Return in which settings a run departs from the paper-scale one on ImageNet, or transfer to its data set."""
+    """Return the settings in which a run departs from the paper-scale run on ImageNet, or transfer to its data set."""
     if run.experiment == PRE_TRAINING:
         found = paper_scale.differences(run, [f"+experiment={PRE_TRAINING}"])
         return found if data_of(run) == "imagenet" else [f"data.name: {data_of(run)} (paper scale: imagenet)", *found]
@@ -164,7 +164,7 @@ def _differences(run: Record) -> list[str]:
 
 
 def reason_not_run(records: Sequence[Record], data: str) -> str | None:
-    """Return the newest reason on record why a data set was not run, None where there is none."""
+    """Return the newest recorded reason why a data set was not run, or None."""
     reasons = [record for record in records if record.kind == "not run" and data_of(record) == data]
     newest = max(reasons, key=lambda record: record.date, default=None)
     return None if newest is None else str(newest.results["reason"])
@@ -189,7 +189,7 @@ def _spread(values: Iterable[float]) -> list[str]:
 
 
 def _gains(scratch: Mapping[int, Record], tuned: Mapping[int, Record]) -> list[float]:
-    """Return by how much each fine-tuned run is better than that from scratch with the same seed."""
+    """Return by how much each fine-tuned run is better than the run from scratch with the same seed."""
     seeds = sorted(scratch.keys() & tuned.keys())
     return [tuned[seed].results["top1"] - scratch[seed].results["top1"] for seed in seeds]
 
@@ -202,7 +202,7 @@ def _gain(gains: Sequence[float]) -> list[str]:
 
 
 def image_runs(records: Sequence[Record]) -> str:
-    """Return the runs that trained on images from scratch: what was trained on what, how far, and how fast."""
+    """Return the trainings on images from scratch: model, data, accuracy and speed."""
     runs = _image_runs(records)
     rows = [
         [
@@ -285,7 +285,7 @@ def image_throughput(records: Sequence[Record]) -> str:
 
 
 def _image_runs(records: Sequence[Record]) -> list[Record]:
-    """Return the trainings on images but the transfers, which have tables of their own."""
+    """Return the trainings on images, without the transfers, which have their own tables."""
     runs = [run for run in records if run.results.get("top1") is not None and "image_size" in run.config["data"]]
     return [run for run in runs if not run.experiment.startswith("transfer")]
 

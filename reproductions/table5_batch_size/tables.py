@@ -1,4 +1,4 @@
-"""The tables of the paper's Table 5: what larger mini-batches bring."""
+"""The tables of the paper's Table 5: what larger mini-batches gain."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ _COMMAND = "train.py -m +experiment=batch_size_laptop"
 
 
 def table5(records: Sequence[Record], paper: Paper) -> str:
-    """Return the paper's BLEU and negative log-likelihood beside ours, a row per mini-batch."""
+    """Return the paper's BLEU and negative log-likelihood beside ours, one row per mini-batch."""
     sizes = _by_size(_paper_scale_trainings(records, paper))
     rows = []
     for row in paper:
@@ -29,12 +29,12 @@ def table5(records: Sequence[Record], paper: Paper) -> str:
 
 
 def table5_other_settings(records: Sequence[Record], paper: Paper) -> str:
-    """Return the runs that bear the paper-scale name, but not its settings."""
+    """Return the runs with the paper-scale name but other settings."""
     return paper_scale.other_settings(records, [PAPER_SCALE], _held_against(paper))
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
-    """Return what the largest mini-batch gains over the smallest, and what larger ones gain at laptop scale."""
+    """Return the gain of the largest mini-batch over the smallest, and the gains at laptop scale."""
     sizes = _by_size(_paper_scale_trainings(records, paper))
     ends = [sizes.get(int(row["batch_tokens"]), {}) for row in (paper[0], paper[-1])]
     scores = [spread([bleu(one) for one in seeds.values()], ".2f") for seeds in ends]
@@ -101,7 +101,7 @@ def table5_laptop(records: Sequence[Record]) -> str:
 
 
 def table5_run(records: Sequence[Record]) -> str:
-    """Return where the newest of the small models was trained, and on what."""
+    """Return the provenance of the newest small model."""
     runs = [one.run for one in trainings(records, LAPTOP)]
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMAND)
 
@@ -132,7 +132,7 @@ def _by_size(found: Iterable[Trained]) -> dict[int, dict[int, Trained]]:
 
 
 def _held_against(paper: Paper) -> Differences:
-    """Return what holds a run against the paper-scale one with its mini-batch, or with the nearest of the paper's."""
+    """Return what compares a run with the paper-scale one of the nearest mini-batch."""
     sizes = [int(row["batch_tokens"]) for row in paper]
 
     def differences(run: Record) -> list[str]:

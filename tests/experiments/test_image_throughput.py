@@ -73,12 +73,12 @@ def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:
 
 def test_a_peer_that_is_not_there_has_a_row_all_the_same() -> None:
     options = Namespace(torchgpipe=None, backend="eager")
-    row = next(measurements.rows_of(measurements.SMALL[1], "never", options, torch.device("cpu")))
+    row = next(measurements.measure_rows(measurements.SMALL[1], "never", options, torch.device("cpu")))
     assert row["code"] == "torchgpipe" and row["outcome"] == "not run"
 
 
 def test_the_batch_is_halved_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def our_step(*arguments: object) -> tuple[Callable[..., None], nn.Module]:
+    def make_our_step(*arguments: object) -> tuple[Callable[..., None], nn.Module]:
         compiled = arguments[-1] is not None
 
         def step(images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -87,10 +87,10 @@ def test_the_batch_is_halved_until_everything_fits(monkeypatch: pytest.MonkeyPat
 
         return step, nn.Linear(1, 1)
 
-    monkeypatch.setattr(measurements, "our_step", our_step)
+    monkeypatch.setattr(measurements, "make_our_step", make_our_step)
     options = Namespace(torchgpipe=None, backend="eager", steps=1, warm_up=0)
     setting = measurements.Setting("b", 3, 8, 4, 32)
-    rows = list(measurements.rows_of(setting, "always", options, torch.device("cpu")))
+    rows = list(measurements.measure_rows(setting, "always", options, torch.device("cpu")))
     found = [(row["batch_size"], row["compiled"], row["outcome"]) for row in rows]
     out, fits = "out of memory", "measured"
     assert found == [(32, False, out), (16, False, fits), (16, True, out), (8, False, fits), (8, True, fits)]

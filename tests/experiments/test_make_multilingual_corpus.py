@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from experiments.data import make_multilingual_corpus
-from experiments.data.declaration import Declaration, udhr_pairs
-from experiments.data.make_multilingual_corpus import django_pairs, largest_languages, read_po, write_corpus
+from experiments.data.declaration import Declaration, read_declaration_pairs
+from experiments.data.make_multilingual_corpus import find_largest_languages, read_django_pairs, read_po, write_corpus
 
 CATALOGUE = """\
 # A comment
@@ -69,7 +69,7 @@ def write_udhr(folder: Path, pages: dict[tuple[str, str, int], str]) -> Path:
 
 
 def test_a_catalogue_gives_its_translated_entries(django: Path) -> None:
-    assert django_pairs(django) == {
+    assert read_django_pairs(django) == {
         "de": [
             ("%(name)s löschen", "Delete %(name)s"),
             ("Eintrag", "entry"),
@@ -81,7 +81,7 @@ def test_a_catalogue_gives_its_translated_entries(django: Path) -> None:
 
 def test_a_line_that_is_none_of_a_catalogue_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.po").write_text('msgid "a"\nmsgstr b\n')
-    with pytest.raises(ValueError, match=r"bad.po has a line that is none of a catalogue: 'msgstr b'"):
+    with pytest.raises(ValueError, match=r"bad.po has a line that does not belong in a catalogue: 'msgstr b'"):
         list(read_po(tmp_path / "bad.po"))
 
 
@@ -90,7 +90,7 @@ def test_paragraphs_are_paired_where_a_part_has_as_many_as_in_english(tmp_path: 
     short = PAGE.format("s").replace("<p>s <b>two</b></p>", "")
     pages = {("en", "eng", 5): PAGE.format("English"), ("zu", "zul", 4): PAGE.format("z"), ("ts", "tso", 4): short}
     pages |= {("ak", "fat", 3): PAGE.format("draft"), ("ak", "twi", 4): PAGE.format("best")}
-    pairs = udhr_pairs(write_udhr(tmp_path, pages))
+    pairs = read_declaration_pairs(write_udhr(tmp_path, pages))
     assert pairs["zu"] == [("z one,", "English one,"), ("z two", "English two"), ("z three", "English three")]
     assert pairs["ts"] == [("s three", "English three")]
     assert pairs["ak"][0] == ("best one,", "English one,")
@@ -99,7 +99,7 @@ def test_paragraphs_are_paired_where_a_part_has_as_many_as_in_english(tmp_path: 
 def test_the_largest_languages_win_and_pairs_come_once() -> None:
     first = {"de": [("a", "A"), ("b", "B")], "pt_BR": [("p", "A")], "zzz": [("z", "Z")], "en_GB": [("x", "A")]}
     second = {"de": [("b", "B"), ("c", "C")], "zu": [("z", "Z")], "aaa": [("a", "Z")]}
-    chosen = largest_languages([first, second], 3)
+    chosen = find_largest_languages([first, second], 3)
     assert chosen == {"de": [("a", "A"), ("b", "B"), ("c", "C")], "pt": [("p", "A")], "zu": [("z", "Z")]}
 
 

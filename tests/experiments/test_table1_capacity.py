@@ -12,7 +12,7 @@ from experiments.planned_memory.stage_accounting import ProcessorAllocator
 from experiments.table1_capacity import plans
 from experiments.table1_capacity.columns import COLUMNS, Column
 from experiments.table1_capacity.on_gpu import measure
-from experiments.table1_capacity.plans import CUTS, find_largest, num_parameters, plan
+from experiments.table1_capacity.plans import CUTS, count_parameters, find_largest, plan
 from experiments.table1_capacity.variants import Variant, vary
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.batch_norm import convert_batch_norm
@@ -48,7 +48,7 @@ IMAGES, TEXT = Small("Pipeline-2", 3, 32, 2), Small("Pipeline-8", 6, None, 4)
 
 
 def test_the_columns_have_the_papers_models() -> None:
-    assert [(column.name, num_parameters(column)) for column in COLUMNS] == [
+    assert [(column.name, count_parameters(column)) for column in COLUMNS] == [
         ("Naive-1", 81_137_437),
         ("Pipeline-1", 317_541_696),
         ("Pipeline-2", 540_196_240),
@@ -91,10 +91,10 @@ def test_a_device_without_room_is_a_result() -> None:
 
 def test_the_largest_model_is_found_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict(zip(CUTS.values(), (40, 8), strict=True))
-    monkeypatch.setattr(plans, "_fits", lambda column, cut: lambda size: size <= limits[cut])
+    monkeypatch.setattr(plans, "_make_check", lambda column, cut: lambda size: size <= limits[cut])
     found = find_largest(IMAGES)
     assert found["largest"] == {"variance of FLOPs": 32, "memory": None}
-    assert found["parameters"] == {"variance of FLOPs": num_parameters(IMAGES), "memory": None}
+    assert found["parameters"] == {"variance of FLOPs": count_parameters(IMAGES), "memory": None}
     assert find_largest(TEXT)["largest"] == {"variance of FLOPs": 40, "memory": 8}
 
 
@@ -110,7 +110,7 @@ def written(kind: str, **results: Any) -> Record:
 
 
 def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_fits", lambda column, cut: lambda size: size <= 32)
+    monkeypatch.setattr(plans, "_make_check", lambda column, cut: lambda size: size <= 32)
     planned = written(
         "planned", columns=[plan(IMAGES)], search=[find_largest(IMAGES)], variants=[vary(Variant(IMAGES, 4), CUTS)]
     )
@@ -124,5 +124,5 @@ def test_the_tables_read_what_the_programs_write(monkeypatch: pytest.MonkeyPatch
         if "paper" in signature(table).parameters
     }
     assert all(len(table.splitlines()) == 2 + (2 if name == "table1_measured" else 1) for name, table in tables.items())
-    assert f"{num_parameters(IMAGES):,}" in tables["table1_parameters"]
+    assert f"{count_parameters(IMAGES):,}" in tables["table1_parameters"]
     assert tables["table1_devices"].count("fits") == 3

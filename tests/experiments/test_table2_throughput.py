@@ -107,7 +107,7 @@ def test_the_largest_power_of_two_that_fits_is_chosen(study: Study) -> None:
     needs = {size: study.peak_bytes(size, setting, "simulated", "seconds") for size in (1, 2, 4, 8)}
     for room, size in ((needs[8], 8), (needs[8] - 1, 4), (needs[2], 2), (needs[1] - 1, 1)):
         found = replace(study, device=replace(study.device, memory_bytes=room))
-        assert found.fitting_size(setting, "simulated", "seconds") == size
+        assert found.find_fitting_size(setting, "simulated", "seconds") == size
 
 
 def test_equal_mini_batches_are_shared_out_over_the_micro_batches(study: Study) -> None:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from experiments.planned_memory.__main__ import NUM_MICROBATCHES, compare
-from experiments.planned_memory.small_models import SmallModel, images, text
+from experiments.planned_memory.small_models import SmallModel, make_image_model, make_text_model
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.step import Setting
 
 TOLERANCE = 0.1
 
 
-@pytest.fixture(scope="module", params=[images, text], ids=["amoebanet", "transformer"])
+@pytest.fixture(scope="module", params=[make_image_model, make_text_model], ids=["amoebanet", "transformer"])
 def model(request: pytest.FixtureRequest) -> SmallModel:
     make: Callable[[], SmallModel] = request.param
     return make()

@@ -138,7 +138,7 @@ def test_our_counts_round_to_the_papers_with_no_single_way_of_tying() -> None:
     # By hand: an encoder layer has one attention and two norms, a decoder layer two and three; everything has biases.
     paper = {6: "400M", 12: "1.3B", 24: "1.3B", 32: "3B", 64: "6B"}
     agreeing = {6: [2], 12: [3], 24: [3], 32: [1, 2, 3], 64: [1, 2, 3]}
-    for row in translation_parameters.paper_models():
+    for row in translation_parameters.count_paper_models():
         width, channels, hidden = 1024, 64 * row["num_heads"], row["feedforward_size"]
         attention = 4 * width * channels + 3 * channels + width
         feedforward = 2 * width * hidden + hidden + width
@@ -148,5 +148,5 @@ def test_our_counts_round_to_the_papers_with_no_single_way_of_tying() -> None:
         assert row["parameters_by_tables"] == {str(tables): count for tables, count in counts.items()}
         rounding = [tables for tables, count in counts.items() if rounds_to(count, paper[row["num_layers"]])]
         assert rounding == agreeing[row["num_layers"]]
-    deep, wide = translation_parameters.laptop_models()
+    deep, wide = translation_parameters.count_laptop_models()
     assert abs(deep["parameters_beside_tables"] / wide["parameters_beside_tables"] - 1) < 0.01
