@@ -612,8 +612,8 @@ def describe_step(record: Record, timelines: Mapping[str, Timeline]) -> str:
     return (
         f"Layers per stage: {', '.join(map(str, record.results['partitions']))}. The stages worked "
         f"{' and '.join(busy)} ms, {recomputed:.0%} of it recomputing. The measured step is {off:+.1%} off "
-        f"the simulated one. Bubble: {record.results['predicted_bubble']:.1%} by the formula, {again.bubble:.1%} simulated, "
-        f"{step.bubble:.1%} measured. The quickest of {record.results['num_runs']} runs."
+        f"the simulated one. Bubble: {record.results['predicted_bubble']:.1%} by the formula, "
+        f"{again.bubble:.1%} simulated, {step.bubble:.1%} measured. The quickest of {record.results['num_runs']} runs."
     )
 
 
