@@ -110,7 +110,7 @@ def average_by_language(runs: Iterable[Trained], figure: str) -> dict[str, float
     """Return each language's loss or score, the mean over the runs."""
     values: dict[str, list[float]] = {}
     for one in runs:
-        for language in one.languages or one.evaluated():
+        for language in one.languages or one.list_evaluated():
             value = one.best("loss", language) if figure == "loss" else one.score(figure, language)
             if value is not None:
                 values.setdefault(language, []).append(value)
@@ -218,7 +218,7 @@ SIDES = ((0, "deep", BLUE, "o"), (1, "wide", OCHRE, "D"))
 def average_over_group(one: Trained, figure: str, languages: Sequence[str] | None) -> float | None:
     """Return the mean of a training's losses or scores over languages, None for all."""
     if figure == "loss":
-        return mean(one.best("loss", name) for name in (one.evaluated() if languages is None else languages))
+        return mean(one.best("loss", name) for name in (one.list_evaluated() if languages is None else languages))
     return mean(one.score(figure, name) for name in (one.pairs() if languages is None else languages))
 
 

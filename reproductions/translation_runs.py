@@ -55,7 +55,7 @@ class Trained:
         score: float | None = self._scores(beam).get(language, {}).get(name)
         return score
 
-    def evaluated(self) -> list[str]:
+    def list_evaluated(self) -> list[str]:
         """Return the languages that have a loss of their own."""
         figures = self.run.results.get("least_loss") or self._last
         return sorted(name.removesuffix("/loss") for name in figures if name.endswith("/loss"))

@@ -39,7 +39,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
     tables = []
     for data, (deep, wide) in deep_and_wide(records).items():
         groups = resource_groups(training_pairs(records, data[0]))
-        groups["all"] = groups["all"] or next(iter(deep.values())).evaluated()  # before anything is scored
+        groups["all"] = groups["all"] or next(iter(deep.values())).list_evaluated()  # before anything is scored
         both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
         seeds = sorted(deep.keys() & wide.keys())
         search = ", ".join(describe_search(beam) for beam in beams((*deep.values(), *wide.values()))[:1])

@@ -154,7 +154,7 @@ def test_a_plural_rule_that_is_none_is_refused_by_name(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "vlc.mo"
     write_mo(path, {"": f"Plural-Forms: nplurals=2; plural={rule};\n", "day\0days": "Tag\0Tage"})
-    with pytest.raises(ValueError, match=r"vlc\.mo is no compiled catalogue of gettext \("):
+    with pytest.raises(ValueError, match=r"vlc\.mo is not a compiled gettext catalogue \("):
         read_mo(path)
     assert not (tmp_path / "sprung").exists()
 

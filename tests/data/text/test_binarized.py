@@ -174,7 +174,7 @@ def test_damaged_and_missing_files_are_refused(copied: Path) -> None:
         (copied / f"train.de-en.de.{ending}").write_bytes((copied / f"test.zu-en.zu.{ending}").read_bytes())
     refused(copied, r"train.de-en has 6 sentences in de and 40 in en: binarise it again")
     (copied / "train.de-en.de.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(40))
-    refused(copied, r"train.de-en.de.idx is no index of fairseq's mmap format: binarise with --dataset-impl mmap")
+    refused(copied, r"train.de-en.de.idx is not an index in fairseq's mmap format: binarise with --dataset-impl mmap")
 
 
 def test_long_sentences_are_skipped_and_counted(folder: Path) -> None:

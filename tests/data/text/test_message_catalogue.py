@@ -56,5 +56,5 @@ def test_a_damaged_catalogue_is_refused_by_name(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for damaged in (b"", b"not a catalogue, but long enough", whole[:-4], whole[:30]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"vlc.mo is no compiled catalogue of gettext \(.*\): unpack its package"):
+        with pytest.raises(ValueError, match=r"vlc.mo is not a compiled gettext catalogue \(.*\): unpack its package"):
             read_mo(path)

@@ -49,12 +49,12 @@ def test_the_last_line_may_lack_its_end_and_windows_text_is_read(root: Path) -> 
 def test_a_language_without_data_is_refused(root: Path) -> None:
     refused(
         root,
-        "data.languages has 'xx', of which the corpus parallel_text has nothing: choose among de, fr",
+        "data.languages has 'xx', which the corpus parallel_text does not have: choose among de, fr",
         languages=["de", "xx"],
     )
     refused(root, "data.languages is empty: name some of de, fr, or null for all", languages=[])
     with pytest.raises(
-        ValueError, match=r"'xx', of which .* choose among af, ak, am, ar, ast, az, be, bg, ... \(102 in"
+        ValueError, match=r"'xx', which .* does not have: choose among af, ak, am, ar, ast, az, be, bg, ... \(102 in"
     ):
         open_corpus("multilingual_embedded", "train", tokenizer=TOKENIZER, languages=["xx"], max_tokens=9)
     missing = root / "valid.fr-en.fr"

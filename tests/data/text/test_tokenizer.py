@@ -52,7 +52,7 @@ def test_the_same_lines_give_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_the_lines_cannot_fill_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no vocabulary of 9000 tokens can be made of these lines"):
+    with pytest.raises(ValueError, match="these lines cannot make a vocabulary of 9000 tokens"):
         Tokenizer.train(["one line"], 9000, tmp_path / "a.model")
     assert not (tmp_path / "a.model").exists()
 
@@ -68,7 +68,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path / "none.model")
     for content in (b"", b"text", b"\x00" * 99):
         (tmp_path / "bad.model").write_bytes(content)
-        with pytest.raises(ValueError, match=r"bad.model is no SentencePiece model"):
+        with pytest.raises(ValueError, match=r"bad.model is not a SentencePiece model"):
             Tokenizer(tmp_path / "bad.model")
 
 

@@ -248,7 +248,7 @@ def test_wrong_settings_are_refused(options: dict, sentence: str) -> None:
 
 
 def test_a_corpus_without_a_language_is_refused() -> None:
-    with pytest.raises(ValueError, match="a corpus without a language: expected at least one"):
+    with pytest.raises(ValueError, match="the corpus has no language: give at least one"):
         made_up_corpus({})
 
 

@@ -39,7 +39,7 @@ def read_dictionary(root: Path, languages: Sequence[str]) -> list[str]:
         try:
             dictionary = reader.load(str(path))
         except Exception as error:  # it raises ValueError, RuntimeError and plain Exception
-            raise ValueError(f"{path} is no dictionary of fairseq ({error}): binarise again") from error
+            raise ValueError(f"{path} is not a fairseq dictionary ({error}): binarise again") from error
         special = [dictionary.bos(), dictionary.pad(), dictionary.eos(), dictionary.unk()]
         if special != [BEGIN, PADDING, END, UNKNOWN]:
             raise ValueError(f"{path} has the special ids {special}, expected 0 to 3: make it with fairseq {VERSION}")
@@ -177,7 +177,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     with path.open("rb") as stream:
         header = stream.read(_HEADER.size)
     if not header.startswith(_MAGIC):
-        raise ValueError(f"{path} is no index of fairseq's mmap format: binarise with --dataset-impl mmap")
+        raise ValueError(f"{path} is not an index in fairseq's mmap format: binarise with --dataset-impl mmap")
     num_bytes = path.stat().st_size
     if len(header) == _HEADER.size:
         _, version, code, num_sentences = _HEADER.unpack(header)

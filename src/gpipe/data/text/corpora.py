@@ -197,7 +197,7 @@ def _choose(name: str, known: Sequence[str], languages: Sequence[str] | None) ->
     for language in languages:
         if language not in known:
             raise ValueError(
-                f"data.languages has {language!r}, of which the corpus {name} has nothing: choose among "
+                f"data.languages has {language!r}, which the corpus {name} does not have: choose among "
                 f"{list_some(known)}"
             )
     return sorted(set(languages))

@@ -63,7 +63,7 @@ def read_mo(path: Path) -> list[Pair]:
             pairs.update(dict.fromkeys(pair_forms(english, plural or None, dict(enumerate(value.split("\0"))), rule)))
     # A plural rule is an expression, which may divide by zero.
     except (struct.error, UnicodeDecodeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"{path} is no compiled catalogue of gettext ({error}): unpack its package again") from error
+        raise ValueError(f"{path} is not a compiled gettext catalogue ({error}): unpack its package again") from error
     return list(pairs)
 
 

@@ -116,7 +116,7 @@ class ParallelCorpus:
         max_pairs: int | None = None,
     ) -> None:
         if not pairs:
-            raise ValueError("a corpus without a language: expected at least one")
+            raise ValueError("the corpus has no language: give at least one")
         self.languages = tuple(sorted(pairs))
         self.vocabulary_size = vocabulary_size
         self._skipped = [each for each in skipped if each.number]

@@ -43,7 +43,7 @@ class Tokenizer:
         except FileNotFoundError as error:
             raise ValueError(f"the tokenizer {self.path} does not exist: set data.tokenizer=<model file>") from error
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{self.path} is no SentencePiece model ({error}): choose another file") from error
+            raise ValueError(f"{self.path} is not a SentencePiece model ({error}): choose another file") from error
         ids = {name: getattr(self._processor, f"{name}_id")() for name in ("bos", "pad", "eos", "unk")}
         ours = {"bos": BEGIN, "pad": PADDING, "eos": END, "unk": UNKNOWN}
         if ids != ours:
@@ -134,6 +134,6 @@ class Tokenizer:
         except RuntimeError as error:
             path.unlink()
             raise ValueError(
-                f"no vocabulary of {vocabulary_size} tokens can be made of these lines: {error}"
+                f"these lines cannot make a vocabulary of {vocabulary_size} tokens: {error}"
             ) from error
         return cls(path)
