@@ -133,7 +133,5 @@ class Tokenizer:
                 )
         except RuntimeError as error:
             path.unlink()
-            raise ValueError(
-                f"these lines cannot make a vocabulary of {vocabulary_size} tokens: {error}"
-            ) from error
+            raise ValueError(f"these lines cannot make a vocabulary of {vocabulary_size} tokens: {error}") from error
         return cls(path)
