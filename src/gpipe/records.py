@@ -12,7 +12,8 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from gpipe.durable_files import write_flushed
 
@@ -81,7 +82,6 @@ class Record:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        """Refuse wrong types and kinds."""
         if self.schema_version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {self.schema_version}, but this program reads {SCHEMA_VERSION}.")
         if self.kind not in KINDS:
@@ -99,17 +99,10 @@ class Record:
         return speed
 
 
+# A field of a generic type is checked as far as its container.
 _TYPES: dict[str, tuple[type, ...]] = {
-    "command": (str,),
-    "experiment": (str,),
-    "commit": (str, type(None)),
-    "dirty": (bool, type(None)),
-    "date": (str,),
-    "hardware": (dict,),
-    "packages": (dict,),
-    "config": (dict,),
-    "seed": (int,),
-    "results": (dict,),
+    field.name: get_args(field.type) if isinstance(field.type, UnionType) else (get_origin(field.type) or field.type,)
+    for field in fields(Record)
 }
 
 
@@ -124,17 +117,9 @@ def make_record(
     gpus: Sequence[str] = (),
     num_cores: int | None = None,
 ) -> Record:
-    """Return the record of a run that has just ended in this process.
+    """Return the record of a run that has just ended in this process; `command` and `num_cores` are its own by default.
 
-    Args:
-        kind: See Record.
-        experiment: See Record.
-        config: See Record.
-        seed: See Record.
-        results: See Record.
-        command: The command; None takes that of this process.
-        gpus: The names of the GPUs that the run used.
-        num_cores: The number of cores that the run could use; None takes that of this process.
+    The GPUs and cores are those that the run could use.
     """
     commit, dirty = git_state(Path(__file__).parent)
     return Record(

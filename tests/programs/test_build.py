@@ -141,6 +141,41 @@ def test_the_peak_learning_rate_follows_the_batch_size(tmp_path: Path) -> None:
     assert trainer_of(tmp_path, *overrides, "optimizer.times_batch_size=false").learning_rate(0) == 0.00125
 
 
+WARM_UP = ("schedule.warm_up_epochs=0", "schedule.warm_up_steps=100000", "trainer.num_epochs=1")
+
+
+@pytest.mark.parametrize("curve", ["cosine", "exponential"])
+def test_a_warm_up_that_max_steps_cuts_short_is_a_warning(
+    curve: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_of(tmp_path, *WARM_UP, f"schedule.name={curve}", "trainer.max_steps=3")
+    assert (
+        "warning: schedule.warm_up_steps=100000 gives 100000 warm-up steps, but training has 3 (trainer.max_steps=3), "
+        "so the learning rate only rises." in capsys.readouterr().out
+    )
+    rates = [trainer.learning_rate(step) for step in range(3)]
+    assert rates == sorted(set(rates))
+
+
+def test_a_cosine_whose_warm_up_is_longer_than_its_epochs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"gives 100000 warm-up steps, but training has \d+ \(trainer\.num_epochs=1\)"
+    ):
+        trainer_of(tmp_path, *WARM_UP, "schedule.name=cosine", "trainer.max_steps=null")
+    with pytest.raises(ConfigError, match=r"schedule\.warm_up_epochs=1\.5 gives \d+ warm-up steps"):
+        trainer_of(tmp_path, *WARM_UP[2:], "schedule.name=cosine", "schedule.warm_up_epochs=1.5")
+    capsys.readouterr()
+    trainer_of(tmp_path, *WARM_UP, "schedule.name=exponential")
+    assert "(trainer.num_epochs=1), so the learning rate only rises." in capsys.readouterr().out
+
+
+def test_a_warm_up_that_fits_is_no_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer_of(tmp_path, "schedule.warm_up_epochs=0", "schedule.warm_up_steps=3", "trainer.max_steps=3")
+    assert "warm-up" not in capsys.readouterr().out
+
+
 def test_settings_reach_the_optimiser_and_the_average(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, "optimizer=rmsprop", "optimizer.decay=0.8", "optimizer.clip_norm=2", "ema.decay=null"

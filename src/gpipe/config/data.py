@@ -60,7 +60,6 @@ class ImagesConfig(DataConfig):
     max_broken_images: int = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         at_least("data.num_classes", self.num_classes, 2)
         at_least("data.image_size", self.image_size, 3)
         require(self.channels in (1, 3), "data.channels", self.channels, "1 (grey) or 3 (colour)")
@@ -92,7 +91,6 @@ class TokensConfig(DataConfig):
     num_test: int = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         at_least("data.vocabulary_size", self.vocabulary_size, 2)
         for name in ("sequence_length", "num_train", "num_test"):
             at_least(f"data.{name}", getattr(self, name), 1)
@@ -122,7 +120,6 @@ class TranslationDataConfig(DataConfig):
     cache: str | None = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         require(self.languages != [], "data.languages", self.languages, "codes of languages, or null for all")
         at_least("data.vocabulary_size", self.vocabulary_size, 5)  # four are special
         above("data.temperature", self.temperature, 0)

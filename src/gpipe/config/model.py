@@ -57,7 +57,6 @@ class AmoebaNetConfig(ModelConfig):
     min_microbatch_size: int = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         fixed("model.family", self.family, "amoebanet", "model")
         groups = self.num_layers >= 3 and self.num_layers % 3 == 0
         require(groups, "model.num_layers", self.num_layers, "a multiple of 3, for three equal groups of cells")
@@ -88,7 +87,6 @@ class TransformerLMConfig(ModelConfig):
     dropout: float = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         fixed("model.family", self.family, "transformer_lm", "model")
         at_least("model.num_layers", self.num_layers, 1)
         at_least("model.feedforward_size", self.feedforward_size, 1)
@@ -125,7 +123,6 @@ class TranslationModelConfig(ModelConfig):
     soft_limit: bool = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         fixed("model.family", self.family, "translation_transformer", "model")
         at_least("model.num_layers", self.num_layers, 1)
         at_least("model.feedforward_size", self.feedforward_size, 1)

@@ -130,7 +130,6 @@ class LaunchConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        """Check each value."""
         at_least("launch.num_processes", self.num_processes, 1)
         at_least("launch.num_replicas", self.num_replicas, 1)
         optional_at_least("launch.num_threads", self.num_threads, 1)

@@ -36,7 +36,6 @@ class PlanConfig(RunConfig):
     num_devices: int | None = MISSING
 
     def __post_init__(self) -> None:
-        """Refuse settings that are wrong in themselves."""
         super().__post_init__()
         for name in ("memory_gib", "link_gb_per_second"):
             if (value := getattr(self, name)) is not None:

@@ -50,7 +50,6 @@ class OptimizerConfig:
     clip_norm: float | None = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         above("optimizer.learning_rate", self.learning_rate, 0)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         if self.clip_norm is not None:
@@ -67,7 +66,6 @@ class RMSPropConfig(OptimizerConfig):
     epsilon: float = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "rmsprop", "optimizer")
         rate("optimizer.decay", self.decay)
@@ -83,7 +81,6 @@ class SGDConfig(OptimizerConfig):
     momentum: float = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "sgd", "optimizer")
         rate("optimizer.momentum", self.momentum)
@@ -99,7 +96,6 @@ class AdamWConfig(OptimizerConfig):
     epsilon: float = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "adamw", "optimizer")
         rate("optimizer.beta1", self.beta1)
@@ -123,7 +119,6 @@ class AdafactorConfig(OptimizerConfig):
     clip_threshold: float = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         super().__post_init__()
         fixed("optimizer.name", self.name, "adafactor", "optimizer")
         require(0 < self.decay <= 1, "optimizer.decay", self.decay, "an exponent in (0, 1]")
@@ -150,7 +145,6 @@ class ScheduleConfig:
     decay_epochs: float = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         at_least("schedule.warm_up_epochs", self.warm_up_epochs, 0)
         optional_at_least("schedule.warm_up_steps", self.warm_up_steps, 0)
         one = self.warm_up_steps is None or self.warm_up_epochs == 0
@@ -172,7 +166,6 @@ class EmaConfig:
     warm_up: bool = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         if self.decay is not None:
             rate("ema.decay", self.decay)
 
@@ -220,7 +213,6 @@ class EvaluationConfig:
     autocast: Autocast = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         at_least("trainer.evaluation.batch_size", self.batch_size, 1)
         for name in ("every_epochs", "every_steps", "patience"):
             optional_at_least(f"trainer.evaluation.{name}", getattr(self, name), 1)
@@ -261,7 +253,6 @@ class NonFiniteConfig:
     max_skipped_steps: int = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         at_least("trainer.non_finite.max_skipped_steps", self.max_skipped_steps, 0)
 
 
@@ -306,7 +297,6 @@ class TrainerConfig:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Check each value."""
         for name in ("num_epochs", "batch_size"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
         for name in ("max_steps", "timeline_every_steps"):

@@ -47,7 +47,6 @@ class TranslateConfig:
     debug: bool = MISSING
 
     def __post_init__(self) -> None:
-        """Check each value."""
         countable(self)
         if self.checkpoint is None:
             raise ConfigError(

@@ -125,65 +125,39 @@ def device_memory(
         synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
     """
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
-    walk = _Walk(stages, num_microbatches, synchronizes=synchronizes)
+    # Between two tasks; parameters are not counted. The first stage holds the inputs of the whole mini-batch.
+    stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
+    graphs = gradients = most_stash = most_activations = most = 0
+    begun: set[int] = set()
     for task in tasks:
         stage = stages[task.stage]
-        if task.kind is Kind.FORWARD:
-            walk.forward(task.stage, stage, keeps_graph=(task.stage, task.micro_batch) not in recomputed)
-        elif task.kind is Kind.RECOMPUTE:
-            walk.recompute(stage)
+        received = stage.input_bytes if task.stage > 0 else 0
+        combined = stage.statistics_bytes if synchronizes else 0  # a recomputed graph keeps them too
+        keeps_graph = task.kind is Kind.RECOMPUTE or (task.stage, task.micro_batch) not in recomputed
+        if task.kind is Kind.BACKWARD:
+            graphs -= stage.kept_bytes
+            peak = with_gradients = stage.backward_peak_bytes
+            if task.stage not in begun:
+                with_gradients = stage.first_backward_peak_bytes
         else:
-            walk.backward(task.stage, stage)
+            stash += received if task.kind is Kind.FORWARD else 0
+            peak = with_gradients = stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes
+        most_stash = max(most_stash, stash)
+        most_activations = max(most_activations, stash + graphs + peak)
+        most = max(most, stash + graphs + with_gradients + gradients)
+        if task.kind is Kind.FORWARD:
+            graphs += stage.statistics_bytes + (stage.kept_bytes if keeps_graph else combined)
+        elif task.kind is Kind.RECOMPUTE:
+            graphs += stage.kept_bytes - combined
+        else:
+            stash -= received
+            gradients += stage.gradient_bytes if task.stage not in begun else 0
+            begun.add(task.stage)
     fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
     return DeviceMemory(
-        parameter_bytes=fixed + walk.gradients,
-        gradient_bytes=walk.gradients,
-        stash_bytes=walk.most_stash,
-        activation_bytes=walk.most_activations,
-        peak_bytes=fixed + max(walk.most, walk.gradients),  # the update: all gradients, no activations
+        parameter_bytes=fixed + gradients,
+        gradient_bytes=gradients,
+        stash_bytes=most_stash,
+        activation_bytes=most_activations,
+        peak_bytes=fixed + max(most, gradients),  # the update: all gradients, no activations
     )
-
-
-class _Walk:
-    """The bytes that a device holds between two tasks, and the most so far during one; parameters are not counted."""
-
-    def __init__(self, stages: Mapping[int, StageMemory], num_microbatches: int, *, synchronizes: bool) -> None:
-        self._synchronizes = synchronizes
-        # The first stage holds the inputs of the whole mini-batch all the time.
-        self.stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
-        self.graphs = self.gradients = 0
-        self.most_stash = self.most_activations = self.most = 0
-        self._begun: set[int] = set()
-
-    def forward(self, index: int, stage: StageMemory, *, keeps_graph: bool) -> None:
-        """Take a boundary input and compute."""
-        self.stash += stage.input_bytes if index > 0 else 0
-        self._note(stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes)
-        self.graphs += stage.statistics_bytes + (stage.kept_bytes if keeps_graph else self._combined_bytes(stage))
-
-    def recompute(self, stage: StageMemory) -> None:
-        """Compute a graph again."""
-        self._note(stage.forward_peak_bytes)
-        self.graphs += stage.kept_bytes - self._combined_bytes(stage)  # the graph keeps them too
-
-    def backward(self, index: int, stage: StageMemory) -> None:
-        """Turn a graph into gradients, and let go of the boundary input."""
-        self.graphs -= stage.kept_bytes
-        if index in self._begun:
-            self._note(stage.backward_peak_bytes)
-        else:
-            self._begun.add(index)
-            self._note(stage.backward_peak_bytes, stage.first_backward_peak_bytes)
-            self.gradients += stage.gradient_bytes
-        self.stash -= stage.input_bytes if index > 0 else 0
-
-    def _combined_bytes(self, stage: StageMemory) -> int:
-        return stage.statistics_bytes if self._synchronizes else 0
-
-    def _note(self, activations: int, with_gradients: int | None = None) -> None:
-        """Note the peak of a task; `with_gradients` where it makes gradients that stay."""
-        held = self.stash + self.graphs
-        self.most_stash = max(self.most_stash, self.stash)
-        self.most_activations = max(self.most_activations, held + activations)
-        task = activations if with_gradients is None else with_gradients
-        self.most = max(self.most, held + task + self.gradients)

@@ -91,7 +91,6 @@ class Trainer:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse counts below 1."""
         for name in (
             "num_epochs", "max_steps", "evaluate_every_epochs", "evaluate_every_steps", "save_every_steps",
             "keep_checkpoints", "timeline_every_steps", "patience",

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig, RunConfig
+from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig
 from gpipe.data import (
     ImageLoader,
     ImageSet,
@@ -18,35 +17,28 @@ from gpipe.data import (
     training_transform,
 )
 from gpipe.data.images.image_set import SPLITS
-from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d, softmax_names
+from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction
-from gpipe.training.evaluation import EvaluationMetrics, Metrics
+from gpipe.programs.workloads.workload import Workload
 from gpipe.training.losses import ClassificationLoss
 
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
 
 
 @dataclass(frozen=True)
-class ImageClassification:
+class ImageClassification(Workload):
     """AmoebaNet on labelled images: the loss may have an auxiliary head's share."""
 
-    run: RunConfig
     model: AmoebaNetConfig
     data: ImagesConfig
     examples = "images"
-    loss_weight = None
 
     @property
     def final_drop_path(self) -> float:
         """The drop-path rate at the end of training."""
         return self.model.drop_path
-
-    @property
-    def num_examples(self) -> int:
-        """Those that trainer.batch_size says."""
-        return self.run.trainer.batch_size
 
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
@@ -82,10 +74,6 @@ class ImageClassification:
         share = model.auxiliary_weight if model.auxiliary_head else 0.0
         return ClassificationLoss(self.run.trainer.label_smoothing, share)
 
-    def make_metrics(self) -> Metrics:
-        """Return what measures an evaluation set."""
-        return EvaluationMetrics()
-
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
         """Return the loaders of the training and the test images; only the first stage's decode images.
 
@@ -114,14 +102,6 @@ class ImageClassification:
         )
         test_loader = loader(self._sets["test"], run.trainer.evaluation.batch_size, evaluation, shuffle=False)
         return train_loader, {"test": test_loader}
-
-    def replaced(self, layers: nn.ModuleDict) -> set[str]:
-        """The softmax layers belong to one set of classes."""
-        return softmax_names(layers)
-
-    def keep(self, folder: Path | None) -> dict[str, str]:
-        """Nothing is needed beside the checkpoint."""
-        return {}
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""

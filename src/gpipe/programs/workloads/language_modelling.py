@@ -1,39 +1,31 @@
 """A Transformer that tells the next token of sequences."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import RunConfig, TokensConfig, TransformerLMConfig
+from gpipe.config import TokensConfig, TransformerLMConfig
 from gpipe.data import RandomTokens, TokenLoader, TokenSet
-from gpipe.models import softmax_names, transformer_lm
+from gpipe.models import transformer_lm
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.loss import LossFunction
-from gpipe.training.evaluation import EvaluationMetrics, Metrics
+from gpipe.pipeline.loss import LossFunction, LossWeight
+from gpipe.programs.workloads.workload import Workload
 from gpipe.training.losses import ClassificationLoss
 
 
 @dataclass(frozen=True)
-class LanguageModelling:
+class LanguageModelling(Workload):
     """Transformer-L on sequences of tokens: every token is an example of the loss, and counts alike."""
 
-    run: RunConfig
     model: TransformerLMConfig
     data: TokensConfig
     examples = "sequences"
-    final_drop_path = None
-
-    def loss_weight(self, targets: Tensor) -> float:
-        """Return the number of tokens of a micro-batch."""
-        return targets.numel()
 
     @property
-    def num_examples(self) -> int:
-        """Those that trainer.batch_size says."""
-        return self.run.trainer.batch_size
+    def loss_weight(self) -> LossWeight:
+        """The number of tokens of a micro-batch."""
+        return torch.numel
 
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
@@ -60,10 +52,6 @@ class LanguageModelling:
         """Return the loss of a micro-batch."""
         return ClassificationLoss(self.run.trainer.label_smoothing)
 
-    def make_metrics(self) -> Metrics:
-        """Return what measures an evaluation set."""
-        return EvaluationMetrics()
-
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[TokenLoader, dict[str, TokenLoader]]:
         """Return the loaders of the training and the test sequences; they are small, pinned or not."""
         run, data = self.run, self.data
@@ -79,18 +67,6 @@ class LanguageModelling:
         test_set = self._open("test", data.num_test)
         test_loader = TokenLoader(test_set, run.trainer.evaluation.batch_size, run.seed, shuffle=False)
         return train_loader, {"test": test_loader}
-
-    def replaced(self, layers: nn.ModuleDict) -> set[str]:
-        """The softmax layer belongs to one vocabulary."""
-        return softmax_names(layers)
-
-    def keep(self, folder: Path | None) -> dict[str, str]:
-        """Nothing is needed beside the checkpoint."""
-        return {}
-
-    def warnings(self) -> Sequence[str]:
-        """There is nothing to know."""
-        return ()
 
     def _open(self, split: str, num_sequences: int) -> TokenSet:
         return RandomTokens(split, num_sequences, self.data.sequence_length, self.data.vocabulary_size)

@@ -1,21 +1,22 @@
 """An encoder-decoder Transformer on pairs of sentences."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
+from gpipe.config import ConfigError, TranslationDataConfig, TranslationModelConfig
 from gpipe.data import ParallelCorpus, Tokenizer, TranslationLoader, open_corpus, open_tokenizer
 from gpipe.data.text.tokenizer import PADDING
 from gpipe.durable_files import replacing
 from gpipe.models import translation_transformer
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.loss import LossFunction
+from gpipe.pipeline.loss import LossFunction, LossWeight
+from gpipe.programs.workloads.workload import Workload
 from gpipe.training.evaluation import Metrics, TokenMetrics
 from gpipe.training.losses import TokenLoss, count_tokens
 
@@ -23,20 +24,19 @@ TOKENIZER_FILE = "tokenizer.model"
 
 
 @dataclass(frozen=True)
-class Translation:
+class Translation(Workload):
     """T(L, H, A) on pairs of sentences: every target token but padding is an example of the loss, and counts alike."""
 
-    run: RunConfig
     model: TranslationModelConfig
     data: TranslationDataConfig
     _languages: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
     _warnings: list[str] = field(default_factory=list, init=False)
     examples = "sentences"
-    final_drop_path = None
 
-    def loss_weight(self, targets: Mapping[str, Tensor]) -> float:
-        """Return the number of target tokens of a micro-batch, without padding."""
-        return count_tokens(targets, PADDING)
+    @property
+    def loss_weight(self) -> LossWeight:
+        """The number of target tokens of a micro-batch, without padding."""
+        return partial(count_tokens, padding_index=PADDING)
 
     @property
     def num_examples(self) -> int:

@@ -1,51 +1,68 @@
 """What `build` asks of a family of models and of its data."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from torch import nn
 
+from gpipe.config import RunConfig
+from gpipe.models import softmax_names
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction, LossWeight
-from gpipe.training.evaluation import Metrics
+from gpipe.training.evaluation import EvaluationMetrics, Metrics
 from gpipe.training.loader import Loader
 
 
-class Workload(Protocol):
-    """Builds, from the settings of a run, all that depends on the kind of model and of data."""
+@dataclass(frozen=True)
+class Workload(ABC):
+    """Builds, from the settings of a run, all that depends on the kind of model and of data.
 
-    @property
-    def examples(self) -> str:
-        """What the examples are called, in the plural."""
+    Attributes:
+        examples: what they are called, in the plural.
+    """
+
+    run: RunConfig
+    examples: ClassVar[str]
 
     @property
     def final_drop_path(self) -> float | None:
         """The drop-path rate at the end of training, None for a model without drop-path."""
+        return None
 
     @property
     def loss_weight(self) -> LossWeight | None:
         """How much a micro-batch counts; None: by its number of examples."""
+        return None
 
     @property
     def num_examples(self) -> int:
         """How many examples a mini-batch has, of all replicas; the fewest where that depends on the data."""
+        return self.run.trainer.batch_size
 
+    @abstractmethod
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
 
+    @abstractmethod
     def inputs(self, num_examples: int) -> Any:
         """Describe the inputs of so many examples on the meta device."""
 
+    @abstractmethod
     def targets(self, num_examples: int) -> Any:
         """Describe the targets of so many examples on the meta device."""
 
+    @abstractmethod
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
 
     def make_metrics(self) -> Metrics:
         """Return what measures an evaluation set."""
+        return EvaluationMetrics()
 
+    @abstractmethod
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Mapping[str, Loader]]:
         """Return the loaders of the training data, and of the evaluation data by name.
 
@@ -54,13 +71,19 @@ class Workload(Protocol):
         """
 
     def replaced(self, layers: nn.ModuleDict) -> Collection[str]:
-        """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew."""
+        """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew.
+
+        The softmax layers belong to one set of classes.
+        """
+        return softmax_names(layers)
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave in the run's folder what programs that use its checkpoints need; None leaves nothing.
 
         Returns what checkpoints remember of it, by name.
         """
+        return {}
 
     def warnings(self) -> Sequence[str]:
         """Return what the user should know of the data, a sentence each."""
+        return ()
