@@ -31,9 +31,9 @@ def at_least(name: str, value: float, least: float) -> None:
     require(value >= least, name, value, f"{least:g} or more")
 
 
-def above(name: str, value: float, bound: float) -> None:
-    """Refuse a value that is not greater than `bound`."""
-    require(value > bound, name, value, f"a number above {bound:g}")
+def positive(name: str, value: float | None) -> None:
+    """Refuse a number that is not above 0; None (null in YAML) means off."""
+    require(value is None or value > 0, name, value, "a number above 0")
 
 
 def rate(name: str, value: float) -> None:

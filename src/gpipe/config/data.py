@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import above, at_least, optional_at_least, rate, require
+from gpipe.config.checks import at_least, optional_at_least, positive, rate, require
 
 
 class AugmentationPolicy(Enum):
@@ -122,7 +122,7 @@ class TranslationDataConfig(DataConfig):
     def __post_init__(self) -> None:
         require(self.languages != [], "data.languages", self.languages, "codes of languages, or null for all")
         at_least("data.vocabulary_size", self.vocabulary_size, 5)  # four are special
-        above("data.temperature", self.temperature, 0)
+        positive("data.temperature", self.temperature)
         at_least("data.max_tokens", self.max_tokens, 2)
         optional_at_least("data.max_pairs", self.max_pairs, 1)
 

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import above, at_least, fixed, rate, require
+from gpipe.config.checks import at_least, fixed, positive, rate, require
 
 
 class Variant(Enum):
@@ -66,7 +66,7 @@ class AmoebaNetConfig(ModelConfig):
         rate("model.drop_path", self.drop_path)
         momentum = self.batch_norm_momentum
         require(0 < momentum <= 1, "model.batch_norm_momentum", momentum, "the weight of a new mini-batch in (0, 1]")
-        above("model.batch_norm_epsilon", self.batch_norm_epsilon, 0)
+        positive("model.batch_norm_epsilon", self.batch_norm_epsilon)
         at_least("model.min_microbatch_size", self.min_microbatch_size, 1)
 
 

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import above, at_least, optional_at_least, require
+from gpipe.config.checks import at_least, optional_at_least, positive, require
 
 
 class Rematerialize(Enum):
@@ -90,7 +90,7 @@ class PipelineConfig:
         at_least("pipeline.num_stages", self.num_stages, 1)
         at_least("pipeline.num_microbatches", self.num_microbatches, 1)
         self._check_stages_per_device()
-        above("pipeline.timeout_seconds", self.timeout_seconds, 0)
+        positive("pipeline.timeout_seconds", self.timeout_seconds)
         optional_at_least("pipeline.memory_limit_bytes", self.memory_limit_bytes, 1)
         if self.partitions is not None:
             fits = len(self.partitions) == self.num_stages and min(self.partitions, default=0) >= 1

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import above, optional_at_least, require
+from gpipe.config.checks import optional_at_least, positive, require
 from gpipe.config.run import RunConfig
 
 
@@ -37,8 +37,7 @@ class PlanConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("memory_gib", "link_gb_per_second"):
-            if (value := getattr(self, name)) is not None:
-                above(name, value, 0)
+        positive("memory_gib", self.memory_gib)
+        positive("link_gb_per_second", self.link_gb_per_second)
         require(0 < self.efficiency <= 1, "efficiency", self.efficiency, "a share in (0, 1]")
         optional_at_least("num_devices", self.num_devices, 1)

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import above, at_least, fixed, optional_at_least, rate, require
+from gpipe.config.checks import at_least, fixed, optional_at_least, positive, rate, require
 
 
 class Decay(Enum):
@@ -50,10 +50,9 @@ class OptimizerConfig:
     clip_norm: float | None = MISSING
 
     def __post_init__(self) -> None:
-        above("optimizer.learning_rate", self.learning_rate, 0)
+        positive("optimizer.learning_rate", self.learning_rate)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
-        if self.clip_norm is not None:
-            above("optimizer.clip_norm", self.clip_norm, 0)
+        positive("optimizer.clip_norm", self.clip_norm)
 
 
 @dataclass
@@ -70,7 +69,7 @@ class RMSPropConfig(OptimizerConfig):
         fixed("optimizer.name", self.name, "rmsprop", "optimizer")
         rate("optimizer.decay", self.decay)
         rate("optimizer.momentum", self.momentum)
-        above("optimizer.epsilon", self.epsilon, 0)
+        positive("optimizer.epsilon", self.epsilon)
 
 
 @dataclass
@@ -100,7 +99,7 @@ class AdamWConfig(OptimizerConfig):
         fixed("optimizer.name", self.name, "adamw", "optimizer")
         rate("optimizer.beta1", self.beta1)
         rate("optimizer.beta2", self.beta2)
-        above("optimizer.epsilon", self.epsilon, 0)
+        positive("optimizer.epsilon", self.epsilon)
 
 
 @dataclass
@@ -122,8 +121,8 @@ class AdafactorConfig(OptimizerConfig):
         super().__post_init__()
         fixed("optimizer.name", self.name, "adafactor", "optimizer")
         require(0 < self.decay <= 1, "optimizer.decay", self.decay, "an exponent in (0, 1]")
-        above("optimizer.epsilon", self.epsilon, 0)
-        above("optimizer.clip_threshold", self.clip_threshold, 0)
+        positive("optimizer.epsilon", self.epsilon)
+        positive("optimizer.clip_threshold", self.clip_threshold)
 
 
 @dataclass
@@ -150,7 +149,7 @@ class ScheduleConfig:
         one = self.warm_up_steps is None or self.warm_up_epochs == 0
         require(one, "schedule.warm_up_epochs", self.warm_up_epochs, "0 where schedule.warm_up_steps is set")
         require(0 < self.decay_rate <= 1, "schedule.decay_rate", self.decay_rate, "a factor in (0, 1]")
-        above("schedule.decay_epochs", self.decay_epochs, 0)
+        positive("schedule.decay_epochs", self.decay_epochs)
 
 
 @dataclass
@@ -302,6 +301,5 @@ class TrainerConfig:
         for name in ("max_steps", "timeline_every_steps"):
             optional_at_least(f"trainer.{name}", getattr(self, name), 1)
         at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)
-        if self.max_hours is not None:
-            above("trainer.max_hours", self.max_hours, 0)
+        positive("trainer.max_hours", self.max_hours)
         rate("trainer.label_smoothing", self.label_smoothing)

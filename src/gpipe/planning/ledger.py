@@ -78,7 +78,7 @@ class Ledger(TorchDispatchMode):
             return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not func.is_view:
-            moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, outputs))
+            moved = sum(tensor.nbytes for tensor in inputs + outputs)
             self.work.append(Work(_flops(func, args, kwargs, result), moved))
         for tensor in outputs:
             self._see(tensor)
@@ -93,7 +93,8 @@ class Ledger(TorchDispatchMode):
         def free(_: Any) -> None:
             if self._alive.pop(key, None) is not None:
                 self.live_bytes -= size
-                self.on_free.pop(key, _nothing)()
+                if key in self.on_free:
+                    self.on_free.pop(key)()
 
         self._alive[key] = weakref.ref(storage, free)
         self.live_bytes += size
@@ -134,11 +135,3 @@ _COUNTS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten.convolution_backward: _convolution_backward,
 }
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -282,7 +282,7 @@ class _Chain:
     def let_go(self, parameter: Tensor) -> None:
         """Drop a gradient that has just been computed, and note what keeping it would have cost."""
         assert parameter.grad is not None
-        self.ledger.added_bytes += _num_bytes(parameter.grad)
+        self.ledger.added_bytes += parameter.grad.nbytes
         parameter.grad = None
 
     def _begin_backward(self, index: int) -> None:
@@ -336,10 +336,10 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
     before = chain_.live_after[index - 1] if index > 0 else start
     return LayerProfile(
         parameters=sum(parameter.numel() for parameter in parameters),
-        parameter_bytes=sum(map(_num_bytes, parameters)),
-        trainable_bytes=sum(_num_bytes(parameter) for parameter in parameters if parameter.requires_grad),
-        buffer_bytes=0 if layer is None else sum(map(_num_bytes, layer.buffers())),
-        statistics_bytes=sum(_num_bytes(buffer) for norm in norms for buffer in norm.buffers() if buffer.ndim > 0),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        trainable_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        buffer_bytes=0 if layer is None else sum(buffer.nbytes for buffer in layer.buffers()),
+        statistics_bytes=sum(buffer.nbytes for norm in norms for buffer in norm.buffers() if buffer.ndim > 0),
         forward=chain_.work["forward"][index],
         backward=chain_.work["backward"][index],
         input_bytes=chain_.input_bytes[index],
@@ -365,7 +365,3 @@ def _fake_payload(value: Any) -> Payload:
     payload = Payload.of(value)
     payload.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in payload.tensors]
     return payload
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -97,7 +97,8 @@ def _table(jobs: Sequence[Job]) -> Table:
     Jobs that lack the same data or devices share a row; a figure that no job has is left out.
     """
     settings = [_settings(job) for job in jobs]
-    keys = [key for key in dict.fromkeys(key for part in settings for key in part) if _differs(key, settings)]
+    known = dict.fromkeys(key for part in settings for key in part)
+    keys = [key for key in known if len({part.get(key) for part in settings}) > 1]
     table = Table(box=MARKDOWN)
     for key in keys:
         table.add_column(key)
@@ -145,10 +146,6 @@ def _split_override(override: str) -> tuple[str, str]:
 def _settings(job: Job) -> dict[str, str]:
     """Return a job's overrides by key; experiment=a, which a table says, replaces +experiment=b of the command line."""
     return dict(map(_split_override, sorted(job.outcome.overrides, key=lambda override: not override.startswith("+"))))
-
-
-def _differs(key: str, settings: Sequence[dict[str, str]]) -> bool:
-    return len({part.get(key) for part in settings}) > 1
 
 
 @dataclass(frozen=True)
