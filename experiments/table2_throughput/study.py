@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.table2_throughput.breakdown import break_down
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import LayerProfile, profile_layers
-from gpipe.planning.step import Setting, break_down, plan_memory, plan_step
+from gpipe.planning.step import Setting, plan_memory, plan_step
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.training.losses import ClassificationLoss
 

@@ -5,12 +5,12 @@ Memory is that of a walk through the schedule's tasks (memory.py). Time is that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task, sequential
 from gpipe.pipeline.timeline import Timeline
@@ -287,46 +287,3 @@ def _stage(
         output_bytes=output_bytes,
         transfer_seconds=output_bytes / speed.link_bytes_per_second,
     )
-
-
-class Breakdown(NamedTuple):
-    """Shares of a step, which add up to 1: what would be left of it if one trouble after the other went away.
-
-    Attributes:
-        computing: forwards and backwards, the mean over the devices.
-        recomputation: likewise.
-        bubble: the wait for other stages that would be left if all stages were equal and transfers took no time.
-        imbalance: by how much unequal stages make the step longer.
-        transfer: by how much the links make it longer still, the averaging over replicas too.
-        update: the optimiser's, on the slowest device.
-    """
-
-    computing: float
-    recomputation: float
-    bubble: float
-    imbalance: float
-    transfer: float
-    update: float
-
-
-def break_down(plan: Plan) -> Breakdown:
-    """Share out the step of a plan whose stages do not share one process."""
-    stages = plan.stages
-    mean = {kind: fmean(stage.seconds(kind) for stage in stages) for kind in Kind}
-
-    def without_links(seconds: Callable[[Task], float]) -> Timeline:
-        return simulate(plan.setting.tasks, seconds)
-
-    even = without_links(lambda task: mean[task.kind])
-    without_transfer = without_links(lambda task: stages[task.stage].seconds(task.kind)).makespan_seconds
-    recomputation = fmean(even.busy_seconds(Kind.RECOMPUTE))
-    busy = fmean(even.busy_seconds())
-    parts = Breakdown(
-        computing=busy - recomputation,
-        recomputation=recomputation,
-        bubble=even.makespan_seconds - busy,
-        imbalance=without_transfer - even.makespan_seconds,
-        transfer=plan.timeline.makespan_seconds - without_transfer + plan.averaging_seconds,
-        update=plan.update_seconds,
-    )
-    return Breakdown(*(part / plan.step_seconds for part in parts))
