@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
+from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Plan, Setting, plan_memory, plan_step
 
@@ -63,7 +64,20 @@ class Planner:
 
     def fits(self, setting: Setting) -> bool:
         """Return whether each device has room for what it needs."""
-        return self.peak_bytes(setting) <= self.accelerator.memory_bytes
+        room = self.accelerator.memory_bytes
+        return self._find_least_peak_bytes(setting) <= room and self.peak_bytes(setting) <= room
+
+    def _find_least_peak_bytes(self, setting: Setting) -> int:
+        """Return the memory of the fullest device with the best cut by memory.
+
+        It is found much faster than the cut of a run, and most settings that do not fit exceed the room even so.
+        Where devices have several stages, this is the cut of the run.
+        """
+        if setting.stages_per_device > 1:
+            return self.peak_bytes(setting)
+        profiles, setting = self._profiles_for(setting)
+        partitions = partition_by_memory(profiles, replace(setting, is_sequential=False))
+        return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
 
     def remedies(self, setting: Setting) -> list[str]:
         """Return what would fit: the smallest larger K, and the smallest of 2 M, 4 M and so on."""
@@ -83,13 +97,14 @@ class Planner:
         """Return the smallest of 2 M, 4 M and so on that fits; None where none does."""
         least = math.inf
         for num_microbatches in _doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
+            larger = replace(setting, num_microbatches=num_microbatches)
             try:
-                peak = self.peak_bytes(replace(setting, num_microbatches=num_microbatches))
+                if self.fits(larger):
+                    return num_microbatches
+                peak = self._find_least_peak_bytes(larger)
             except ValueError:  # such as too few examples for batch norm
                 return None
-            if peak <= self.accelerator.memory_bytes:
-                return num_microbatches
-            if peak > 0.99 * least:  # what is left are boundary inputs, of the mini-batch whatever M is
+            if 0.99 * least < peak:  # what is left are boundary inputs, of the mini-batch whatever M is
                 return None
             least = peak
         return None
