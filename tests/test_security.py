@@ -23,6 +23,7 @@ from gpipe.config.gate import refuse
 from gpipe.config.saved import from_plain
 from tests.support.foreign_config import compose_with, write_config
 from tests.support.listeners import listeners
+from tests.support.program_server import Program
 from tests.support.train_program import TRAIN
 from tests.test_secrets import TINY
 
@@ -243,12 +244,12 @@ def test_nothing_of_hydras_own_settings_names_a_file_or_a_class(monkeypatch) -> 
 
 
 def test_a_run_on_one_host_listens_on_the_loopback_interface_alone(tmp_path: Path) -> None:
-    command = [sys.executable, TRAIN, *TINY, "launch=process_per_stage", "pipeline.num_stages=2", "tracking=offline"]
-    program = subprocess.Popen(command, cwd=tmp_path, env=environment_of(), stdout=subprocess.DEVNULL)
+    words = [*TINY, "launch=process_per_stage", "pipeline.num_stages=2", "tracking=offline"]
+    program = Program(TRAIN, *words, folder=tmp_path, output=Path(os.devnull))
     found = set()
     while program.poll() is None:
         found |= listeners(program.pid)
         time.sleep(0.2)
-    assert program.returncode == 0
+    assert program.poll() == 0
     assert len(found) >= 3  # the store's, and one of each process
     assert [(address, port) for address, port in found if not address.is_loopback] == []

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def composed(*overrides: str) -> DictConfig:
     return compose("train", overrides=list(overrides))
 
 
+@cache
 def run_of(*overrides: str) -> RunConfig:
     return to_run(composed(*overrides))
 

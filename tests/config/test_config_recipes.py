@@ -1,5 +1,6 @@
 """The recipes at the paper's scale: what they share, what they differ in, and that batch norm gets enough images."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 SETS = ("cifar10", "cifar100", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap")
 
 
+@cache
 def run_of(*overrides: str) -> RunConfig:
     return to_run(compose("train", overrides=list(overrides)))
 

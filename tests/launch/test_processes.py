@@ -1,12 +1,10 @@
 """Processes start together, from one that has loaded what they need, and end together."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +16,8 @@ import torch.distributed as dist
 from gpipe.launch import devices, processes
 from gpipe.launch.processes import Place, run
 from tests.launch.launched import MANY_SECONDS, PYTHONPATH, ROOT, is_running, note_place, pids, two
+
+pytestmark = pytest.mark.usefixtures("forked_server")
 
 
 def fail(place: Place, folder: Path, how: str) -> None:
@@ -38,12 +38,6 @@ def hang_before(place: Place, folder: Path, what: str) -> None:
     if what == "a value":
         place.share("word", "from the other")
     dist.new_group(timeout=timedelta(seconds=1))
-
-
-def note_origin(place: Place, folder: Path) -> None:
-    """Note what starts this process, whether a module was there before, and a variable."""
-    origin = {"parent": os.getppid(), "loaded": "colorsys" in sys.modules, "variable": os.environ["VARIABLE"]}
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(origin))
 
 
 def test_one_process_stays_in_this_one(tmp_path: Path) -> None:
@@ -228,20 +222,6 @@ def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_once_all_have
     assert re.search(said, capfd.readouterr().err)
 
 
-def test_new_processes_are_copies_of_one_that_has_loaded_what_they_need_and_ends_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = set()
-    for variable in ("first", "second"):
-        monkeypatch.setenv("VARIABLE", variable)
-        run(note_origin, two(tmp_path, modules=("colorsys", "gpipe.launch.processes")))
-        first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-        assert first == second == {"parent": first["parent"], "loaded": True, "variable": variable}
-        assert not is_running(first["parent"])
-        servers.add(first["parent"])
-    assert len(servers) == 2 and os.getpid() not in servers
-
-
 LOADING_ONCE = """
 import importlib
 import torch
@@ -262,11 +242,3 @@ def test_what_is_loaded_once_asks_for_no_gpu() -> None:
     command = [sys.executable, "-c", LOADING_ONCE]
     done = subprocess.run(command, env=os.environ | PYTHONPATH, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_processes_start_below_a_folder_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (temporary := tmp_path / ("long" * 30)).mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setenv("VARIABLE", "")
-    run(note_origin, two(tmp_path, modules=("colorsys",)))
-    assert json.loads((tmp_path / "1.json").read_text())["parent"] == os.getpid()

@@ -7,6 +7,7 @@ processes. All else is as in a new one: the process, its files, its signals, wha
 import logging
 import os
 import signal
+import warnings
 from collections.abc import Collection
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -19,14 +20,21 @@ _start_new = util.spawnv_passfds
 
 def fork_server_from_here() -> None:
     """From now on, fork the fork server from this process, which must have loaded what its processes need."""
-    util.spawnv_passfds = _start
+    util.spawnv_passfds = start_as_fork
 
 
-def _start(path: bytes, arguments: list[str], kept_files: list[int]) -> int:
+def start_as_fork(path: bytes, arguments: list[str], kept_files: list[int]) -> int:
+    """Start the program of a path, as multiprocessing does it; the fork server is a fork of this process.
+
+    Returns:
+        The id of the new process.
+    """
     command = arguments[-1]
     if "multiprocessing.forkserver" not in command:
         return _start_new(path, arguments, kept_files)
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process may have threads
+        pid = os.fork()
     if pid == 0:
         _serve(command, kept_files)
     return pid
