@@ -9,7 +9,7 @@ LOCK = uv pip compile pyproject.toml --extra sweeps --universal --python-version
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart translation test together reliability lint format notebooks docs lock clean
+.PHONY: help quickstart translation test quicktest reliability lint format notebooks docs lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,16 +19,15 @@ quickstart: .venv ## set up, then train a small AmoebaNet on the embedded photog
 
 translation: .venv/fairseq ## set up for translation: build fairseq, which needs a C++ compiler and a minute and a half
 
-test: .venv/development .venv/fairseq ## set up, then lint and run the tests
-	$(MAKE) --jobs 2 lint together
+test: .venv/development .venv/fairseq ## set up, then lint and run the tests, at once
+	$(MAKE) --jobs 2 lint quicktest
+
+quicktest: .venv/development .venv/fairseq
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
+
+reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: eight minutes on two cores
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone"
 	$(BIN)/python -m pytest --numprocesses 4 -m alone $$(grep -rl --include="*.py" "mark\.alone" tests)
-
-# Tests that a busy machine does not disturb. They wait for processes a third of the time: hence five at once on two cores.
-together: .venv/development .venv/fairseq
-	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
-
-reliability: .venv/development ## set up, then kill, stop, starve and disconnect whole runs: twelve minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m reliability
 
 lint: .venv/development ## style, format, imports and types
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from tests.data.images.small_sets import write_oxford_pets
 from tests.support.train_program import TINY, run_folder, start, train_here
 
 
+@pytest.mark.reliability
 def test_an_error_in_a_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
     done = start(tmp_path, *TINY, "launch=process_per_stage", "data.num_classes=9")  # else it hangs: pytest's time-out
     assert done.returncode == 1

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from gpipe.records import read_records
 from tests.support.train_program import TINY, start
 
@@ -42,6 +44,7 @@ def test_a_job_that_fails_does_not_end_the_sweep_but_its_status_says_so(tmp_path
     assert len(read_records(tmp_path / "runs")) == 1
 
 
+@pytest.mark.reliability
 def test_the_jobs_of_a_sweep_may_run_in_processes_of_a_cluster(tmp_path: Path) -> None:
     """A job that starts processes of its own is tests/reliability/test_stops.py's."""
     done = start(tmp_path, "-m", *TINY, "hydra/launcher=submitit_local", "pipeline.num_microbatches=1,2")

@@ -23,6 +23,7 @@ from gpipe.config import ConfigError, to_plain, to_run
 from gpipe.config.saved import from_plain
 from tests.training.small_run import small_layers, small_run
 
+pytestmark = pytest.mark.reliability
 MOST_BYTES = 4 * 2**20  # of Python's memory; the manifests here have a hundredth of that
 RELAXED = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

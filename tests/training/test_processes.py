@@ -85,6 +85,7 @@ def test_replicas_write_once(tmp_path: Path, processes: ProcessPool) -> None:
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir() if entry.name.startswith(".")] == []
 
 
+@pytest.mark.reliability
 def test_data_that_one_stage_cannot_read_ends_every_process_with_the_cause(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

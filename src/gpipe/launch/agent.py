@@ -175,6 +175,7 @@ def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
     if sys.platform != "linux" or not _IS_PRIVATE or len(tempfile.gettempdir().encode()) > _MAX_BYTES:
         yield "spawn"
         return
+    _kill_fork_server()  # the program may have started one, which has loaded something else in another environment
     multiprocessing.set_forkserver_preload(["gpipe.launch.paused_collection", *modules])
     try:
         yield "forkserver"
