@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -78,7 +79,7 @@ class Formats:
         self.position += 1
 
 
-class _End:
+class _End(ABC):
     """One end of a stream, whose thread does one piece of work after the other until one fails."""
 
     def __init__(self, link: Link, name: str) -> None:
@@ -111,8 +112,9 @@ class _End:
             while self._work.get() is not None:  # let go of the rest
                 pass
 
+    @abstractmethod
     def _note(self, error: Exception) -> None:
-        raise NotImplementedError
+        """Keep the error that ended the work, for whoever waits for it."""
 
 
 class Sender(_End):
