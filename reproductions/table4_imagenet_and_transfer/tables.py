@@ -13,6 +13,8 @@ from reproductions.verdict import Interval, over_runs_and_images, over_seeds
 PRE_TRAINING = "amoebanet_imagenet"
 TRANSFERS = ("transfer", "transfer_table", "transfer_kornblith")
 PAPER_SCALE = (PRE_TRAINING, *TRANSFERS)
+SHORT_RUNS = "short_runs_laptop"
+EVALUATED = {"averages": "top1", "weights themselves": "raw_top1"}
 LAPTOP_TRANSFERS = ("transfer_laptop", "transfer_table_laptop")
 MARGIN = 0.005  # of the accuracy: what ours may lack and still be the paper's, which prints no deviation
 
@@ -78,18 +80,36 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 def transfer_laptop(records: Sequence[Record]) -> str:
     """Return the accuracy of a small model, fine-tuned and from scratch at the same budget.
 
-    A row per data set and learning rate; gains are between runs of the same seed.
+    A row per data set, learning rate and what is evaluated; gains are between runs of the same seed.
     """
     rows = []
-    for (data, rate), (scratch, tuned) in small_transfers(records).items():
-        top1 = [{seed: run.results["top1"] for seed, run in runs.items()} for runs in (scratch, tuned)]
-        gains = _gain(_gains(scratch, tuned))
-        rows.append([data, f"{rate:g}", *_spread(top1[0].values()), *_spread(top1[1].values()), *gains])
+    for (data, rate), both in small_transfers(records).items():
+        for evaluated, figure in EVALUATED.items():
+            top1 = [_spread(_test_figure(run, figure) for run in runs.values()) for runs in both]
+            rows.append([data, f"{rate:g}", evaluated, *top1[0], *top1[1], *_gain(_gains(*both, figure))])
     if not rows:
         return not_run("train.py -m +experiment=transfer_table_laptop")
     spread = ["deviation", "runs"]
-    header = ["data set", "learning rate", "from scratch", *spread, "fine-tuned", *spread, "gain, mean (smallest)"]
-    return markdown([*header, "pre-training helps"], rows)
+    header = ["data set", "learning rate", "evaluated", "from scratch", *spread, "fine-tuned", *spread]
+    return markdown([*header, "gain, mean (smallest)", "pre-training helps"], rows)
+
+
+def short_runs(records: Sequence[Record]) -> str:
+    """Return the accuracy of short trainings by either kind of batch-norm statistics, with and without averaging."""
+    found: dict[tuple[int, int | None], list[Record]] = {}
+    for run in records:
+        if run.experiment == SHORT_RUNS and run.results.get("top1") is not None:
+            trainer = run.config["trainer"]
+            found.setdefault((trainer["max_steps"], trainer["evaluation"]["statistics_batches"]), []).append(run)
+    if not found:
+        return not_run(f"train.py -m +experiment={SHORT_RUNS}")
+    rows = []
+    for (steps, num_batches), runs in sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+        statistics = "moving averages" if num_batches is None else f"of {num_batches} mini-batches"
+        top1 = [_spread(_test_figure(run, figure) for run in runs) for figure in EVALUATED.values()]
+        rows.append([str(steps), statistics, *top1[0][:2], *top1[1]])
+    columns = [column for evaluated in EVALUATED for column in (f"top-1 of the {evaluated}", "deviation")]
+    return markdown(["steps", "batch-norm statistics", *columns, "runs"], rows)
 
 
 def small_transfers(
@@ -188,10 +208,15 @@ def _spread(values: Iterable[float]) -> list[str]:
     return [f"{fmean(found):.2%}", f"{stdev(found):.2%}" if len(found) > 1 else "", str(len(found))]
 
 
-def _gains(scratch: Mapping[int, Record], tuned: Mapping[int, Record]) -> list[float]:
+def _gains(scratch: Mapping[int, Record], tuned: Mapping[int, Record], figure: str = "top1") -> list[float]:
     """Return by how much each fine-tuned run is better than the run from scratch with the same seed."""
     seeds = sorted(scratch.keys() & tuned.keys())
-    return [tuned[seed].results["top1"] - scratch[seed].results["top1"] for seed in seeds]
+    return [_test_figure(tuned[seed], figure) - _test_figure(scratch[seed], figure) for seed in seeds]
+
+
+def _test_figure(run: Record, figure: str) -> float:
+    value: float = run.results["evaluation"]["test"][figure]
+    return value
 
 
 def _gain(gains: Sequence[float]) -> list[str]:
@@ -285,9 +310,9 @@ def image_throughput(records: Sequence[Record]) -> str:
 
 
 def _image_runs(records: Sequence[Record]) -> list[Record]:
-    """Return the trainings on images, without the transfers, which have their own tables."""
+    """Return the trainings on images, without the transfers and the short runs, which have their own tables."""
     runs = [run for run in records if run.results.get("top1") is not None and "image_size" in run.config["data"]]
-    return [run for run in runs if not run.experiment.startswith("transfer")]
+    return [run for run in runs if not run.experiment.startswith(("transfer", SHORT_RUNS))]
 
 
 def _model(run: Record) -> str:
@@ -304,6 +329,7 @@ TABLES = (
     table4_other_settings,
     transfer_laptop,
     transfer_laptop_run,
+    short_runs,
     table4_cost,
     image_runs,
     image_runs_from,

@@ -6,6 +6,7 @@ from typing import Any
 from gpipe.records import Record, make_record
 from reproductions.table4_imagenet_and_transfer.tables import (
     claims,
+    short_runs,
     table4,
     table4_cost,
     table4_other_settings,
@@ -30,7 +31,9 @@ def record(
     rate: float = 0.5,
     **results: Any,
 ) -> Record:
-    figures = results if top1 is None else {"top1": top1}
+    figures = results
+    if top1 is not None:
+        figures = {"top1": top1, "evaluation": {"test": {"top1": top1, "raw_top1": top1 / 2}}}
     config = {"data": {"name": data}, "init_from": init_from, "optimizer": {"learning_rate": rate}}
     kind = "not run" if top1 is None else "measured"
     return make_record(kind=kind, command="c", experiment=experiment, config=config, seed=seed, results=figures)
@@ -89,9 +92,10 @@ def test_fine_tuned_stands_beside_from_scratch_seed_by_seed() -> None:
         for init_from in (None, "x")
     ]
     records.append(record("transfer_laptop", "digits", 7, 1.0))  # has no partner: no gain
-    digits, mnist = cells(transfer_laptop(records))
-    assert digits[:5] == ["digits", "0.5", "62.50%", f"{stdev((0.5, 0.75)):.2%}", "2"]
-    assert digits[5] == "79.17%" and digits[7:] == ["3", "+6.25 (+6.25)", "reproduced [+6.25%, +6.25%]"]
+    digits, itself, mnist, _ = cells(transfer_laptop(records))
+    assert digits[:6] == ["digits", "0.5", "averages", "62.50%", f"{stdev((0.5, 0.75)):.2%}", "2"]
+    assert digits[6] == "79.17%" and digits[8:] == ["3", "+6.25 (+6.25)", "reproduced [+6.25%, +6.25%]"]
+    assert itself[2:4] == ["weights themselves", "31.25%"] and itself[-1] == "reproduced [+3.12%, +3.12%]"
     assert mnist[-2:] == ["-6.25 (-6.25)", "contradicted [-6.25%, -6.25%]"]
 
 
@@ -101,12 +105,30 @@ def test_each_learning_rate_has_a_row() -> None:
         for rate in (0.25, 0.125)
         for init_from, gain in ((None, 0), ("x", 0.5))
     ]
-    rows = cells(transfer_laptop(records))
-    assert [(row[1], row[2], row[5]) for row in rows] == [("0.125", "12.50%", "62.50%"), ("0.25", "25.00%", "75.00%")]
+    rows = cells(transfer_laptop(records))[::2]
+    assert [(row[1], row[3], row[6]) for row in rows] == [("0.125", "12.50%", "62.50%"), ("0.25", "25.00%", "75.00%")]
+
+
+def test_short_runs_are_shown_by_their_length_and_by_their_statistics() -> None:
+    def short(steps: int, num_batches: int | None, seed: int, top1: float) -> Record:
+        run = record("short_runs_laptop", "digits", seed, top1)
+        run.config["trainer"] = {"max_steps": steps, "evaluation": {"statistics_batches": num_batches}}
+        return run
+
+    rows = cells(
+        short_runs([short(50, 8, 0, 0.5), short(16, 8, 0, 0.25), short(16, None, 0, 0.5), short(16, 8, 1, 0.75)])
+    )
+    deviation, half = f"{stdev((0.25, 0.75)):.2%}", f"{stdev((0.125, 0.375)):.2%}"
+    assert rows == [
+        ["16", "moving averages", "50.00%", "", "25.00%", "", "1"],
+        ["16", "of 8 mini-batches", "50.00%", deviation, "25.00%", half, "2"],
+        ["50", "of 8 mini-batches", "50.00%", "", "25.00%", "", "1"],
+    ]
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert transfer_laptop([]) == "Not run: train.py -m +experiment=transfer_table_laptop.\n"
+    assert short_runs([]) == "Not run: train.py -m +experiment=short_runs_laptop.\n"
     assert table4_cost([]) == "Not run: python -m experiments.table4_cost.\n"
     only_tuned = transfer_laptop([record("transfer_laptop", "digits", 0, 0.5)])
     assert cells(only_tuned)[0][-1] == "not run: one of the two is missing"

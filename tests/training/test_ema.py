@@ -18,31 +18,48 @@ def change(layers: nn.ModuleDict, value: float) -> None:
         tensor.fill_(value) if tensor.is_floating_point() else tensor.add_(1)
 
 
-def test_weights_and_moving_statistics_are_averaged_and_counts_copied() -> None:
+def average(decay: float, values: list[float]) -> float:
+    """Return the weighted mean of the values after each step, without the one before the first."""
+    weights = [decay ** (len(values) - step) for step in range(1, len(values) + 1)]
+    return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+
+
+def test_weights_and_moving_statistics_are_averaged_without_the_initial_ones_and_counts_copied() -> None:
     layers = layers_of(nn.Linear(2, 2).double(), nn.BatchNorm1d(2).double())
-    change(layers, 1.0)
+    change(layers, 1e6)
     ema = Ema(layers, decay=0.75)
-    expected = 1.0
-    for step, value in enumerate((3.0, -2.0, 5.0), start=1):
+    values = [3.0, -2.0, 5.0]
+    for step, value in enumerate(values, start=1):
         change(layers, value)
         ema.update(step)
-        expected = 0.75 * expected + 0.25 * value
         for name, tensor in ema.state().items():
             if tensor.is_floating_point():
-                torch.testing.assert_close(tensor, torch.full_like(tensor, expected), rtol=1e-14, atol=0)
+                expected = torch.full_like(tensor, average(0.75, values[:step]))
+                torch.testing.assert_close(tensor, expected, rtol=1e-14, atol=0)
             else:
                 assert tensor == step + 1, name
 
 
-def test_the_warm_up_is_tensorflows() -> None:
+def test_the_average_of_a_long_run_is_the_usual_one() -> None:
     layers = layers_of(nn.Linear(1, 1).double())
-    change(layers, 0.0)
+    ema = Ema(layers, decay=0.9)
+    expected = 0.0
+    for step in range(1, 400):
+        change(layers, float(step % 7))
+        ema.update(step)
+        expected = 0.9 * expected + 0.1 * (step % 7)
+    assert ema.state()["layers.3.bias"].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_warm_up_is_tensorflows_but_for_the_initial_weights() -> None:
+    layers = layers_of(nn.Linear(1, 1).double())
+    change(layers, 1e6)
     ema = Ema(layers, decay=0.5, warm_up=True)
     expected = 0.0
     for step in range(1, 20):
         change(layers, float(step))
         ema.update(step)
-        decay = min(0.5, (1 + step) / (10 + step))
+        decay = min(0.5 * (1 - 0.5 ** (step - 1)) / (1 - 0.5**step), (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
         assert ema.state()["layers.3.bias"].item() == pytest.approx(expected, rel=1e-12)
 
@@ -71,7 +88,7 @@ def test_a_stage_without_parameters_is_averaged(module: nn.Module) -> None:
     change(layers, 3.0)
     ema.update(1)
     if "layers.3.running_mean" in ema.state():
-        assert ema.state()["layers.3.running_mean"].tolist() == [1.5, 1.5]
+        assert ema.state()["layers.3.running_mean"].tolist() == [3.0, 3.0]
 
 
 def test_wrong_settings_are_refused() -> None:

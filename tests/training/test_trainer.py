@@ -132,17 +132,19 @@ def test_it_learns(tmp_path: Path) -> None:
     assert summary.best_top1 is not None and summary.best_top1 >= summary.top1
 
 
-def test_evaluation_uses_the_averages_and_counts_every_image(tmp_path: Path) -> None:
+def test_evaluation_uses_the_averages_counts_every_image_and_shows_the_model_itself_beside(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, num_epochs=1)
     summary = trainer.train()
     loader = RandomImages(15, 4, shuffle=False)
     assert trainer.ema is not None
-    outputs = loader.images
-    with torch.no_grad():
-        for layer in trainer.ema.module.values():
-            outputs = layer(outputs)
-    metrics = EvaluationMetrics()
-    expected = metrics.compute(metrics.measure(outputs, loader.labels))
+    metrics, expected = EvaluationMetrics(), {}
+    for prefix, layers in (("", trainer.ema.module), ("raw_", trainer.pipeline.layers.eval())):
+        outputs = loader.images
+        with torch.no_grad():
+            for layer in layers.values():
+                outputs = layer(outputs)
+        figures = metrics.compute(metrics.measure(outputs, loader.labels))
+        expected |= {prefix + name: figure for name, figure in figures.items()}
     assert summary.evaluation["test"] == pytest.approx(expected, rel=1e-5)
     assert evaluate(trainer.pipeline, loader) != summary.evaluation["test"]
 
@@ -180,11 +182,11 @@ def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
         def compute(self, sums: torch.Tensor) -> dict[str, float]:
             return {"loss": next(self.given)}
 
-    trainer = small_trainer(tmp_path, num_epochs=9, metrics=Losses(), patience=2)
+    trainer = small_trainer(tmp_path, num_epochs=9, metrics=Losses(), patience=2, ema=None)
     summary = trainer.train()
     assert (summary.num_steps, summary.least_loss) == (16, {"loss": 2.0, "step": 8})
     assert next(Losses.given) == 1.0
-    again = small_trainer(tmp_path, num_epochs=9, metrics=Losses(), patience=2)
+    again = small_trainer(tmp_path, num_epochs=9, metrics=Losses(), patience=2, ema=None)
     assert again.resume() and again.train().num_steps == 16  # what has ended stays so
     assert small_trainer(tmp_path / "patient", num_epochs=2, patience=2).train().num_steps == 8
 
@@ -220,7 +222,7 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
             return super().compute(sums) | {"loss": next(losses)}
 
     settings = {"evaluate_every_epochs": None, "evaluate_every_steps": 3, "save_every_steps": 5}
-    small_trainer(tmp_path, metrics=Losses(), keep_checkpoints=1, **settings).train()
+    small_trainer(tmp_path, metrics=Losses(), keep_checkpoints=1, ema=None, **settings).train()
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000006", "step-00000012"]
     assert find_best(folder) == folder / "step-00000006" == find_checkpoint(folder / "best")

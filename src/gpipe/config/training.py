@@ -158,7 +158,7 @@ class EmaConfig:
 
     Attributes:
         decay: of the average; null evaluates the weights themselves.
-        warm_up: forget the initial weights faster, for runs of few steps.
+        warm_up: average over fewer steps at first, for runs of few steps.
     """
 
     decay: float | None = MISSING
@@ -201,6 +201,8 @@ class EvaluationConfig:
         every_epochs: evaluate every n epochs. null for this and `every_steps` never evaluates; otherwise the end of
             training is evaluated too.
         every_steps: evaluate every n steps; null leaves it to `every_epochs`.
+        statistics_batches: before an evaluation, take the statistics of batch norms anew from n training mini-batches;
+            null evaluates with their moving averages.
         patience: stop training after n evaluations in a row without a smaller loss; null never stops early.
         autocast: the precision of the forward pass.
     """
@@ -208,12 +210,13 @@ class EvaluationConfig:
     batch_size: int = MISSING
     every_epochs: int | None = MISSING
     every_steps: int | None = MISSING
+    statistics_batches: int | None = MISSING
     patience: int | None = MISSING
     autocast: Autocast = MISSING
 
     def __post_init__(self) -> None:
         at_least("trainer.evaluation.batch_size", self.batch_size, 1)
-        for name in ("every_epochs", "every_steps", "patience"):
+        for name in ("every_epochs", "every_steps", "statistics_batches", "patience"):
             optional_at_least(f"trainer.evaluation.{name}", getattr(self, name), 1)
 
 

@@ -211,8 +211,7 @@ class Pipeline:
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
             totals, notes = self._conclude(loss, note)
-            with self.job.replicas.exchange():
-                batch_norm.commit(self._batch_norms, self.job.replicas.group)
+            self._commit(self._batch_norms)
             self.step += 1
             timeline = self._gather_timeline(clock) if record_timeline else None
         return StepReport(
@@ -227,12 +226,14 @@ class Pipeline:
             peak_memory_bytes=measure_peak_memory(set(self.job.devices.values())),
         )
 
-    def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None) -> Any:
+    def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None, move_statistics: bool = False) -> Any:
         """Return the model's outputs for a mini-batch in evaluation mode, without gradients; every process calls it.
 
         Args:
             inputs: as for `train_step`, of any number of examples; None outside of the first stage.
             layers: run these in place of `self.layers`, such as their exponential moving average: same keys.
+            move_statistics: let batch norms do as in a training step: normalise each micro-batch by its own statistics,
+                then move the moving statistics once.
 
         Returns:
             The outputs of all examples in the last stage's process, None in the others.
@@ -244,18 +245,25 @@ class Pipeline:
                 f"{list(self.layers)}"
             )
         own = {k: {index: used[str(index)] for index in stage.layers} for k, stage in self.stages.items()}
+        norms = self.batch_norms(layers) if move_statistics else []
         outputs: list[Payload] = []
 
         def evaluate(stage: Stage, task: Task, received: Payload) -> Payload:
-            payload = stage.evaluate(task.micro_batch, received, own[stage.index])
+            payload = stage.evaluate(task.micro_batch, received, own[stage.index], move_statistics=move_statistics)
             if stage.index == self.num_stages - 1:
                 outputs.append(payload)
             return payload
 
-        with self._step(), _evaluation_mode(used):
-            mini_batch, parts = self._start(inputs, self.num_microbatches, training=False)
-            self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
-            return merge(outputs) if outputs else None
+        num_microbatches = self._common_num_microbatches(inputs) if move_statistics else self.num_microbatches
+        try:
+            with self._step(), _evaluation_mode(used, norms):
+                mini_batch, parts = self._start(inputs, num_microbatches, training=False)
+                self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
+                if move_statistics:
+                    self._commit(norms)
+                return merge(outputs) if outputs else None
+        finally:
+            batch_norm.discard(norms)
 
     def first_non_finite(self, batch: tuple[Any, Any]) -> FirstNonFinite | None:
         """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
@@ -290,6 +298,14 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield this process's parameters under the names layers.<index in the whole model>.<name>."""
         return self.layers.named_parameters(prefix="layers")
+
+    def batch_norms(self, layers: nn.ModuleDict | None = None) -> list[batch_norm.MicroBatchNorm]:
+        """Return this process's batch norms whose moving statistics a training step moves, or those in their place.
+
+        layers: as for `evaluate`.
+        """
+        found = batch_norm.converted_batch_norms((self.layers if layers is None else layers).values())
+        return [norm for own, norm in zip(self._batch_norms, found, strict=True) if own.training]
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield this process's parameters, for an optimizer."""
@@ -375,6 +391,10 @@ class Pipeline:
         if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind is Kind.BACKWARD and k > 0):
             job.transfer.send(task, result)
 
+    def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
+        with self.job.replicas.exchange():
+            batch_norm.commit(norms, self.job.replicas.group)
+
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where batch norms are synchronised, what every replica can cut its mini-batch into."""
         if not self._synchronizes or not self.is_first:
@@ -432,10 +452,12 @@ def _move(inputs: Any, stage: Stage) -> Payload:
 
 
 @contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module and all below it into evaluation mode, without gradients; afterwards each is as it was."""
+def _evaluation_mode(module: nn.Module, but: Sequence[nn.Module]) -> Iterator[None]:
+    """Put a module and all below it `but` some into evaluation mode, without gradients; then each is as it was."""
     before = [(child, child.training) for child in module.modules()]
     module.eval()
+    for child in but:
+        child.training = True
     try:
         with torch.no_grad():
             yield

@@ -180,9 +180,20 @@ class Stage:
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
 
-    def evaluate(self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module]) -> Payload:
-        """Run substitute or own layers without a graph and return the boundary output."""
-        return self._run(micro_batch, inputs, layers)
+    def evaluate(
+        self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool
+    ) -> Payload:
+        """Run substitute or own layers without a graph and return the boundary output.
+
+        move_statistics: batch norms in training mode keep what they see for `commit`.
+        """
+        if not move_statistics:
+            return self._run(micro_batch, inputs, layers)
+        exchange = self.exchange.among(layers) if self.exchange is not None else None
+        synchronized = exchange.start(notes=True) if exchange is not None else None
+        norms = converted_batch_norms(layers.values())
+        with microbatch_phase(norms, recompute=False, synchronized=synchronized):
+            return self._run(micro_batch, inputs, layers)
 
     def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
         """Run the forward of a training step again, with the same masks, and call `look` after each layer.

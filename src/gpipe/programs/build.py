@@ -282,6 +282,10 @@ def build_trainer(
     """
     settings, workload = run.trainer, workload_of(run)
     train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+    statistics_loader = None
+    if workload.has_batch_norm and settings.evaluation.statistics_batches is not None:
+        # A loader of its own: training is in the midst of an epoch of the other.
+        statistics_loader, _ = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
     progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
@@ -319,6 +323,8 @@ def build_trainer(
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,
         count_targets=workload.loss_weight or torch.numel,
+        statistics_loader=statistics_loader,
+        num_statistics_batches=settings.evaluation.statistics_batches,
         metrics=workload.make_metrics(),
         patience=settings.evaluation.patience,
         num_untimed_steps=settings.num_untimed_steps,

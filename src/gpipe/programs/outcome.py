@@ -114,6 +114,8 @@ def _describe(name: str, summary: Summary) -> str:
     accuracy = ", ".join(f"{figure} {value:.1%}" for figure, value in figures if value is not None)
     name_of_set, metrics = next(iter(summary.evaluation.items()), ("", {}))
     accuracy += f", loss {metrics['loss']:.3f}" if metrics else ""
+    if "raw_top1" in metrics:
+        accuracy += f" (top-1 {metrics['raw_top1']:.1%} without averaging the weights)"
     result = f"{accuracy} on the {name_of_set} {summary.examples}" if accuracy else "not evaluated"
     replaced = f" {summary.num_replaced} broken {summary.examples} were replaced." if summary.num_replaced else ""
     return f"{name}: {result} after {summary.num_steps} steps in {took}.{replaced}"

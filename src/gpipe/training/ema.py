@@ -9,18 +9,15 @@ import gpipe._compat.torchvision  # noqa: F401  (must come before timm, which im
 
 from timm.utils.model_ema import ModelEmaV3  # isort: skip
 
-# With these two numbers timm's warm-up 1 - (1 + n / gamma) ** -power is n / (9 + n), and with the offset below it is
-# (1 + steps) / (10 + steps): the rule of TensorFlow's ExponentialMovingAverage(num_updates=steps).
-_WARM_UP_GAMMA = 9.0
-_WARM_UP_POWER = 1.0
-_WARM_UP_OFFSET = 2
-
 
 class Ema:
     """A second set of this process's layers, which averages the states of the first after each step.
 
     Floating-point parameters and buffers (the moving statistics too) are averaged, integer buffers copied.
     Source: the public TPU code averages weights and moving statistics with decay 0.9999.
+
+    Deviation: the initial weights have no part in the average. After n steps, step i has its usual weight
+    (1 - decay) * decay ** (n - i), divided by the sum of them all, 1 - decay ** n. In a long run that changes nothing.
     """
 
     def __init__(self, layers: nn.ModuleDict, decay: float = 0.9999, *, warm_up: bool = False) -> None:
@@ -29,8 +26,8 @@ class Ema:
         Args:
             layers: of this process, by index.
             decay: of the average per step.
-            warm_up: make the decay after n steps min(decay, (1 + n) / (10 + n)), so that the average forgets the
-                initial weights in a run of few steps.
+            warm_up: make the decay after n steps at most (1 + n) / (10 + n), the rule of TensorFlow's
+                ExponentialMovingAverage(num_updates=n), so that a run of few steps averages over its last ones.
 
         Raises:
             ValueError: the decay is outside [0, 1), or weights have 16 bits.
@@ -42,15 +39,8 @@ class Ema:
                 # timm would round at random, from a generator whose state no checkpoint has, or stand still.
                 raise ValueError(f"layers.{name} is {tensor.dtype}, too coarse for an average: keep float32 weights.")
         self._source = _Named(layers)
-        self._average = ModelEmaV3(
-            self._source,
-            decay=decay,
-            use_warmup=warm_up,
-            warmup_gamma=_WARM_UP_GAMMA,
-            warmup_power=_WARM_UP_POWER,
-        )
+        self._average = _Average(self._source, decay=decay, use_warmup=warm_up)
         self._average.requires_grad_(False)
-        self.warm_up = warm_up
 
     @property
     def module(self) -> nn.ModuleDict:
@@ -59,11 +49,21 @@ class Ema:
 
     def update(self, num_steps: int) -> None:
         """Move the average towards the layers as they are after `num_steps` finished steps."""
-        self._average.update(self._source, num_steps + _WARM_UP_OFFSET if self.warm_up else None)
+        self._average.update(self._source, num_steps)
 
     def state(self) -> dict[str, Tensor]:
         """Return the averaged tensors by name `layers.<i>.<name>`, sharing memory with the average."""
         return self.module.state_dict(prefix="layers.")
+
+
+class _Average(ModelEmaV3):
+    """timm's average with a decay that begins at 0."""
+
+    def get_decay(self, step: int | None = None) -> float:
+        """Return the decay of the update after `step` finished steps."""
+        assert step is not None
+        without_bias: float = self.decay * (1 - self.decay ** (step - 1)) / (1 - self.decay**step)
+        return min(without_bias, (1 + step) / (10 + step)) if self.use_warmup else without_bias
 
 
 class _Named(nn.Module):

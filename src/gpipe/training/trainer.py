@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Position
@@ -24,6 +25,7 @@ from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader, iterate
 from gpipe.training.optimizers import set_learning_rate
 from gpipe.training.progress import Progress, StepStatus
+from gpipe.training.statistics import estimate_statistics
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
 
@@ -33,7 +35,7 @@ class Trainer:
     """Train a pipeline; every process makes a trainer and calls the same methods.
 
         for each mini-batch: learning rate, drop-path rate -> pipeline.train_step -> clip -> update -> average -> log
-        at the end of an epoch: evaluate on the averages; every n steps: save
+        at the end of an epoch: estimate batch norms' statistics, evaluate on the averages; every n steps: save
 
     The learning rate and the drop-path rate, which rises linearly from 0, are functions of the finished steps.
 
@@ -43,6 +45,8 @@ class Trainer:
         autocast, evaluation_autocast: make the contexts of training and of evaluation, such as torch.autocast's.
         evaluation_loaders: by name; the first is the main one.
         evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
+        statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
+        num_statistics_batches: how many mini-batches an estimate takes; None evaluates with the moving averages.
         patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.
         final_drop_path: the drop-path rate of the last step.
         examples: what messages call the data's examples.
@@ -78,6 +82,8 @@ class Trainer:
     num_untimed_steps: int = 1
     evaluate_every_epochs: int | None = 1
     evaluate_every_steps: int | None = None
+    statistics_loader: Loader | None = None
+    num_statistics_batches: int | None = None
     metrics: Metrics = field(default_factory=EvaluationMetrics)
     patience: int | None = None
     checkpoint_folder: Path | None = None
@@ -93,7 +99,7 @@ class Trainer:
     def __post_init__(self) -> None:
         for name in (
             "num_epochs", "max_steps", "evaluate_every_epochs", "evaluate_every_steps", "save_every_steps",
-            "keep_checkpoints", "timeline_every_steps", "patience",
+            "keep_checkpoints", "timeline_every_steps", "patience", "num_statistics_batches",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -323,15 +329,21 @@ class Trainer:
             self._save(is_best=is_best)
 
     def _evaluate(self) -> None:
-        """Evaluate on every evaluation set, with the averaged weights if there are any, and log the figures."""
+        """Evaluate on every evaluation set and log the figures.
+
+        Where there are averages they count, and the figures of the model itself stand beside as "raw_<figure>".
+        """
         started = time.perf_counter()
-        layers = self.ema.module if self.ema is not None else None
-        loaders = self.evaluation_loaders.items()
-        with (
-            self.evaluation_autocast(),
-            self.pipeline.job.activity.doing(f"evaluation after step {self.pipeline.step}"),
-        ):
-            evaluation = {name: evaluate(self.pipeline, loader, layers, self.metrics) for name, loader in loaders}
+        evaluation: dict[str, dict[str, float]] = {name: {} for name in self.evaluation_loaders}
+        models = {"": None} if self.ema is None else {"": self.ema.module, "raw_": None}
+        with self.pipeline.job.activity.doing(f"evaluation after step {self.pipeline.step}"):
+            for prefix, layers in models.items():
+                self._estimate_statistics(layers)
+                for name, loader in self.evaluation_loaders.items():
+                    with self.evaluation_autocast():
+                        figures = evaluate(self.pipeline, loader, layers, self.metrics)
+                    parts_too = prefix == ""
+                    evaluation[name] |= {prefix + key: figures[key] for key in figures if parts_too or "/" not in key}
         self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():
@@ -341,6 +353,13 @@ class Trainer:
             self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
+
+    def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
+        if self.statistics_loader is None or self.num_statistics_batches is None:
+            return
+        self.statistics_loader.set_epoch(self._epoch)
+        with self.autocast():
+            estimate_statistics(self.pipeline, self.statistics_loader, self.num_statistics_batches, layers)
 
     def _save(self, *, is_best: bool = False) -> None:
         self._checkpoints.save(self._position, self._totals.resumable(), is_best=is_best)

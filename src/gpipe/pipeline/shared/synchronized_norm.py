@@ -16,7 +16,7 @@ Import it only in a pipeline that synchronises: it loads torch.compile's machine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,11 @@ class StatisticsExchange:
         self._names = list(norms)
         self._numbers = {norm: number for number, norm in enumerate(norms.values())}
         self._width = max((norm.num_features for norm in norms.values()), default=0)
+
+    def among(self, layers: Mapping[int, nn.Module]) -> StatisticsExchange:
+        """Return an exchange between the replicas of other layers, by index, such as this one's averages."""
+        named = ((f"layers.{index}.{name}", m) for index, layer in layers.items() for name, m in layer.named_modules())
+        return StatisticsExchange(self._replicas, named)
 
     def start(self, *, notes: bool) -> SynchronizedMicroBatch:
         """Return what normalises the next micro-batch of a stage; with `notes`, it keeps statistics for `commit`."""

@@ -34,6 +34,7 @@ class ImageClassification(Workload):
     model: AmoebaNetConfig
     data: ImagesConfig
     examples = "images"
+    has_batch_norm = True
 
     @property
     def final_drop_path(self) -> float:

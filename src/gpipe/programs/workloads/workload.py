@@ -22,10 +22,12 @@ class Workload(ABC):
 
     Attributes:
         examples: what they are called, in the plural.
+        has_batch_norm: whether the model has batch norms.
     """
 
     run: RunConfig
     examples: ClassVar[str]
+    has_batch_norm: ClassVar[bool] = False
 
     @property
     def final_drop_path(self) -> float | None:

@@ -1,0 +1,41 @@
+"""The moving statistics of batch norms that belong to the weights as they are now.
+
+Moving averages lag. After a few steps they are still near their initial values. And averaged weights never saw a
+mini-batch: what was averaged beside them are the statistics of other weights.
+"""
+
+from itertools import islice
+
+from torch import nn
+
+from gpipe.pipeline.engine import Pipeline
+from gpipe.training.loader import Loader, iterate
+
+
+def estimate_statistics(
+    pipeline: Pipeline, loader: Loader, num_batches: int, layers: nn.ModuleDict | None = None
+) -> None:
+    """Replace the moving statistics by their means over the first mini-batches of the loader's epoch.
+
+    Each mini-batch is normalised as in training; dropout and drop-path are off. Every process calls it, and the result
+    is bitwise the same for every number of stages. Source: Izmailov et al., 2018, section 3.2, who need it for averaged
+    weights.
+
+    Args:
+        pipeline: whose batch norms these are.
+        loader: of training data.
+        num_batches: how many mini-batches count, at most an epoch's.
+        layers: estimated in place of the pipeline's own, as in `Pipeline.evaluate`.
+    """
+    norms = pipeline.batch_norms(layers)
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm, _, counter in before:
+        norm.momentum = None  # the plain mean over all mini-batches since the counter was 0
+        norm.num_batches_tracked = None if counter is None else counter.new_zeros(())
+    try:
+        for inputs, _ in islice(iterate(loader, pipeline), num_batches):
+            pipeline.evaluate(inputs, layers=layers, move_statistics=True)
+    finally:
+        for norm, momentum, counter in before:
+            norm.momentum, norm.num_batches_tracked = momentum, counter
+        loader.close()
