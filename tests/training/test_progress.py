@@ -1,6 +1,9 @@
 """Plain lines where there is no terminal, a bar where there is one."""
 
 import io
+import re
+
+import pytest
 
 from gpipe.training.progress import Progress, StepStatus
 
@@ -12,10 +15,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_says_what_is_known() -> None:
+def test_the_figures_are_those_that_are_known() -> None:
     status = StepStatus(12, 0, 1.25, 0.5, 310.0, 412 * 2**20, 0.125)
-    assert str(status) == "loss 1.2500  top-1 50.0%  310.0 examples/s  peak 412 MiB  bubble 12.5%"
-    assert str(StepStatus(12, 0, 1.25)) == "loss 1.2500"
+    assert status.figures() == ["loss 1.2500", "top-1 50.0%", "310.0 examples/s", "peak 412 MiB", "bubble 12.5%"]
+    assert StepStatus(12, 0, 1.25).figures() == ["loss 1.2500"]
 
 
 def test_plain_lines_come_every_so_often_and_at_each_epochs_end() -> None:
@@ -26,11 +29,44 @@ def test_plain_lines_come_every_so_often_and_at_each_epochs_end() -> None:
             progress.update(StepStatus(step, 0, 1.0))
         progress.update(StepStatus(5, 0, 1.0), ends_epoch=True)
     lines = stream.getvalue().splitlines()
-    assert [line.split("  ")[1] for line in lines] == ["step 2/100", "step 4/100", "step 5/100"]
-    assert lines[0] == "epoch 1/5  step 2/100  loss 1.0000"
+    assert [line.split("  ")[0] for line in lines] == ["step 2/100", "step 4/100", "step 5/100"]
+    assert lines[0] == "step 2/100  0:12:15 left  epoch 1/5  loss 1.0000"
 
 
-def test_a_terminal_gets_a_bar_and_messages_above_it() -> None:
+def test_the_time_left_follows_from_the_steps_after_the_sessions_first() -> None:
+    stream, now = io.StringIO(), [0.0]
+    with Progress(10_000, 1, stream=stream, clock=lambda: now[0]) as progress:
+        for step, seconds in ((501, 900.0), (502, 910.0), (503, 950.0)):  # a run that was resumed, and compiles first
+            now[0] = seconds
+            progress.update(StepStatus(step, 0, 1.0), ends_epoch=True)
+    found = [line.split("  ")[1] for line in stream.getvalue().splitlines()]
+    assert found == ["-:--:-- left", "26:23:00 left", "65:57:05 left"]  # 9498 steps of 10 s, 9497 of 25 s
+
+
+@pytest.mark.parametrize(
+    ("width", "figures"),
+    [
+        (40, ""),
+        (80, "epoch 2/5  loss 1.2500  top-1 50.0%"),
+        (200, "epoch 2/5  loss 1.2500  top-1 50.0%  310.0 images/s"),
+    ],
+)
+def test_a_terminal_has_the_bar_the_step_and_the_time_left_then_whole_figures_as_they_fit(
+    width: int, figures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream, now = Terminal(), [0.0]
+    with Progress(1000, 5, stream=stream, clock=lambda: now[0]) as progress:
+        for step in (411, 412):
+            now[0] += 2.0
+            progress.update(StepStatus(step, 1, 1.25, 0.5, 310.0, examples="images"))
+    last = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).strip())[-1]
+    bar, done, left, of_left, *rest = last.split()
+    assert (set(bar) <= set("━╸╺"), done, left, of_left) == (True, "412/1000", "0:19:36", "left")
+    assert "  ".join(rest).replace("  ", " ") == figures.replace("  ", " ")
+
+
+def test_messages_stand_above_the_bar() -> None:
     stream = Terminal()
     with Progress(10, 1, stream=stream) as progress:
         progress.update(StepStatus(3, 0, 1.0))

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
+from rich.text import Text
+
+_BAR_WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class StepStatus:
     bubble: float | None = None
     examples: str = "examples"
 
-    def __str__(self) -> str:
-        """Write the known figures on one line."""
+    def figures(self) -> list[str]:
+        """Return the known figures, the most wanted first."""
         parts = [f"loss {self.loss:.4f}"]
         if self.top1 is not None:
             parts.append(f"top-1 {self.top1:.1%}")
@@ -43,13 +48,40 @@ class StepStatus:
             parts.append(f"peak {self.peak_memory_bytes / 2**20:.0f} MiB")
         if self.bubble is not None:
             parts.append(f"bubble {self.bubble:.1%}")
-        return "  ".join(parts)
+        return parts
+
+
+class _Fitting:
+    """As many figures as fit between the bar and the edge of the terminal, each of them whole."""
+
+    def __init__(self, figures: list[str]) -> None:
+        self._figures = figures
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for figure in self._figures:
+            longer = f"{line}  {figure}" if line else figure
+            if len(longer) > options.max_width:
+                break
+            line = longer
+        yield Text(line, no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(0, len("  ".join(self._figures)))
+
+
+class _FiguresColumn(ProgressColumn):
+    def render(self, task: Task) -> _Fitting:
+        return _Fitting(task.fields["figures"])
 
 
 class Progress:
     """Show the steps of a training, on a terminal as a bar, elsewhere as a line every `interval_seconds`.
 
-    With `enabled` False, as on all processes but one, nothing is written.
+        ━━━━━━╺━━━━━━━━━ 412/1000 0:03:20 left epoch 2/5  loss 1.2500  top-1 50.0%
+
+    The time left follows from the steps of this session after its first, which is slower than the others; evaluations
+    and saves between them count. With `enabled` False, as on all processes but one, nothing is written.
     """
 
     def __init__(
@@ -66,23 +98,39 @@ class Progress:
         self._enabled, self._interval_seconds, self._clock = enabled, interval_seconds, clock
         self._console = Console(file=stream or sys.stdout, highlight=False)
         self._last_line = clock()
+        self._first: tuple[int, float] | None = None  # the first finished step of the session, and when it was
         self._bar: RichProgress | None = None
         if enabled and self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = RichProgress(*columns, TextColumn("{task.fields[status]}"), console=self._console)
-            self._task = self._bar.add_task("training", total=num_steps, status="")
+            self._bar = RichProgress(
+                BarColumn(_BAR_WIDTH),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+                _FiguresColumn(table_column=Column(ratio=1, no_wrap=True)),
+                console=self._console,
+                expand=True,
+            )
+            self._task = self._bar.add_task("training", total=num_steps, left=_time_left(None), figures=[])
             self._bar.start()
 
     def update(self, status: StepStatus, *, ends_epoch: bool = False) -> None:
         """Show a finished step; plain lines appear at intervals, and at the end of each epoch."""
         if not self._enabled:
             return
-        epoch = f"epoch {status.epoch + 1}/{self._num_epochs}"
+        left = _time_left(self._estimate_seconds(status.step))
+        figures = [f"epoch {status.epoch + 1}/{self._num_epochs}", *status.figures()]
         if self._bar is not None:
-            self._bar.update(self._task, completed=status.step, description=epoch, status=str(status))
+            self._bar.update(self._task, completed=status.step, left=left, figures=figures)
         elif ends_epoch or self._clock() - self._last_line >= self._interval_seconds:
-            self.message(f"{epoch}  step {status.step}/{self._num_steps}  {status}")
+            self.message("  ".join((f"step {status.step}/{self._num_steps}", left, *figures)))
             self._last_line = self._clock()
+
+    def _estimate_seconds(self, step: int) -> float | None:
+        """Return the seconds until the last step, None after the first step of a session."""
+        now = self._clock()
+        if self._first is None:
+            self._first = step, now
+        first, since = self._first
+        return None if step <= first else (now - since) / (step - first) * (self._num_steps - step)
 
     def message(self, text: str) -> None:
         """Write a line, above the bar if there is one."""
@@ -107,3 +155,10 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _time_left(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--:-- left"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
