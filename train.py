@@ -36,6 +36,11 @@ def main(composed: DictConfig) -> float | None:
     if job.mode is RunMode.MULTIRUN:
         return run_job(folder, overrides, composed.data.name, partial(check_settings, composed), load_and_train)
     try:
+        if composed.evaluate is not None:
+            from gpipe.programs.evaluate import launch_evaluation
+
+            launch_evaluation(composed, folder, overrides)
+            return None
         with report_errors(debug=composed.launch.debug):
             run = check_settings(composed)
             with resume_folder(run, folder, is_dated=is_dated(job)) as at:

@@ -5,7 +5,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from gpipe.config.translate import register_schema, take_literally, to_settings
+from gpipe.config.literally import take_literally
+from gpipe.config.translate import LITERAL, register_schema, to_settings
 from gpipe.launch.errors import report_errors
 
 register_schema()
@@ -22,5 +23,5 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = take_literally(sys.argv[1:])
+    sys.argv[1:] = take_literally(sys.argv[1:], LITERAL, texts=["text"])
     main()

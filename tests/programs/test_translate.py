@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import Device, register_schemas, to_run
-from gpipe.config.translate import register_schema, take_literally, to_settings
+from gpipe.config.literally import take_literally
+from gpipe.config.translate import LITERAL, register_schema, to_settings
 from gpipe.data import Tokenizer, open_corpus
 from gpipe.decoding.beam_search import BeamSearch
 from gpipe.programs import bleu
@@ -88,9 +89,8 @@ def translate(run: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Transla
         checkpoint = [] if any(item.startswith("checkpoint=") for item in overrides) else [f"checkpoint={run}"]
         capsys.readouterr()
         try:
-            start(
-                to_settings(compose("translate", overrides=[*checkpoint, "max_length=40", *take_literally(overrides)]))
-            )
+            words = take_literally(overrides, LITERAL, ["text"])
+            start(to_settings(compose("translate", overrides=[*checkpoint, "max_length=40", *words])))
         except SystemExit:
             return capsys.readouterr().err
         except ValueError as error:
@@ -261,7 +261,7 @@ def test_without_fairseq_the_command_that_installs_it_is_named(
 )
 def test_text_is_taken_literally(composer: None, text: str) -> None:
     register_schema()
-    arguments = take_literally([f"text={text}", "file=null", "beam=2", "--cfg"])
+    arguments = take_literally([f"text={text}", "file=null", "beam=2", "--cfg"], LITERAL, ["text"])
     composed = compose("translate", overrides=arguments[:-1])
     assert (composed.text, composed.file, composed.beam, arguments[-1]) == (text, None, 2, "--cfg")
 

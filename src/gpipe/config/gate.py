@@ -69,7 +69,7 @@ _HARMLESS_CODE = {
     r"sweeper\.sampler\._target_": r"optuna\.samplers\.(CmaEs|Grid|MOTPE|NSGAII|Random|TPE)Sampler",
 }
 # Settings of our own that are names of files and folders to write.
-_FILES = {"output": "", "data.cache": "", "reproduction": _NAME}
+_FILES = {"output": "", "grid": "", "data.cache": "", "reproduction": _NAME}
 # What else runs code: variables such as LD_PRELOAD, lines of a shell, a function by its name.
 _EMPTY = ("hydra.job.env_set", "hydra.launcher.setup", "hydra.launcher.srun_args", "hydra.sweeper.custom_search_space")
 

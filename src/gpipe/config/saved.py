@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +16,8 @@ from gpipe.config.run import RunConfig
 def from_plain(plain: Mapping[str, Any]) -> RunConfig:
     """Turn what `to_plain` made of a run's settings into the settings again; other keys beside them are left alone.
 
+    A setting that is newer than the run is null, where it may be.
+
     Raises ConfigError where they are not those of a run that this program knows.
     """
     hints = get_type_hints(RunConfig)
@@ -23,7 +26,8 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
             "the settings that were saved have an interpolation, ${...}, expected values: do not use them."
         )
     try:
-        parts = {field.name: _part(hints[field.name], plain[field.name]) for field in fields(RunConfig)}
+        known = {**dict.fromkeys(_nullable(RunConfig)), **plain}
+        parts = {field.name: _part(hints[field.name], known[field.name]) for field in fields(RunConfig)}
         run = OmegaConf.to_object(OmegaConf.structured(RunConfig(**parts)))  # which takes care of the types, of all
         assert isinstance(run, RunConfig)
         return run
@@ -42,10 +46,20 @@ def _part(base: Any, value: Any) -> Any:
     if not is_dataclass(base):
         return value
     assert isinstance(base, type)
-    kinds = [kind for kind in _family(base) if {field.name for field in fields(kind)} == set(value)]
+    kinds = [kind for kind in _family(base) if _names(kind) - _nullable(kind) <= set(value) <= _names(kind)]
     if len(kinds) != 1:
         raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(value))}")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kinds[0]), value))
+    complete: dict[Any, Any] = {**dict.fromkeys(_nullable(kinds[0])), **value}
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kinds[0]), complete))
+
+
+def _names(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def _nullable(kind: type) -> set[str]:
+    """Return the names of the settings that may be null."""
+    return {name for name, hint in get_type_hints(kind).items() if NoneType in get_args(hint)}
 
 
 def _family(base: type) -> list[type]:

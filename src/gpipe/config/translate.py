@@ -1,7 +1,5 @@
 """What is to be translated, and how its translation is searched for."""
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
@@ -12,7 +10,8 @@ from gpipe.config.gate import guard_composition
 from gpipe.config.pipeline import Device
 from gpipe.config.run import refuse_added_keys
 
-_LITERAL = ("checkpoint", "text", "file", "output")
+LITERAL = ("checkpoint", "text", "file", "output")
+"""Settings that are texts and names of files."""
 
 
 @dataclass
@@ -78,20 +77,3 @@ def to_settings(composed: DictConfig) -> TranslateConfig:
     settings = OmegaConf.to_object(composed)
     assert isinstance(settings, TranslateConfig)
     return settings
-
-
-def take_literally(arguments: Sequence[str]) -> list[str]:
-    """Quote, for Hydra, what a command line says of texts and files, in which commas and brackets mean nothing.
-
-    `text=Hello, world` is that sentence, whatever is in it; quotes that reach the program belong to it.
-    """
-    return [_quoted(argument) for argument in arguments]
-
-
-def _quoted(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    if key not in _LITERAL or not equals or (key != "text" and value == "null"):
-        return argument
-    plain = re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)  # not an interpolation
-    plain = re.sub(r'(\\+)(?="|$)', r"\1\1", plain).replace('"', r"\"")
-    return f'{key}="{plain}"'

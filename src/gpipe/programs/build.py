@@ -15,6 +15,7 @@ from torch import nn
 from gpipe.checkpoint import folder as checkpoints
 from gpipe.checkpoint.errors import DamagedCheckpoint
 from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.read import load_checkpoint
 from gpipe.config import (
     AmoebaNetConfig,
     Autocast,
@@ -41,7 +42,9 @@ from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.workloads import workload_of
 from gpipe.records import RESUMED_MAY_DIFFER, differences
+from gpipe.training.checkpoints import get_tensors
 from gpipe.training.ema import Ema
+from gpipe.training.evaluation import evaluate_on_all
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.progress import Progress
@@ -350,6 +353,25 @@ def build_trainer(
     if run.init_from is not None:
         trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
     return trainer
+
+
+def evaluate_checkpoint(
+    run: RunConfig, pipeline: Pipeline, place: Place, path: Path
+) -> tuple[Manifest, dict[str, dict[str, float]]]:
+    """Load a checkpoint and evaluate it on the evaluation sets, as its batch-norm statistics were saved.
+
+    Raises CheckpointError for a damaged one, or another model's.
+    """
+    workload = workload_of(run)
+    _, loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+    ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)
+    manifest = load_checkpoint(path, pipeline, get_tensors(pipeline, ema))
+    averages = None if ema is None else ema.module
+    autocast = _build_autocast(run.trainer.evaluation.autocast, place.device_type)
+    found = evaluate_on_all(pipeline, loaders, averages, workload.make_metrics(), autocast=autocast)
+    for loader in loaders.values():
+        loader.close()
+    return manifest, found
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:

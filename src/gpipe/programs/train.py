@@ -43,7 +43,7 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
             return
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
-    processes.run(train_in_process, _describe_processes(run, folder), run, overrides, hints)
+    processes.run(train_in_process, describe_processes(run, folder), run, overrides, hints)
 
 
 def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list[str], hints: bool) -> None:
@@ -91,7 +91,7 @@ def _print_plan(run: RunConfig) -> None:
     print_plan(build.build_planner(run, build.accelerator_at_hand(run)), build.build_setting(run), run.name)
 
 
-def _describe_processes(run: RunConfig, folder: Path) -> Processes:
+def describe_processes(run: RunConfig, folder: Path) -> Processes:
     """Return how many processes the run needs, and of which kind."""
     return Processes(
         num_stages=run.pipeline.num_stages,

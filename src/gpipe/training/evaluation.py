@@ -1,6 +1,7 @@
 """Evaluate a pipeline on a whole data set: loss and accuracies, exact for batches of uneven sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -107,6 +108,37 @@ class TokenMetrics:
         loss, top1 = (fmean(column) for column in zip(*found.values(), strict=True))
         losses = {f"{name}/loss": value for name, (value, _) in found.items()}
         return {"loss": loss, "top1": top1, **losses, **{f"{name}/top1": value for name, (_, value) in found.items()}}
+
+
+def evaluate_on_all(
+    pipeline: Pipeline,
+    loaders: Mapping[str, Loader],
+    averages: nn.ModuleDict | None,
+    metrics: Metrics,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[nn.ModuleDict | None], None] = lambda _: None,
+) -> dict[str, dict[str, float]]:
+    """Return the figures of each evaluation set; every process calls it.
+
+    Args:
+        pipeline: to evaluate.
+        loaders: of the sets, by name.
+        averages: of the layers. Where there are any they count, and the figures of the layers themselves stand beside
+            as "raw_<figure>".
+        metrics: what is measured.
+        autocast: makes the context of the forward passes.
+        prepare: called before each model is evaluated, with its layers; None are the pipeline's own.
+    """
+    found: dict[str, dict[str, float]] = {name: {} for name in loaders}
+    for prefix, layers in {"": averages, "raw_": None}.items() if averages is not None else [("", None)]:
+        prepare(layers)
+        for name, loader in loaders.items():
+            with autocast():
+                figures = evaluate(pipeline, loader, layers, metrics)
+            is_main = prefix == ""
+            found[name] |= {prefix + key: value for key, value in figures.items() if is_main or "/" not in key}
+    return found
 
 
 def evaluate(

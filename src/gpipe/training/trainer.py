@@ -20,7 +20,7 @@ from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
 from gpipe.training.ema import Ema
 from gpipe.training.endings import Stopped, explain_non_finite
-from gpipe.training.evaluation import EvaluationMetrics, Metrics, evaluate
+from gpipe.training.evaluation import EvaluationMetrics, Metrics, evaluate_on_all
 from gpipe.training.learning_rate import Schedule
 from gpipe.training.loader import Loader, iterate
 from gpipe.training.optimizers import set_learning_rate
@@ -329,21 +329,18 @@ class Trainer:
             self._save(is_best=is_best)
 
     def _evaluate(self) -> None:
-        """Evaluate on every evaluation set and log the figures.
-
-        Where there are averages they count, and the figures of the model itself stand beside as "raw_<figure>".
-        """
+        """Evaluate on every evaluation set, and log the figures."""
         started = time.perf_counter()
-        evaluation: dict[str, dict[str, float]] = {name: {} for name in self.evaluation_loaders}
-        models = {"": None} if self.ema is None else {"": self.ema.module, "raw_": None}
+        averages = self.ema.module if self.ema is not None else None
         with self.pipeline.job.activity.doing(f"evaluation after step {self.pipeline.step}"):
-            for prefix, layers in models.items():
-                self._estimate_statistics(layers)
-                for name, loader in self.evaluation_loaders.items():
-                    with self.evaluation_autocast():
-                        figures = evaluate(self.pipeline, loader, layers, self.metrics)
-                    parts_too = prefix == ""
-                    evaluation[name] |= {prefix + key: figures[key] for key in figures if parts_too or "/" not in key}
+            evaluation = evaluate_on_all(
+                self.pipeline,
+                self.evaluation_loaders,
+                averages,
+                self.metrics,
+                autocast=self.evaluation_autocast,
+                prepare=self._estimate_statistics,
+            )
         self._totals.add_evaluation(evaluation, self.pipeline.step)
         self._totals.seconds += time.perf_counter() - started
         for name, metrics in evaluation.items():

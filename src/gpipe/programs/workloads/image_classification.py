@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from gpipe.data import (
     training_transform,
 )
 from gpipe.data.images.image_set import SPLITS
+from gpipe.durable_files import write_flushed
 from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
 from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
@@ -24,6 +26,7 @@ from gpipe.pipeline.loss import LossFunction
 from gpipe.programs.workloads.workload import Workload
 from gpipe.training.losses import ClassificationLoss
 
+CLASSES_FILE = "classes.txt"
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
 
 
@@ -82,7 +85,6 @@ class ImageClassification(Workload):
         a few images, or over one. Each epoch leaves out other images.
         """
         run = self.run
-        training, evaluation = self._transforms()
         loader = partial(
             ImageLoader,
             seed=run.seed,
@@ -95,14 +97,21 @@ class ImageClassification(Workload):
         train_loader = loader(
             self._sets["train"],
             run.trainer.batch_size // run.launch.num_replicas,
-            training,
+            self._training_transform(),
             shuffle=True,
             replica_index=pipeline.job.replica_index,
             num_replicas=pipeline.job.num_replicas,
             drop_last=True,
         )
-        test_loader = loader(self._sets["test"], run.trainer.evaluation.batch_size, evaluation, shuffle=False)
+        test_batch_size = run.trainer.evaluation.batch_size
+        test_loader = loader(self._sets["test"], test_batch_size, self.evaluation_transform(), shuffle=False)
         return train_loader, {"test": test_loader}
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Leave the names of the classes in the run's folder, a line each."""
+        if folder is not None:
+            write_flushed(folder / CLASSES_FILE, "".join(f"{name}\n" for name in self._sets["train"].class_names))
+        return {}
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
@@ -124,10 +133,16 @@ class ImageClassification(Workload):
             )
         return image_set
 
-    def _transforms(self) -> tuple[Transform, Transform]:
-        """Return what happens to a training and to a test image."""
+    def evaluation_transform(self) -> Transform:
+        """Return what happens to a test image."""
+        return evaluation_transform(
+            self.data.image_size, channels=self.data.channels, center_crop=self.data.center_crop
+        )
+
+    def _training_transform(self) -> Transform:
+        """Return what happens to a training image."""
         data = self.data
-        training = training_transform(
+        return training_transform(
             data.image_size,
             channels=data.channels,
             crop_scale=None if data.crop_scale is None else (data.crop_scale[0], data.crop_scale[1]),
@@ -137,4 +152,3 @@ class ImageClassification(Workload):
             policy=data.policy.value,
             cutout=data.cutout,
         )
-        return training, evaluation_transform(data.image_size, channels=data.channels, center_crop=data.center_crop)

@@ -1,0 +1,27 @@
+"""Classify images with a model that train.py has trained. See `--help`."""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from gpipe.config.literally import take_literally
+from gpipe.config.predict import LITERAL, register_schema, to_settings
+from gpipe.launch.errors import report_errors
+
+register_schema()
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="predict")
+def main(composed: DictConfig) -> None:
+    """Check the composed settings, then classify."""
+    with report_errors(debug=composed.debug):
+        settings = to_settings(composed)
+    from gpipe.programs.predict import start
+
+    start(settings)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = take_literally(sys.argv[1:], LITERAL)
+    main()

@@ -1,0 +1,70 @@
+"""The settings of an evaluation: those of the training, and what the command line says of the data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe.config.checks import ConfigError
+from gpipe.config.run import RunConfig
+from gpipe.config.saved import from_plain
+
+_AS_TRAINED = ("image_size", "channels", "center_crop", "tokenizer", "vocabulary_size", "max_tokens")
+"""What the model expects of its examples, whichever data set they are of."""
+_SAYABLE = ("data", "pipeline", "launch", "trainer.evaluation")
+_OTHERS = ("evaluate", "hydra", "tracking")
+
+
+def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Return the settings with which a trained model is evaluated.
+
+    Args:
+        composed: what Hydra composed. `launch` is taken from here: an evaluation needs fewer processes than a training.
+        saved: the settings of the run that trained the model, as its checkpoint has them.
+        overrides: the words of the command line; of data, pipeline and trainer.evaluation only what they say counts.
+
+    Raises:
+        ConfigError: the command line changes the model or how it was trained; the data has other classes.
+    """
+    plain: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in saved.items()}
+    plain["launch"] = _plain(composed, "launch")
+    for word in overrides:
+        key = word.lstrip("+~").partition("=")[0].partition("@")[0]
+        section = next((name for name in _SAYABLE if key == name or key.startswith(f"{name}.")), None)
+        if section is None:
+            if key.partition(".")[0] in _OTHERS:
+                continue
+            raise ConfigError(
+                f"{word} is said beside evaluate, expected only settings of {', '.join(_SAYABLE)}: leave it out, the "
+                "model and its training are the checkpoint's."
+            )
+        if key == "data":
+            given = {name: plain["data"][name] for name in _AS_TRAINED if name in plain["data"]}
+            chosen = _plain(composed, "data")
+            plain["data"] = {name: given.get(name, value) for name, value in chosen.items()}
+        elif key == section:
+            plain[section] = _plain(composed, section)
+        else:
+            _put(plain, key.split("."), OmegaConf.select(composed, key))
+    run = from_plain(plain)
+    found, trained = (data.get("num_classes") for data in (plain["data"], saved["data"]))
+    if found != trained:
+        raise ConfigError(
+            f"data.name is {run.data.name}, which has {found} classes, but the model tells {trained} apart: choose a "
+            "data set with its classes."
+        )
+    return run
+
+
+def _plain(composed: DictConfig, section: str) -> dict[str, Any]:
+    plain = OmegaConf.to_container(composed[section], resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _put(plain: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *sections, name = path
+    for section in sections:
+        plain[section] = dict(plain[section])
+        plain = plain[section]
+    plain[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else getattr(value, "name", value)

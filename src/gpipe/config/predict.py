@@ -1,0 +1,60 @@
+"""What is to be classified, and how the answer is given."""
+
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from gpipe.config.checks import ConfigError, at_least, countable
+from gpipe.config.gate import guard_composition
+from gpipe.config.pipeline import Device
+from gpipe.config.run import refuse_added_keys
+
+LITERAL = ("checkpoint", "images", "output", "grid")
+"""Settings that are names of files."""
+
+
+@dataclass
+class PredictConfig:
+    """A checkpoint and images.
+
+    Attributes:
+        checkpoint: a run's folder or a checkpoint's.
+        images: an image file, or a folder, whose images are taken in the order of their names, subfolders included.
+        output: the CSV file for the answers; null prints them.
+        grid: a PNG file that shows the first images with their most probable class; null draws none.
+        top: how many classes are given for each image.
+        batch_size: images that are classified at once.
+        debug: print whole tracebacks.
+    """
+
+    checkpoint: str | None = MISSING
+    images: str | None = MISSING
+    output: str | None = MISSING
+    grid: str | None = MISSING
+    top: int = MISSING
+    batch_size: int = MISSING
+    device: Device = MISSING
+    debug: bool = MISSING
+
+    def __post_init__(self) -> None:
+        countable(self)
+        for name, what in (("checkpoint", "a run's folder"), ("images", "an image, or a folder of images")):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} is null, expected {what}: set {name}=<{what}>.")
+        at_least("top", self.top, 1)
+        at_least("batch_size", self.batch_size, 1)
+
+
+def register_schema() -> None:
+    """Tell Hydra the shape of these settings, and let it compose none that name files or code."""
+    guard_composition()
+    ConfigStore.instance().store(name="predict_schema", node=PredictConfig)
+
+
+def to_settings(composed: DictConfig) -> PredictConfig:
+    """Turn what Hydra composed into checked settings. Raises ConfigError for wrong values and unknown keys."""
+    refuse_added_keys(composed, "")
+    settings = OmegaConf.to_object(composed)
+    assert isinstance(settings, PredictConfig)
+    return settings

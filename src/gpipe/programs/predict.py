@@ -1,0 +1,188 @@
+"""What happens between the checked settings of a prediction and its answers."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import nn
+
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.read import load_layers
+from gpipe.config import AmoebaNetConfig, ConfigError, newest_run
+from gpipe.config.predict import PredictConfig
+from gpipe.config.saved import from_plain
+from gpipe.data import BrokenImage, ImageFiles, Transform
+from gpipe.durable_files import replacing
+from gpipe.launch.errors import report_errors
+from gpipe.programs.build import build_layers, find_checkpoint
+from gpipe.programs.translate import find_device
+from gpipe.programs.workloads import workload_of
+from gpipe.programs.workloads.image_classification import CLASSES_FILE, ImageClassification
+
+_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_GRID_SIDE = 6
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A trained model of images, on one device, in evaluation mode.
+
+    transform: from a decoded image to the model's input. class_names: by label.
+    """
+
+    layers: nn.Sequential
+    transform: Transform
+    class_names: Sequence[str]
+    device: torch.device
+
+    @torch.inference_mode()
+    def classify(self, images: Sequence[Image.Image], top: int) -> list[list[tuple[str, float]]]:
+        """Return, for each image, its most probable classes with their probabilities, the most probable first."""
+        inputs = torch.stack([self.transform(image) for image in images]).to(self.device)
+        found = self.layers(inputs).float().softmax(dim=1).topk(min(top, len(self.class_names)), dim=1)
+        rows = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        return [[(self.class_names[label], p) for label, p in zip(*row, strict=True)] for row in rows]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an image shows: classes with their probabilities, the most probable first."""
+
+    path: Path
+    image: Image.Image
+    classes: Sequence[tuple[str, float]]
+
+
+def start(settings: PredictConfig) -> None:
+    """Classify, and print or write the answers; an error is one message and an exit with status 1."""
+    with report_errors(debug=settings.debug):
+        assert settings.checkpoint is not None and settings.images is not None
+        paths = _find_images(Path(settings.images))
+        for name in ("output", "grid"):
+            _check_output(name, getattr(settings, name))
+        model = open_classifier(settings.checkpoint, find_device(settings.device))
+        shown: list[Answer] = []
+        num_broken = 0
+        with _open_output(settings.output) as stream:
+            for answer in _answers(model, paths, settings):
+                if answer is None:
+                    num_broken += 1
+                    continue
+                _write(answer, stream, is_csv=settings.output is not None)
+                shown += [answer] if len(shown) < _GRID_SIDE**2 else []
+        if settings.grid is not None and shown:
+            with replacing(Path(settings.grid)) as path:
+                _draw(shown, path)
+        if num_broken == len(paths):
+            raise ConfigError(f"images is {settings.images}, of which no image can be decoded: name others.")
+
+
+def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
+    """Load the model of a run's folder, or of a checkpoint's, with the moving averages of its weights if there are any.
+
+    Raises ConfigError where there is no checkpoint, and for one of another family of models; CheckpointError for a
+    damaged one.
+    """
+    path = find_checkpoint("checkpoint", newest_run(checkpoint))
+    manifest = Manifest.read(path)
+    family = manifest.config.get("model", {}).get("family")
+    if family != AmoebaNetConfig.family:
+        raise ConfigError(
+            f"checkpoint is {checkpoint}, which has a model of the family {family}, expected {AmoebaNetConfig.family}: "
+            "name a run that was trained on images."
+        )
+    run = from_plain(manifest.config)
+    workload = workload_of(run)
+    assert isinstance(workload, ImageClassification)
+    layers = build_layers(run)
+    load_layers(path, layers)
+    names = path.parent.parent / CLASSES_FILE
+    num_classes = workload.data.num_classes
+    class_names = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
+    if len(class_names) != num_classes:  # the checkpoint lies elsewhere, or is older than the file
+        class_names = [f"class {label}" for label in range(num_classes)]
+    return Classifier(layers.to(device).eval(), workload.evaluation_transform(), class_names, device)
+
+
+def _find_images(place: Path) -> list[Path]:
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        raise ConfigError(f"images is {place}, which does not exist: name an image, or a folder of images.")
+    found = sorted(path for path in place.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
+    if not found:
+        raise ConfigError(
+            f"images is {place}, a folder without an image, expected files that end in {', '.join(_SUFFIXES)}: "
+            "name another."
+        )
+    return found
+
+
+def _check_output(name: str, value: str | None) -> None:
+    """Refuse, before the work, a place where no file can be written."""
+    if value is not None and (Path(value).is_dir() or not Path(value).parent.is_dir()):
+        what = "a folder" if Path(value).is_dir() else f"in {Path(value).parent}, which does not exist"
+        raise ConfigError(f"{name} is {value}, {what}, expected a file in a folder that exists: name another.")
+
+
+def _answers(model: Classifier, paths: Sequence[Path], settings: PredictConfig) -> Iterator[Answer | None]:
+    """Yield the answer for each image, in their order; None for a broken image, of which a warning says why."""
+    for first in range(0, len(paths), settings.batch_size):
+        chosen = paths[first : first + settings.batch_size]
+        images = [_decode(path) for path in chosen]
+        good = [image for image in images if image is not None]
+        classes = iter(model.classify(good, settings.top) if good else [])
+        for path, image in zip(chosen, images, strict=True):
+            yield None if image is None else Answer(path, image, next(classes))
+
+
+def _decode(path: Path) -> Image.Image | None:
+    try:
+        return ImageFiles(path.parent, [path.name], [0], []).image(0)
+    except BrokenImage as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+@contextmanager
+def _open_output(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    with replacing(Path(path)) as partial, partial.open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerow(["image", "rank", "class", "probability"])
+        yield stream
+
+
+def _write(answer: Answer, stream: TextIO, *, is_csv: bool) -> None:
+    if is_csv:
+        rows = ([answer.path, rank, name, f"{p:.6f}"] for rank, (name, p) in enumerate(answer.classes, start=1))
+        csv.writer(stream).writerows(rows)
+    else:
+        classes = ", ".join(f"{name} {p:.1%}" for name, p in answer.classes)
+        print(f"{answer.path}: {classes}", file=stream, flush=True)
+
+
+def _draw(answers: Sequence[Answer], path: Path) -> None:
+    """Draw the images in rows, each under its most probable class."""
+    columns = min(_GRID_SIDE, len(answers))
+    rows = -(-len(answers) // columns)
+    figure = Figure(figsize=(2.2 * columns, 2.4 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, answer in zip(figure.subplots(rows, columns, squeeze=False).flat, answers, strict=False):
+        (name, probability), *_ = answer.classes
+        axes.imshow(answer.image, cmap="gray")
+        axes.set_title(f"{name} {probability:.0%}", fontsize=9)
+    for axes in figure.axes:
+        axes.set_axis_off()
+    figure.savefig(path, format="png", dpi=144)

@@ -1,0 +1,96 @@
+"""A trained model is evaluated again by train.py evaluate=<run>."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose
+
+from gpipe.config import ConfigError, to_plain, to_run
+from gpipe.config.evaluated import to_evaluated
+from tests.support.train_program import TINY, run_folder, start
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which a run was trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = start(folder, *TINY)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def figures(printed: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r" ([a-z_0-9]+) ([\d.]+)", printed.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("launch", ["one_process", "process_per_stage"])
+def test_the_figures_are_those_of_the_run_and_nothing_is_left_behind(folder: Path, launch: str) -> None:
+    before = sorted(folder.rglob("*"))
+    done = start(folder, "evaluate=runs/train", "pipeline.num_stages=2", f"launch={launch}", "launch.device=cpu")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((run_folder(folder) / "record.json").read_text())
+    expected = record["results"]["evaluation"]["test"]
+    assert figures(done.stdout) == pytest.approx(expected, abs=6e-5)
+    assert "raw_top1" in expected and "after 3 steps, on fashion_mnist_embedded" in done.stdout
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["evaluate=nowhere"], "error: evaluate is nowhere, which has no checkpoint"),
+        (["evaluate=runs/train", "model.num_filters=16"], "error: model.num_filters=16 is said beside evaluate"),
+        (["evaluate=runs/train", "data=food101", "data.root=."], "error: data.name is food101, which has 101 classes"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder: Path, overrides: list[str], said: str) -> None:
+    done = start(folder, *overrides)
+    assert done.returncode == 1 and done.stderr.strip().startswith(said) and "\n" not in done.stderr.strip()
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        ([], {}),
+        (["data.num_workers=5"], {"data.num_workers": 5}),
+        (["pipeline.num_microbatches=3"], {"pipeline.num_microbatches": 3}),
+        (["trainer.evaluation.batch_size=7"], {"trainer.evaluation.batch_size": 7}),
+        (["data=mnist_5k"], {"data.name": "mnist_5k"}),
+        (["data=mnist_5k", "data.image_size=40"], {"data.name": "mnist_5k", "data.image_size": 40}),
+        (["pipeline=interleaved"], {"pipeline.schedule": "interleaved_1f1b", "pipeline.stages_per_device": 2}),
+        (["launch=process_per_stage", "pipeline.num_stages=3"], {"launch.num_processes": 3, "pipeline.num_stages": 3}),
+    ],
+    ids=str,
+)
+def test_the_command_line_changes_what_it_says_and_leaves_the_rest_as_it_was(
+    overrides: list[str], changed: dict[str, Any]
+) -> None:
+    trained = ["model.num_filters=24", "data.image_size=48", "optimizer=sgd", "ema.decay=null", "seed=7"]
+    saved = to_plain(to_run(compose("train", overrides=trained)))
+    found = to_plain(to_evaluated(compose("train", overrides=["evaluate=x", *overrides]), saved, overrides))
+    assert found["model"] == saved["model"] and found["seed"] == 7 and found["optimizer"] == saved["optimizer"]
+    differing = {key for key, value in _flat(found).items() if _flat(saved)[key] != value}
+    assert {key: _flat(found)[key] for key in changed} == changed
+    same_section = {key.partition(".")[0] for key in changed}
+    assert {key.partition(".")[0] for key in differing} <= same_section
+    if "data.image_size" not in changed:
+        assert found["data"]["image_size"] == 48
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize("word", ["model=amoebanet_b", "seed=3", "+experiment=transfer_laptop", "ema.decay=0.5"])
+def test_the_model_and_its_training_cannot_be_changed(word: str) -> None:
+    saved = to_plain(to_run(compose("train")))
+    with pytest.raises(ConfigError, match="is said beside evaluate"):
+        to_evaluated(compose("train"), saved, [word])
+
+
+def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,118 @@
+"""A trained model classifies images as it did in its evaluation."""
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from PIL import Image
+
+from gpipe.config.literally import take_literally
+from gpipe.config.predict import LITERAL, register_schema, to_settings
+from gpipe.data import open_image_set
+from gpipe.programs.predict import open_classifier, start
+from tests.support.program_server import run_program
+from tests.support.train_program import ROOT, TINY, run_folder
+from tests.support.train_program import start as start_training
+
+NUM_IMAGES = 7
+Predict = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = start_training(folder, *TINY)
+    assert done.returncode == 0, done.stderr
+    return run_folder(folder)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Return a folder of images, one of them in a subfolder with a comma in its name."""
+    folder = tmp_path / "photographs"
+    (folder / "a, b").mkdir(parents=True)
+    images = open_image_set("fashion_mnist_embedded", "test", None)
+    for index in range(NUM_IMAGES):
+        images.image(index).save(folder / ("a, b" if index == 0 else ".") / f"{index}.png")
+    return folder
+
+
+@pytest.fixture
+def predict(run: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Predict]:
+    """Predict in this process, and return what is printed, and what of it are warnings or an error."""
+
+    def printed(*overrides: str) -> tuple[str, str]:
+        words = take_literally([f"checkpoint={run}", *overrides], LITERAL)
+        try:
+            start(to_settings(compose("predict", overrides=words)))
+        except SystemExit:
+            pass
+        except ValueError as error:
+            return "", f"error: {error}"
+        found = capsys.readouterr()
+        return found.out, found.err
+
+    register_schema()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield printed
+
+
+def test_the_probabilities_are_those_of_the_model(run: Path, images: Path, tmp_path: Path, predict: Predict) -> None:
+    output, grid = tmp_path / "classes.csv", tmp_path / "grid.png"
+    assert predict(f"images={images}", f"output={output}", f"grid={grid}", "top=10", "batch_size=3") == ("", "")
+    with output.open() as stream:
+        rows = list(csv.DictReader(stream))
+    paths = sorted(images.rglob("*.png"))
+    assert [row["image"] for row in rows[::10]] == [str(path) for path in paths] and len(rows) == 10 * NUM_IMAGES
+    names = (run / "classes.txt").read_text().splitlines()
+    assert names == list(open_image_set("fashion_mnist_embedded", "test", None).class_names)
+    model = open_classifier(str(run), torch.device("cpu"))
+    for path, first in zip(paths, range(0, len(rows), 10), strict=True):
+        with torch.no_grad():
+            expected = model.layers(model.transform(Image.open(path))[None])[0].softmax(0)
+        found = {row["class"]: float(row["probability"]) for row in rows[first : first + 10]}
+        np.testing.assert_allclose([found[name] for name in names], expected, atol=1e-5)
+        assert [int(row["rank"]) for row in rows[first : first + 10]] == list(range(1, 11))
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+    with Image.open(grid) as picture:
+        assert picture.format == "PNG" and picture.width > 500
+
+
+def test_a_broken_image_is_left_out_with_a_warning(images: Path, predict: Predict) -> None:
+    (images / "3.png").write_bytes(b"no image")
+    out, warning = predict(f"images={images}", "top=1")
+    assert len(out.splitlines()) == NUM_IMAGES - 1 and "3.png:" not in out
+    assert warning.startswith(f"warning: cannot decode {images / '3.png'}") and len(warning.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["images=nowhere"], "error: images is nowhere, which does not exist"),
+        (["images=null"], "error: images is null, expected an image, or a folder of images"),
+        (["images={folder}"], "error: images is {folder}, a folder without an image"),
+        (["images={images}", "output={folder}"], "error: output is {folder}, a folder, expected a file"),
+        (["images={images}", "grid=none/x.png"], "error: grid is none/x.png, in none, which does not exist"),
+        (["images={images}", "top=0"], "error: top is 0, expected 1 or more"),
+        (["images={images}", "checkpoint={folder}"], "error: checkpoint is {folder}, which has no checkpoint"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    images: Path, tmp_path: Path, predict: Predict, overrides: list[str], said: str
+) -> None:
+    places = {"folder": tmp_path / "empty", "images": images}
+    places["folder"].mkdir()
+    _, message = predict(*(word.format(**places) for word in overrides))
+    assert message.startswith(said.format(**places)) and "\n" not in message.strip()
+
+
+def test_the_program_prints_a_line_per_image(run: Path, images: Path) -> None:
+    done = run_program(ROOT / "predict.py", f"checkpoint={run}", f"images={images / 'a, b'}", "top=2", warn="error")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"{images / 'a, b' / '0.png'}: ") and line.count("%") == 2
