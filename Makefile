@@ -2,7 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 # fairseq's own requirements are outdated: hence --no-deps, and no entry in the locks. It must be built in isolation.
 FAIRSEQ := fairseq==0.12.2
-LOCK = uv pip compile pyproject.toml --extra sweeps --universal --python-version 3.11 --annotation-style line \
+# TORCH=cpu, or another name that uv has for a build of torch, such as cu126: uv knows where each is.
+TORCH ?=
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet uv && \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH) --requirement requirements.lock
+# The extras of pyproject.toml that requirements.lock has; requirements-dev.lock has all.
+RUN := train data translation sweeps
+LOCK = uv pip compile pyproject.toml $(RUN:%=--extra %) --universal --python-version 3.11 --annotation-style line \
 	--custom-compile-command "make lock" --quiet
 
 # The tests start hundreds of processes: let Python keep what it has compiled, whatever the environment says.
@@ -50,8 +56,9 @@ docs: .venv/development ## build the documentation into site/; a broken link fai
 # Each stamp is written last, so that an interrupted installation starts again.
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gpipe needs Python 3.11 or later, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@echo 'Installing into .venv. $(if $(TORCH),Of torch comes the build for $(TORCH).,This downloads up to 2.9 GB where torch comes with CUDA; TORCH=cpu makes it 0.5 GB.)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(if $(TORCH),$(INSTALL_TORCH),$(BIN)/python -m pip install --quiet --requirement requirements.lock)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -67,7 +74,7 @@ docs: .venv/development ## build the documentation into site/; a broken link fai
 # NVIDIA's packages and triton are left out: a CUDA build of torch brings its own, a CPU build must not.
 lock: ## resolve both locks again from pyproject.toml, keeping their pins where they still fit (needs uv)
 	$(LOCK) --output-file requirements.lock
-	$(LOCK) --extra dev --constraint requirements.lock --output-file requirements-dev.lock
+	$(LOCK) --extra notebooks --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 	sed -i.old -E '/^(nvidia-|cuda-|triton)/d' requirements*.lock && rm requirements*.lock.old
 
 clean: ## remove the virtual environment, caches and the built documentation; runs stay

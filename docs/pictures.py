@@ -1,14 +1,16 @@
-"""Draw the README's picture from the schedule and from a recorded step.
+"""Draw the README's picture from the schedule and from a recorded step, and its badges from pyproject.toml.
 
     python docs/pictures.py
 
 writes docs/pictures/step.svg: GPipe's schedule as `gpipe.pipeline.schedule` lists it, and below it the newest recorded
 step of the small Transformer (reproductions/table2_throughput/runs.jsonl), simulated and measured. The simulation gives
-each task the mean of its measured seconds. Nothing in the file depends on fonts or on a plotting library's version.
+each task the mean of its measured seconds. The badges are docs/pictures/badge_<name>.svg. Nothing in the file depends on fonts or on a plotting library's version.
 """
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 from gpipe.pipeline.schedule import Kind, Rematerialize, gpipe
 from gpipe.pipeline.timeline import Timeline
@@ -17,6 +19,8 @@ from gpipe.records import Record, read_records
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "step.svg"
+BADGE_COLORS = "#444", "#4878a8"  # of the name, and of the value
+BADGE_HEIGHT, CHARACTER_WIDTH, PADDING = 20, 7, 8  # pixels
 RECORDS = ROOT / "reproductions" / "table2_throughput" / "runs.jsonl"
 
 COLORS = {Kind.FORWARD: "#4878a8", Kind.RECOMPUTE: "#c9a227", Kind.BACKWARD: "#7d9d5b"}
@@ -39,6 +43,31 @@ def draw_picture() -> str:
     height = top + ROW_HEIGHT
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">'
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *body, "</svg>", ""])
+
+
+def draw_badges() -> dict[Path, str]:
+    """Return the badges as SVG, by their files: what the code needs, its version and its licence."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    (torch,) = project["dependencies"]
+    values = {
+        "version": project["version"],
+        "python": project["requires-python"],
+        "torch": torch.removeprefix("torch").replace(",", ", "),
+        "license": project["license"],
+    }
+    return {PICTURE.with_name(f"badge_{name}.svg"): _draw_badge(name, value) for name, value in values.items()}
+
+
+def _draw_badge(name: str, value: str) -> str:
+    widths = [len(text) * CHARACTER_WIDTH + 2 * PADDING for text in (name, value)]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths)}" height="{BADGE_HEIGHT}" role="img"'
+    body = [f'{head} aria-label="{name}: {escape(value)}" font-family="sans-serif">']
+    left = 0
+    for text, width, color in zip((name, value), widths, BADGE_COLORS, strict=True):
+        body.append(f'<rect x="{left}" width="{width}" height="{BADGE_HEIGHT}" fill="{color}"/>')
+        body.append(_text(left + width / 2, 14, escape(text), 11, 'fill="white" text-anchor="middle"'))
+        left += width
+    return "\n".join([*body, "</svg>", ""])
 
 
 def _simulate_schedule() -> dict[str, Timeline]:
@@ -101,4 +130,5 @@ def _text(left: float, baseline: float, text: str, size: int, more: str = 'fill=
 
 if __name__ == "__main__":
     PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(draw_picture(), encoding="utf-8")
+    for file, picture in {PICTURE: draw_picture(), **draw_badges()}.items():
+        file.write_text(picture, encoding="utf-8")

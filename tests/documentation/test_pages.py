@@ -96,7 +96,8 @@ def headings(page: Path) -> set[str]:
 
 
 def test_the_picture_of_the_readme_is_what_the_schedule_and_the_record_draw() -> None:
-    assert pictures.draw_picture() == pictures.PICTURE.read_text("utf-8"), "run python docs/pictures.py"
+    for file, picture in {pictures.PICTURE: pictures.draw_picture(), **pictures.draw_badges()}.items():
+        assert picture == file.read_text("utf-8"), "run python docs/pictures.py"
 
 
 def test_the_site_is_built_without_a_warning_and_needs_no_other_host(tmp_path: Path) -> None:
