@@ -5,13 +5,11 @@
 Two processes train one stage of linear layers each, with AdamW and moving averages: 16 bytes per parameter. Three ways
 to save take turns while training continues. All flush their files to the disk; ours also hashes them. A process stands
 still during a call that saves, or that waits for a save before an update. The slower process counts, and the median
-over the rounds. Adds a record to reproductions/bubble/ and renders all pages. Five minutes, and 3 GB of disk.
+over the rounds. Five minutes, and 3 GB of disk.
 """
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import statistics
 import tempfile
 import time
@@ -26,6 +24,7 @@ import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from experiments.program import StudyProgram, track
 from gpipe import Pipeline
 from gpipe.checkpoint.content import Content
 from gpipe.checkpoint.manifest import Position
@@ -35,8 +34,14 @@ from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
 from reproductions import ROOT
-from reproductions.additions import add_record
-from reproductions.bubble.tables import CHECKPOINT_COST, DCP_ASYNCHRONOUS, DCP_SYNCHRONOUS, OURS
+from reproductions.bubble.tables import (
+    CHECKPOINT_COST,
+    DCP_ASYNCHRONOUS,
+    DCP_SYNCHRONOUS,
+    OURS,
+    checkpoint_cost,
+    checkpoint_cost_run,
+)
 
 NUM_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
 
@@ -113,7 +118,8 @@ def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results
     }
     seconds: dict[str, list[list[float]]] = {name: [] for name in ways}
     num_bytes = sum(training.pipeline.job.gather(sum(tensor.nbytes for tensor in training.state().values())))
-    for turn in range(rounds + 1):
+    turns = range(rounds + 1)
+    for turn in track(turns, "rounds") if rank == 0 else turns:
         for name, save in ways.items():
             dist.barrier()
             slowest = [max(column) for column in zip(*training.pipeline.job.gather(save()), strict=True)]
@@ -132,21 +138,16 @@ def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11, help="saves that count, of each way")
-    parser.add_argument("--width", type=int, default=2048, help="of the layers; 2048 makes 537 MB")
-    parser.add_argument("--print", action="store_true", help="print the figures, but record nothing")
-    options = parser.parse_args()
-    context, temporary = torch.multiprocessing.get_context("spawn"), Path(tempfile.mkdtemp(dir=ROOT))
-    queue = context.SimpleQueue()
-    try:
-        arguments = (29660, options.width, options.rounds, temporary, queue)
+    tables = {"bubble": [checkpoint_cost, checkpoint_cost_run]}
+    program = StudyProgram(__doc__, tables, rounds=11, what_rounds_are="saves in each way")
+    program.parser.add_argument("--width", type=int, default=2048, help="of the layers; 2048 makes 537 MB")
+    options = program.parse()
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    (ROOT / "runs").mkdir(exist_ok=True)  # on a disk, where the system's temporary folder may be memory
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as temporary:
+        arguments = (29660, options.width, options.rounds, Path(temporary), queue)
         torch.multiprocessing.start_processes(measure, arguments, NUM_PROCESSES, start_method="spawn")
-    finally:
-        shutil.rmtree(temporary)
     size, measured = queue.get()
-    print(size, *measured, sep="\n", flush=True)
     config = {"num_bytes": size, "num_processes": NUM_PROCESSES, "rounds": options.rounds, "width": options.width}
     record = make_record(kind="measured", experiment=CHECKPOINT_COST, config=config, seed=0, results={"rows": measured})
-    if not options.print:
-        add_record("bubble", record)
+    program.publish({"bubble": [record]})

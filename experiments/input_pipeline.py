@@ -4,20 +4,16 @@
 
 Both read the same JPEG files, which have about the dimensions and the bytes of ImageNet's. Both use the same recipe:
 random-area crop, flip, colour jitter, pixels in [-1, 1]. They take turns, one epoch each, with one thread per process.
-The figures are medians; the ratio is the median over pairs. Adds a record to
-reproductions/table4_imagenet_and_transfer/ and renders all pages; --dry prints the record instead. Two minutes.
+The figures are medians; the ratio is the median over pairs. Two minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +22,17 @@ import torch
 from PIL import Image
 
 import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
+from experiments.program import StudyProgram, track
 from gpipe.data import ImageFiles, ImageLoader, training_transform
 from gpipe.records import make_record
-from reproductions.additions import add_record
+from reproductions.table4_imagenet_and_transfer.tables import input_pipeline
 
 # isort: split
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
+CLAIM = "table4_imagenet_and_transfer"
 WIDTH, HEIGHT, QUALITY = 500, 375, 90  # 114 KB per file; ImageNet's mean is 110
 
 
@@ -92,25 +90,23 @@ def time_epoch(loader: Iterable[Any], num_images: int) -> float:
 def measure(folder: Path, options: argparse.Namespace, image_size: int, num_workers: int) -> dict[str, Any]:
     """Return a row: images/s of both loaders, and the median of the rounds' ratios."""
     loaders = [make(folder, image_size, options.batch_size, num_workers) for make in MAKERS]
-    num_rounds = options.rounds + 1  # the first one warms up
-    rounds = [[time_epoch(loader, options.num_images) for loader in loaders] for _ in range(num_rounds)][1:]
+    turns = track(range(options.rounds + 1), f"epochs at {image_size} px, {num_workers} workers")
+    rounds = [[time_epoch(loader, options.num_images) for loader in loaders] for _ in turns][1:]  # the first warms up
     ours, torchvision = (options.num_images / statistics.median(column) for column in zip(*rounds, strict=True))
     row = {"image_size": image_size, "num_workers": num_workers, "ours_images_per_second": ours}
     row |= {"torchvision_images_per_second": torchvision, "ratio": statistics.median(b / a for a, b in rounds)}
-    print(f"{image_size} px, {num_workers} workers: {ours:.0f} and {torchvision:.0f} images/s", file=sys.stderr)
     return row
 
 
 def main() -> None:
     """Read the command line, measure, and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    program = StudyProgram(__doc__, {CLAIM: [input_pipeline]}, rounds=9, what_rounds_are="epochs of each loader")
+    parser = program.parser
     parser.add_argument("--num-images", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--image-sizes", type=int, nargs="+", default=[224, 480], help="pixels per side")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
-    parser.add_argument("--rounds", type=int, default=9, help="epochs that count, of each loader")
-    parser.add_argument("--dry", action="store_true", help="print the record, but keep nothing")
-    options = parser.parse_args()
+    options = program.parse()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -125,10 +121,7 @@ def main() -> None:
     config |= {"width": WIDTH, "height": HEIGHT, "quality": QUALITY}
     results = {"grid": grid, "mean_file_bytes": num_bytes}
     record = make_record(kind="measured", experiment="input_pipeline", config=config, seed=0, results=results)
-    if options.dry:
-        print(json.dumps(asdict(record)))
-        return
-    add_record("table4_imagenet_and_transfer", record)
+    program.publish({CLAIM: [record]})
 
 
 if __name__ == "__main__":

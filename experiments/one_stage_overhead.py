@@ -2,13 +2,11 @@
 
     python -m experiments.one_stage_overhead
 
-A small AmoebaNet-D on one core. The two take turns; the result is the median of the paired ratios. Adds a record to
-reproductions/bubble/ and renders all pages. Half a minute.
+A small AmoebaNet-D on one core. The two take turns; the result is the median of the paired ratios. Half a minute.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -16,9 +14,10 @@ import torch
 from torch import nn
 
 import gpipe
+from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
 from gpipe.records import make_record
-from reproductions.additions import add_record
+from reproductions.bubble.tables import one_stage_overhead
 
 NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32, 64
 
@@ -40,7 +39,7 @@ def measure(rounds: int) -> dict[str, float]:
 
     steps = {"hand_written": run_loop, "ours": lambda: pipeline.train_step((images, labels))}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
+    for _ in track(range(rounds + 1), "rounds"):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
@@ -52,12 +51,10 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=41, help="steps that count, of each")
-    options = parser.parse_args()
+    program = StudyProgram(__doc__, {"bubble": [one_stage_overhead]}, rounds=41, what_rounds_are="steps of each")
+    options = program.parse()
     torch.set_num_threads(1)
     results = measure(options.rounds)
-    print(f"{results['ratio']:.3f} of the loop's time", flush=True)
     settings = {
         "rounds": options.rounds,
         "num_layers": NUM_LAYERS,
@@ -67,4 +64,4 @@ if __name__ == "__main__":
         "image_size": IMAGE_SIZE,
     }
     record = make_record(kind="measured", experiment="one_stage_overhead", config=settings, seed=0, results=results)
-    add_record("bubble", record)
+    program.publish({"bubble": [record]})

@@ -3,22 +3,22 @@
     python -m experiments.schedule_memory
 
 Transformer-48 of the paper's Table 2 on eight devices of 16 GB with 32 micro-batches of one sequence: GPipe, 1F1B and
-interleaved 1F1B, with and without re-materialisation. Adds a record of planned numbers to reproductions/bubble/ and
-renders all pages. Seconds.
+interleaved 1F1B, with and without re-materialisation. The numbers are planned. Seconds.
 """
 
 from __future__ import annotations
 
-import argparse
+from itertools import product
 from typing import Any
 
+from experiments.program import StudyProgram, track
 from experiments.table1_capacity.columns import Column
 from experiments.table1_capacity.plans import cut_by_variance, make_planner
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Setting
 from gpipe.records import make_record
-from reproductions.additions import add_record
+from reproductions.bubble.tables import schedule_memory, schedule_memory_run
 
 NUM_LAYERS, NUM_DEVICES, NUM_MICROBATCHES = 48, 8, 32
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))  # with the stages of each device
@@ -41,11 +41,13 @@ def plan(planner: Planner, schedule: str, stages_per_device: int, mode: Remateri
 
 def main() -> None:
     """Plan every schedule with every mode."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    program = StudyProgram(__doc__, {"bubble": [schedule_memory, schedule_memory_run]})
+    program.parse()
     planner = make_planner(Column("Transformer-48", NUM_LAYERS, None, NUM_DEVICES), cut_by_variance)
     modes = (Rematerialize.ALWAYS, Rematerialize.NEVER)
-    rows = [plan(planner, schedule, share, mode) for mode in modes for schedule, share in SCHEDULES]
-    settings = {
+    settings = list(product(modes, SCHEDULES))
+    rows = [plan(planner, *schedule, mode) for mode, schedule in track(settings, "schedules")]
+    config = {
         "num_layers": NUM_LAYERS,
         "num_devices": NUM_DEVICES,
         "num_microbatches": NUM_MICROBATCHES,
@@ -54,11 +56,11 @@ def main() -> None:
     record = make_record(
         kind="planned",
         experiment="schedule_memory",
-        config=settings,
+        config=config,
         seed=0,
         results={"rows": rows},
     )
-    add_record("bubble", record)
+    program.publish({"bubble": [record]})
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
     python -m experiments.schedule_simulation
 
 Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times and
-the schedule's tasks, but no measurement. Any further time of a step is the engine's or the machine's. Adds a record to
-reproductions/bubble/ and renders all pages. Two minutes.
+the schedule's tasks, but no measurement. Any further time of a step is the engine's or the machine's. Two minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
@@ -23,10 +21,11 @@ import gpipe
 from experiments.engine_overhead.engines import measure_median_seconds
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import Sleeper, calibrate
+from experiments.program import StudyProgram
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
 from gpipe.planning.simulation import simulate
 from gpipe.records import make_record
-from reproductions.additions import add_record
+from reproductions.bubble.tables import schedule_simulation, schedule_simulation_run
 
 SHAPES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 4, 2)]  # with P and the stages of each device
 NUM_MICROBATCHES = 8
@@ -81,7 +80,8 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
                 found.append(pipeline.train_step(batch, record_timeline=True).timeline.makespan_seconds)
 
             steps[f"{name}, {mode}"] = step
-    seconds = measure_median_seconds(steps, rounds, dist.barrier)
+    what = "rounds" if rank == 0 else None
+    seconds = measure_median_seconds(steps, rounds, dist.barrier, what=what)
     if rank == 0:
         results.put({key: (seconds[key], statistics.median(makespans[key][1:])) for key in steps})
     dist.barrier()
@@ -103,19 +103,14 @@ def measure_all(rounds: int) -> list[dict[str, Any]]:
             rows.append({"schedule": name, "num_devices": num_devices, "stages_per_device": stages_per_device})
             rows[-1] |= {"num_microbatches": NUM_MICROBATCHES, "rematerialize": mode, "step_seconds": step}
             rows[-1] |= {"makespan_seconds": makespan, "simulated_seconds": simulated}
-            print(
-                f"{name:16} v={stages_per_device} {mode:6}  simulated {simulated * 1e3:7.1f} ms, "
-                f"tasks measured {makespan * 1e3:7.1f} ms ({makespan / simulated - 1:+.1%}), step {step * 1e3:7.1f} ms",
-                flush=True,
-            )
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each schedule")
-    options = parser.parse_args()
+    tables = {"bubble": [schedule_simulation, schedule_simulation_run]}
+    program = StudyProgram(__doc__, tables, rounds=7, what_rounds_are="steps of each schedule")
+    options = program.parse()
     settings = {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "uneven": UNEVEN, "rounds": options.rounds}
     grid = {"grid": measure_all(options.rounds)}
     record = make_record(kind="measured", experiment="schedule_simulation", config=settings, seed=0, results=grid)
-    add_record("bubble", record)
+    program.publish({"bubble": [record]})

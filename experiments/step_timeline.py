@@ -3,13 +3,11 @@
     python -m experiments.step_timeline
 
 Trains each model with train.py for a few steps, with one core per stage, and reads the tasks of the last step. The run
-with the quickest step counts, because other programs can only slow a step down. Adds one record per model to
-reproductions/table2_throughput/; no table reads them. Two minutes on two idle cores.
+with the quickest step counts, because other programs can only slow a step down. Two minutes on two idle cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,12 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from experiments.program import StudyProgram, track
 from gpipe.programs.outcome import TRACE_FILE
-from gpipe.records import RECORD_FILE, Record, read_records
+from gpipe.records import RECORD_FILE, Record, command_line, read_records
 from reproductions import ROOT
-from reproductions.additions import add_record
+from reproductions.table2_throughput.tables import TIMELINE, step_timeline, step_timeline_run
 
-EXPERIMENT = "step_timeline"
+CLAIM = "table2_throughput"
 EXPERIMENTS = ("table2_amoebanet_d_laptop", "table2_transformer_lm_laptop")
 SHAPE = ("pipeline.num_stages=2", "pipeline.num_microbatches=8", "trainer.timeline_every_steps=1")
 
@@ -43,29 +42,26 @@ def run(experiment: str, overrides: list[str]) -> Record:
     """Train a model of Table 2 and return the run's record, with the tasks of its last step."""
     command = ["train.py", f"+experiment={experiment}", *SHAPE, *overrides]
     with TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, *command, f"hydra.run.dir={folder}/run"], cwd=ROOT, check=True)
+        train = [sys.executable, *command, f"hydra.run.dir={folder}/run"]
+        subprocess.run(train, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         record = read_records(Path(folder) / "run" / RECORD_FILE)[0]
         events = read_events(Path(folder) / "run" / TRACE_FILE)
     kept = {key: record.results[key] for key in ("predicted_bubble", "partitions")}
     results = {**kept, "num_devices": record.config["pipeline"]["num_stages"], "events": events}
-    return replace(record, command=f"python -m experiments.{EXPERIMENT}", experiment=EXPERIMENT, results=results)
+    return replace(record, command=command_line(), experiment=TIMELINE, results=results)
 
 
 def find_quickest(experiment: str, overrides: list[str], num_runs: int) -> Record:
     """Return the record of the run whose last step was the quickest, with the number of runs."""
-    records = [run(experiment, overrides) for _ in range(num_runs)]
+    records = [run(experiment, overrides) for _ in track(range(num_runs), f"runs of {experiment}")]
     best = min(records, key=lambda record: max(end for *_, end in record.results["events"]))
     return replace(best, results={"num_runs": num_runs, **best.results})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="*", help="settings of train.py for all runs")
-    parser.add_argument("--runs", type=int, default=4, help="runs of each model; default: %(default)s")
-    parser.add_argument("--print", action="store_true", help="print the records instead of adding them")
-    options = parser.parse_args()
-    for found in [find_quickest(experiment, options.overrides, options.runs) for experiment in EXPERIMENTS]:
-        if options.print:
-            print(found)
-        else:
-            add_record("table2_throughput", found)
+    tables = {CLAIM: [step_timeline, step_timeline_run]}
+    program = StudyProgram(__doc__, tables, rounds=4, what_rounds_are="runs of each model")
+    program.parser.add_argument("overrides", nargs="*", help="settings of train.py for all runs")
+    options = program.parse()
+    found = [find_quickest(experiment, options.overrides, options.rounds) for experiment in EXPERIMENTS]
+    program.publish({CLAIM: found})

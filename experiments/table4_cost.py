@@ -3,23 +3,22 @@
     python -m experiments.table4_cost
 
 Composes each experiment at the paper's scale, counts the FLOPs of an image's forward pass on the meta device, and
-multiplies: forward, recomputation, and a backward of twice the forward. Adds a record of planned numbers to
-reproductions/table4_imagenet_and_transfer/ and renders all pages. Seconds, no data, no GPU.
+multiplies: forward, recomputation, and a backward of twice the forward. Seconds, no data, no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 
+from experiments.program import StudyProgram, track
 from gpipe.config import register_schemas, to_run
 from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
 from gpipe.records import make_record
 from reproductions import ROOT
-from reproductions.additions import add_record
 from reproductions.pages import read_paper
+from reproductions.table4_imagenet_and_transfer.tables import table4_cost
 
 FOLDER = ROOT / "reproductions" / "table4_imagenet_and_transfer"
 SUSTAINED_FLOPS = 100e12  # per second and accelerator: an A100 or TPUv4 may reach it on these convolutions in bfloat16
@@ -54,10 +53,11 @@ def plan_cost(data: str, train_images: int) -> dict[str, Any]:
 
 def main() -> None:
     """Plan every row of paper.csv."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    program = StudyProgram(__doc__, {FOLDER.name: [table4_cost]})
+    program.parse()
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        rows = [plan_cost(row["data"], int(row["train"])) for row in read_paper(FOLDER)]
+        rows = [plan_cost(row["data"], int(row["train"])) for row in track(read_paper(FOLDER), "data sets")]
     record = make_record(
         kind="planned",
         experiment="table4_cost",
@@ -65,7 +65,7 @@ def main() -> None:
         seed=0,
         results={"rows": rows},
     )
-    add_record(FOLDER.name, record)
+    program.publish({FOLDER.name: [record]})
 
 
 if __name__ == "__main__":

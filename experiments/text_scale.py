@@ -12,8 +12,7 @@ second. Time is wall time and processor time; other programs disturb the latter 
 The sizes take turns. Each round has two processes. Before the first one, the cache's files are dropped from the page
 cache of the system, so it reads them from the disk; only its time is kept. The second one finds them in the page cache.
 The fastest round counts for times, because other programs can only slow a round down; the median counts for memory.
-Adds a record to reproductions/figure3_multilingual/ and renders all pages; --dry prints it instead. Half an hour, and 4
-GB of disk.
+Half an hour, and 4 GB of disk.
 """
 
 from __future__ import annotations
@@ -27,19 +26,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.program import StudyProgram, track
 from gpipe.data import SPLITS, open_corpus, open_tokenizer
 from gpipe.data.text.multilingual_text import read_embedded
 from gpipe.records import make_record
 from reproductions import ROOT
-from reproductions.additions import add_record
-from reproductions.figure3_multilingual.text_scale import BUILD, EXPERIMENT, RESUME, START
+from reproductions.figure3_multilingual.text_scale import (
+    BUILD,
+    EXPERIMENT,
+    RESUME,
+    START,
+    text_scale,
+    text_scale_run,
+)
 
+CLAIM = "figure3_multilingual"
 SHARES = {"a": 0.6, "b": 0.25, "c": 0.1, "d": 0.05}  # of the pairs, by language
 MAX_TOKENS, TEMPERATURE, SEED = 64, 1 / 0.7, 0
 NUM_HALVES, BLOCK = 1 << 13, 100_000
@@ -157,38 +164,33 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row per size."""
     rows = []
-    for size in options.sizes:
+    for size in track(options.sizes, "sizes tokenised"):
         root = folder / str(size)
         write_text(root, size)
         text_bytes = sum(path.stat().st_size for path in root.glob("train.*"))
         row = {"num_pairs": size, "text_bytes": text_bytes, BUILD: watch(root, options.batch_size, BUILD)}
         row["cache_bytes"] = sum(path.stat().st_size for path in root.glob("token_cache/train.*/*"))
-        print(row, file=sys.stderr, flush=True)
         rows.append(row)
     runs: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for _ in range(options.rounds):
-        for size in options.sizes:
-            for what in (START, RESUME):
-                root = folder / str(size)
-                forget_pages(root)
-                cold, warm = (watch(root, options.batch_size, what) for _ in range(2))
-                runs.setdefault((size, what), []).append({**warm, "seconds_from_disk": cold["seconds"]})
+    for _, size, what in track(list(product(range(options.rounds), options.sizes, (START, RESUME))), "openings"):
+        root = folder / str(size)
+        forget_pages(root)
+        cold, warm = (watch(root, options.batch_size, what) for _ in range(2))
+        runs.setdefault((size, what), []).append({**warm, "seconds_from_disk": cold["seconds"]})
     for row in rows:
         row |= {what: summarize(runs[row["num_pairs"], what]) for what in (START, RESUME)}
-        print(row, file=sys.stderr, flush=True)
     return rows
 
 
 def main() -> None:
     """Read the command line, measure, and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    program = StudyProgram(__doc__, {CLAIM: [text_scale, text_scale_run]}, rounds=9)
+    parser = program.parser
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 4_000_000, 16_000_000], help="pairs")
     parser.add_argument("--batch-size", type=int, default=262_144, help="tokens")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of each size")
-    parser.add_argument("--dry", action="store_true", help="print the record, but keep nothing")
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--what", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = program.parse()
     if options.open is not None:
         open_in_this_process(options)
         return
@@ -197,10 +199,7 @@ def main() -> None:
     config = {"batch_size": options.batch_size, "rounds": options.rounds, "shares": SHARES}
     config |= {"max_tokens": MAX_TOKENS, "temperature": TEMPERATURE}
     record = make_record(kind="measured", experiment=EXPERIMENT, config=config, seed=SEED, results={"rows": rows})
-    if options.dry:
-        print(json.dumps(asdict(record)))
-        return
-    add_record("figure3_multilingual", record)
+    program.publish({CLAIM: [record]})
 
 
 if __name__ == "__main__":

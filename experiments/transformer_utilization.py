@@ -4,8 +4,8 @@
 
 Trains a few of the paper's layers (2048 wide, feed-forward 8192, 32 heads) on noise through the engine, with 32
 sequences of 1,024 tokens per step in bfloat16, with and without re-materialisation, compiled and not. The settings take
-turns, and the median over the rounds counts. With a GPU, this adds a record to reproductions/table2_throughput/ and
-renders all pages. A CPU has no maker's peak to compare with: there it prints tokens per second and records nothing.
+turns, and the median over the rounds counts. A CPU has no maker's peak to compare with: there the table has tokens per
+second, and --record needs a folder.
 
 Utilisation is that of the model: the FLOPs of a forward pass, and twice as many for its backward pass, whatever is
 recomputed. All products of attention count, though half of them are masked (PaLM, appendix B).
@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
+from experiments.program import StudyProgram, track
 from gpipe.models.transformer_layers import TransformerLayer
 from gpipe.planning.accelerator import ACCELERATORS, Accelerator
 from gpipe.records import make_record
-from reproductions.additions import add_record
+from reproductions.table2_throughput.tables import transformer_utilization, transformer_utilization_run
 
-FOLDER = "table2_throughput"
+CLAIM = "table2_throughput"
 MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS = 2048, 8192, 32
-STEPS_PER_ROUND, NUM_ROUNDS = 4, 5
+STEPS_PER_ROUND = 4
 
 
 def make_layers(num_layers: int) -> nn.Sequential:
@@ -106,35 +107,37 @@ def describe(setting: Setting, tokens: int, flops: int, device: Accelerator | No
 
 def main() -> None:
     """Measure all settings."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    tables = {CLAIM: [transformer_utilization, transformer_utilization_run]}
+    program = StudyProgram(
+        __doc__, tables, rounds=5, what_rounds_are=f"turns of each setting, of {STEPS_PER_ROUND} steps"
+    )
     for name, default in (("layers", 4), ("batch", 32), ("sequence", 1024), ("micro-batches", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    arguments = parser.parse_args()
+        program.parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    arguments = program.parse()
     has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        program.require_folder("torch finds no GPU, and the page has only GPUs")
     title = torch.cuda.get_device_name(0).lower() if has_gpu else ""
     device = next((each for name, each in ACCELERATORS.items() if name in title), None)
     made = [
         Setting(mode, compiled=compiled, arguments=arguments, device="cuda" if has_gpu else "cpu")
-        for mode, compiled in product(("never", "always"), (False, True))
+        for mode, compiled in track(list(product(("never", "always"), (False, True))), "settings warmed up")
     ]
-    for _ in range(NUM_ROUNDS):
+    for _ in track(range(arguments.rounds), "rounds"):
         for setting in made:
             setting.seconds.append(setting.run(STEPS_PER_ROUND))
     tokens = arguments.batch * arguments.sequence
     flops = count_forward_flops(arguments.layers, arguments.batch, arguments.sequence)
     rows = [describe(setting, tokens, flops, device) for setting in made]
-    for row in rows:
-        print(row, flush=True)
-    if has_gpu:
-        record = make_record(
-            kind="measured",
-            experiment="transformer_utilization",
-            config=vars(arguments),
-            seed=0,
-            results={"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")},
-            gpus=[torch.cuda.get_device_name(0)],
-        )
-        add_record(FOLDER, record)
+    record = make_record(
+        kind="measured",
+        experiment="transformer_utilization",
+        config={name: getattr(arguments, name) for name in ("layers", "batch", "sequence", "micro_batches", "rounds")},
+        seed=0,
+        results={"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")},
+        gpus=[torch.cuda.get_device_name(0)] if has_gpu else [],
+    )
+    program.publish({CLAIM: [record]})
 
 
 if __name__ == "__main__":

@@ -2,22 +2,23 @@
 
     python -m experiments.translation_parameters
 
-Builds each model on the meta device and counts; a parameter that two layers share counts once. Adds a record of
-planned numbers to reproductions/figure3_multilingual/ and renders all pages. Seconds, no data, no GPU.
+Builds each model on the meta device and counts; a parameter that two layers share counts once. Seconds, no data, no
+GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 
+from experiments.program import StudyProgram, track
 from gpipe.config import compose_plain
 from gpipe.models import translation_transformer
 from gpipe.records import make_record
 from reproductions import ROOT
-from reproductions.additions import add_record
+from reproductions.figure3_multilingual.depth import deep_or_wide_models
+from reproductions.figure3_multilingual.tables import figure3_models
 from reproductions.pages import read_paper
 from reproductions.translation_runs import PARAMETERS
 
@@ -63,7 +64,7 @@ def count_paper_models() -> list[dict[str, Any]]:
     return [
         count(*(int(row[name]) for name in names), model_size=1024, head_size=64)
         | {"num_stages": int(row["num_stages"])}
-        for row in read_paper(FOLDER)
+        for row in track(read_paper(FOLDER), "the paper's models")
     ]
 
 
@@ -76,7 +77,8 @@ def count_laptop_models() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Count every model and record the numbers."""
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    program = StudyProgram(__doc__, {FOLDER.name: [figure3_models, deep_or_wide_models]})
+    program.parse()
     record = make_record(
         kind="planned",
         experiment=PARAMETERS,
@@ -84,7 +86,7 @@ def main() -> None:
         seed=0,
         results={"models": count_paper_models(), "laptop": count_laptop_models()},
     )
-    add_record(FOLDER.name, record)
+    program.publish({FOLDER.name: [record]})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Speed-ups over K stages and M micro-batches, of a planned or simulated grid and of measured runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from gpipe.records import Record
@@ -48,15 +49,33 @@ def grid_speeds(models: Iterable[Mapping[str, Any]], batch: str, cut_by: str = "
     }
 
 
-def measured_runs(records: Iterable[Record], experiment: str, batch: str) -> list[Record]:
-    """Return the newest run of each cell on the newest machine, with "fixed" micro-batches or "equal" mini-batches.
+def measured_runs(records: Iterable[Record], experiment: str, batch: str) -> dict[Key, list[Record]]:
+    """Return the runs of each cell on the newest machine, the newest of each seed: seeds repeat a measurement.
 
-    A run counts for both if both have the same mini-batch.
+    They have "fixed" micro-batches or "equal" mini-batches. A run counts for both if both have the same mini-batch.
     """
     runs = [run for run in records if run.kind == "measured" and run.experiment == experiment]
     runs = sorted((run for run in runs if _has_batch(run, batch)), key=lambda run: run.date)
-    newest = {_cell(run): run for run in runs if run.hardware == runs[-1].hardware}
-    return [newest[cell] for cell in sorted(newest)]
+    newest = {(cell_of(run), run.seed): run for run in runs if run.hardware == runs[-1].hardware}
+    cells: dict[Key, list[Record]] = {}
+    for cell, seed in sorted(newest):
+        cells.setdefault(cell, []).append(newest[cell, seed])
+    return cells
+
+
+def median_speed(runs: Iterable[Record]) -> float | None:
+    """Return the median of the runs' examples per second, None if no run has measured them."""
+    speeds = [speed for run in runs if (speed := run.examples_per_second) is not None]
+    return median(speeds) if speeds else None
+
+
+def compute_law(num_stages: int, num_microbatches: int) -> float:
+    """Return the speed-up over one stage that K equal stages allow, recomputing while they wait.
+
+    A step takes (M+K-1) F + M (R+B) + (K-1) B. With R = F and B = 2F that is (4M+3K-3) F / K per stage.
+    """
+    k, m = num_stages, num_microbatches
+    return 4 * k * m / (4 * m + 3 * k - 3)
 
 
 def measured_speeds(records: Iterable[Record], experiment: str, batch: str, paper: Paper) -> dict[Key, float]:
@@ -64,9 +83,8 @@ def measured_speeds(records: Iterable[Record], experiment: str, batch: str, pape
     titles = {row["model"]: row["title"] for row in paper}
     speeds: dict[Key, float] = {}
     counting = paper_scale(records, [experiment], held_against(paper))
-    for run in measured_runs(counting, experiment, batch):
-        family, num_stages, num_microbatches = _cell(run)
-        if (speed := run.examples_per_second) is not None:
+    for (family, num_stages, num_microbatches), runs in measured_runs(counting, experiment, batch).items():
+        if (speed := median_speed(runs)) is not None:
             speeds[titles[family], num_stages, num_microbatches] = speed
     return speeds
 
@@ -81,7 +99,7 @@ def held_against(paper: Paper) -> Differences:
         cells.setdefault(row["model"], []).append((int(row["num_stages"]), int(row["num_microbatches"])))
 
     def differences(run: Record) -> list[str]:
-        family, *cell = _cell(run)
+        family, *cell = cell_of(run)
         if family not in cells:
             return [f"model.family: {family} (paper scale: {' or '.join(cells)})"]
         num_stages, num_microbatches = tuple(cell) if tuple(cell) in cells[family] else cells[family][0]
@@ -100,7 +118,8 @@ def _has_batch(run: Record, batch: str) -> bool:
     return bool(size == expected)
 
 
-def _cell(run: Record) -> Key:
+def cell_of(run: Record) -> Key:
+    """Return the cell of a run; its model is the family's name."""
     pipeline = run.config["pipeline"]
     return run.config["model"]["family"], pipeline["num_stages"], pipeline["num_microbatches"]
 

@@ -104,6 +104,8 @@ def test_the_git_state_is_the_commit_and_whether_files_differ(tmp_path: Path) ->
         subprocess.run([*git, *arguments], check=True)
     commit, dirty = git_state(tmp_path)
     assert commit is not None and len(commit) == 40 and dirty is False
+    (tmp_path / "left_by_a_run").touch()
+    assert git_state(tmp_path) == (commit, False)
     (tmp_path / "a").write_text("2", encoding="utf-8")
     assert git_state(tmp_path) == (commit, True)
 

@@ -17,17 +17,23 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 import gpipe
 from experiments.engine_overhead.hand_written_loop import compute_loss, run_hand_written_step
 from experiments.engine_overhead.sleeping_layers import BACKWARD, FORWARD, Sleeper, calibrate, read_median_seconds
+from experiments.program import track
 
 GRID = [(2, 8), (4, 16), (8, 32)]
 STEPS = 3  # in a row, as in training: one stage may begin the next step before another ends this one
 
 
 def measure_median_seconds(
-    steps: dict[str, Callable[[], object]], rounds: int, fence: Callable[[], object] = int, in_a_row: int = 1
+    steps: dict[str, Callable[[], object]],
+    rounds: int,
+    fence: Callable[[], object] = int,
+    in_a_row: int = 1,
+    what: str | None = None,
 ) -> dict[str, float]:
-    """Run the steps in turns; return the median seconds of each."""
+    """Run the steps in turns; return the median seconds of each. `what` names the turns in a line of progress."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
+    turns = range(rounds + 1)
+    for turn in turns if what is None else track(turns, what):
         for name, step in steps.items():
             fence()
             start = time.perf_counter()
@@ -63,7 +69,8 @@ def measure_processes(rank: int, num_stages: int, num_microbatches: int, rounds:
     steps["torch.distributed.pipelining, never"] = lambda: schedule.step(*inputs, target=target)
     layer = Sleeper()
     steps["hand-written loop, never"] = lambda: run_hand_written_step(layer, rank, num_stages, batch, size)
-    found = measure_median_seconds(steps, rounds, dist.barrier, STEPS)
+    what = f"turns with K = {num_stages}, M = {num_microbatches}" if rank == 0 else None
+    found = measure_median_seconds(steps, rounds, dist.barrier, STEPS, what)
     layers_seconds: list[Any] = [None] * num_stages
     dist.all_gather_object(layers_seconds, read_median_seconds())  # noqa: TID251 - between processes of this program
     if rank == 0:
@@ -104,7 +111,4 @@ def measure_grid(rounds: int) -> list[dict[str, Any]]:
             row = {"engine": engine, "num_stages": num_stages, "num_microbatches": num_microbatches}
             row |= {"rematerialize": mode, "step_seconds": value, "formula_seconds": formula}
             rows.append(row | {"forward_seconds": forward, "backward_seconds": backward})
-            setting = f"K={num_stages} M={num_microbatches:2} {name:36}"
-            print(f"{setting} {value * 1e3:7.1f} ms, {formula / value:.3f}", flush=True)
-        print(f"the layers took {forward * 1e3:.3f} and {backward * 1e3:.3f} ms", flush=True)
     return rows

@@ -5,17 +5,13 @@
 AmoebaNet-B (18,512) at 480 px and AmoebaNet-D (18,256) at 224 px in bfloat16 autocast, channels last, with one stage
 and four micro-batches. A step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository. The
 AmoebaNet-D of its benchmarks has 15.2 billion multiplications per image, ours has 14.2. Without FOLDER, its rows say
-"not run". The batch is halved until all rows of a setting fit; rows that do not fit stay in the table. Adds a record to
-reproductions/table4_imagenet_and_transfer/ and renders all pages. Needs a GPU; --small prints a record of tiny models
-on the CPU instead.
+"not run". The batch is halved until all rows of a setting fit; rows that do not fit stay in the table. Needs a GPU;
+--small measures tiny models on the CPU instead.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -23,40 +19,41 @@ import torch
 
 from experiments.image_throughput.amoebanet_steps import NUM_MICROBATCHES
 from experiments.image_throughput.measurements import FULL, SMALL, measure_rows
+from experiments.program import StudyProgram, track
 from gpipe.records import make_record
-from reproductions.additions import add_record
+from reproductions.table4_imagenet_and_transfer.tables import image_throughput
+
+CLAIM = "table4_imagenet_and_transfer"
 
 
 def main() -> None:
     """Read the command line, measure, and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    program = StudyProgram(__doc__, {CLAIM: [image_throughput]}, rounds=10, what_rounds_are="steps that count")
+    parser = program.parser
     parser.add_argument("--torchgpipe", type=Path, help="a clone of torchgpipe's repository")
-    parser.add_argument("--steps", type=int, default=10, help="steps that count")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before those that count")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--small", action="store_true", help="measure tiny models on the CPU, and print the record")
-    options = parser.parse_args()
+    parser.add_argument("--small", action="store_true", help="measure tiny models on the CPU")
+    options = program.parse()
     if not options.small and not torch.cuda.is_available():
         raise SystemExit("not run: no GPU; --small tries the script on the CPU")
     if options.torchgpipe is not None:
         sys.path.insert(0, str(options.torchgpipe / "benchmarks" / "models"))
     if options.small:
+        program.require_folder("--small only tries the program")
         torch.set_num_threads(1)  # threads that share a core wait for each other
     torch.backends.cudnn.benchmark = True
     device, settings = torch.device("cpu" if options.small else "cuda"), SMALL if options.small else FULL
     modes = ("always", "never")
     # To try the script, one mode per model is enough: compilation takes most of the time.
     pairs = list(zip(settings, modes, strict=True)) if options.small else list(product(settings, modes))
-    grid = [row for setting, mode in pairs for row in measure_rows(setting, mode, options, device)]
+    grid = [row for pair in track(pairs, "models and modes") for row in measure_rows(*pair, options, device)]
     record = make_record(
         kind="measured", experiment="image_throughput", seed=0,
-        config={"num_microbatches": NUM_MICROBATCHES, "num_steps": options.steps, "backend": options.backend},
+        config={"num_microbatches": NUM_MICROBATCHES, "num_steps": options.rounds, "backend": options.backend},
         results={"grid": grid}, gpus=[] if options.small else [torch.cuda.get_device_name()],
     )  # fmt: skip
-    if options.small:
-        print(json.dumps(asdict(record)))
-        return
-    add_record("table4_imagenet_and_transfer", record)
+    program.publish({CLAIM: [record]})
 
 
 if __name__ == "__main__":

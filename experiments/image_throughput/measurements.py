@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,7 +43,7 @@ def measure(step: Step, modules: nn.Module, images: torch.Tensor, options: argpa
     labels = torch.randint(NUM_CLASSES, (len(images),), device=images.device)
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.0)  # the labels are random, and the loss must stay finite
     seconds = []
-    for _ in range(options.warm_up + options.steps):
+    for _ in range(options.warm_up + options.rounds):
         start = time.perf_counter()
         with torch.autocast(images.device.type, torch.bfloat16):
             step(images, labels)
@@ -100,7 +99,6 @@ def measure_rows(
         for (code, compiled), make in makers.items():
             row = fixed | {"batch_size": batch_size, "code": code, "compiled": compiled}
             row |= try_batch(make, images, options)
-            print(row, file=sys.stderr, flush=True)
             yield row
             if not (fits := row["outcome"] == "measured"):
                 break

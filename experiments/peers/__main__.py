@@ -9,8 +9,8 @@ in torch.utils.checkpoint.
 
 Speed: the engines take turns in the same processes; medians count. Memory: the growth of an engine's largest process,
 in fresh processes. Partitions: the choice of each package, judged by measured seconds. --device cuda measures on GPUs,
-with one process per stage if there are enough GPUs, otherwise with all stages on one. Adds a record to runs.jsonl in
---folder. Ten minutes for K = 1 and 2 on two cores.
+with one process per stage if there are enough GPUs, otherwise with all stages on one. Ten minutes for K = 1 and 2 on
+two cores.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,9 +30,11 @@ from experiments.peers.measurements import measure_peak_memory, measure_seconds_
 from experiments.peers.partitions import compare_partitions
 from experiments.peers.processes import Cell
 from experiments.peers.workloads import MODELS, SCALES, Workload
-from gpipe.records import Record, append_record, make_record, without_places
-from reproductions import ROOT, RUNS_FILE
+from experiments.program import StudyProgram, track
+from gpipe.records import make_record
+from reproductions.table2_throughput import peers
 
+CLAIM = "table2_throughput"
 OURS = "ours"
 
 
@@ -62,27 +63,21 @@ def measure_cell(cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]
 
 def measure_grid(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of all cells."""
+    cells = []
     for name in options.models:
         workload = SCALES[options.scale][name]
         costs = [cost.flops for cost in gpipe.analyze_layers(workload.layers(), workload.batch("meta")[0])]
-        for num_stages in options.num_stages:
+        for num_stages, num_microbatches in product(options.num_stages, options.num_microbatches):
             partitions = tuple(gpipe.partition_layers(costs, num_stages))
-            for num_microbatches in options.num_microbatches:
-                cell = Cell(options.scale, name, partitions, num_microbatches, options.device)
-                for row in measure_cell(cell, options):
-                    print({name: row[name] for name in row if name != "step_seconds"}, file=sys.stderr, flush=True)
-                    yield row
+            cells.append(Cell(options.scale, name, partitions, num_microbatches, options.device))
+    for cell in track(cells, "cells"):
+        yield from measure_cell(cell, options)
 
 
 def measure_partitions(workload: Workload, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return how each package cuts a model, for the micro-batches of M = 4."""
     nums_stages = [num for num in options.partitions if num <= len(workload.layers())]
     return compare_partitions(workload, nums_stages, max(workload.batch_size // 4, 1), torch.device(options.device))
-
-
-def add_to_folder(folder: Path, record: Record) -> None:
-    """Add a record to a reproduction, without this machine's folders."""
-    append_record(folder / RUNS_FILE, without_places(record))
 
 
 def parse_numbers(text: str) -> list[int]:
@@ -92,17 +87,18 @@ def parse_numbers(text: str) -> list[int]:
 
 def main() -> None:
     """Read the command line, measure, and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    program = StudyProgram(__doc__, {CLAIM: peers.TABLES}, rounds=7, what_rounds_are="turns of each engine")
+    parser = program.parser
     parser.add_argument("--scale", choices=SCALES, default="laptop", help="size of the models")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--num-stages", type=parse_numbers, default=[1, 2], help="K, such as 1,2,4,8")
     parser.add_argument("--num-microbatches", type=parse_numbers, default=[1, 4, 32], help="M, such as 1,4,32")
     parser.add_argument("--partitions", type=parse_numbers, default=[2, 4, 8], help="K whose partitions are compared")
-    parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each engine")
     parser.add_argument("--steps", type=int, default=1, help="steps in a row in each turn")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--folder", type=Path, default=ROOT / "reproductions" / "table2_throughput")
-    options = parser.parse_args()
+    options = program.parse()
+    if options.scale == "tiny":
+        program.require_folder("--scale tiny only tries the program")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("not run: torch finds no GPU here; --device cpu measures on cores")
     torch.set_num_threads(1)
@@ -115,7 +111,7 @@ def main() -> None:
         results={"grid": list(measure_grid(options)), "partitions": partitions},
         gpus=[torch.cuda.get_device_name()] if options.device == "cuda" else [],
     )  # fmt: skip
-    add_to_folder(options.folder, record)
+    program.publish({CLAIM: [record]})
 
 
 if __name__ == "__main__":

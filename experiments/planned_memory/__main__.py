@@ -3,13 +3,12 @@
     python -m experiments.planned_memory
 
 One process plays all stages of a real step. stage_accounting.py reads the peak of each stage from torch's allocator,
-for every mode of re-materialisation, K = 1, 2 and 4, and both schedules with one stage per device. Adds a record to
-reproductions/table1_model_size/ and renders all pages. One minute on two cores.
+for every mode of re-materialisation, K = 1, 2 and 4, and both schedules with one stage per device. One minute on two
+cores.
 """
 
 from __future__ import annotations
 
-import argparse
 from itertools import product
 from typing import Any
 
@@ -18,13 +17,14 @@ import torch
 import gpipe
 from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel, make_image_model, make_text_model
 from experiments.planned_memory.stage_accounting import Accounting, ProcessorAllocator
+from experiments.program import StudyProgram, track
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.step import Setting, plan_memory
 from gpipe.records import make_record
-from reproductions.additions import add_record
+from reproductions.table1_model_size import tables
 
-FOLDER = "table1_model_size"
+CLAIM = "table1_model_size"
 NUM_MICROBATCHES = 4
 # Interleaved stages share a device, whose peak is not the sum of theirs.
 SETTINGS = [
@@ -68,12 +68,12 @@ def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list
 
 def main() -> None:
     """Compare all settings with both models."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    shown = [tables.planned_memory, tables.planned_memory_deviations, tables.planned_memory_run]
+    program = StudyProgram(__doc__, {CLAIM: shown})
+    program.parse()
     torch.set_num_threads(1)
-    rows = []
-    for model, setting in product((make_image_model(), make_text_model()), SETTINGS):
-        rows.append(compare(model, setting))
-        print(rows[-1], flush=True)
+    pairs = list(product((make_image_model(), make_text_model()), SETTINGS))
+    rows = [compare(model, setting) for model, setting in track(pairs, "settings")]
     record = make_record(
         kind="measured",
         experiment="planned_memory",
@@ -81,7 +81,7 @@ def main() -> None:
         seed=0,
         results={"rows": rows},
     )
-    add_record(FOLDER, record)
+    program.publish({CLAIM: [record]})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ middle one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +22,7 @@ from gpipe.planning.cut import partition_by_memory
 from gpipe.records import Record, make_record
 
 
-def measure_columns(columns: Sequence[Column]) -> Record:
+def measure_columns(columns: Iterable[Column]) -> Record:
     """Return a record of every column."""
     torch.backends.cuda.matmul.allow_tf32 = False
     found = [measure(column, "cuda", CudaAllocator()) for column in columns]

@@ -5,17 +5,13 @@
 Times forward, recomputation, backward and update of every layer at the paper's scale on one core (--device cuda: on one
 GPU), cuts the models by these seconds, and simulates the schedule of K such devices. The simulated links are slower
 than the paper's by the same factor as this machine computes more slowly. The same grid is planned from the figures of
-the paper's devices. Adds records to reproductions/table2_throughput/ and table3_slow_links/ and renders all pages. 8
-minutes on one core; 12 GB. --small prints the records of tiny models instead.
+the paper's devices. 8 minutes on one core; 12 GB. --small takes tiny models instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,19 +19,34 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from experiments.program import StudyProgram, track
 from experiments.table2_throughput.study import EFFICIENCY, Study
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.planning.timing import LayerTimer
 from gpipe.records import Record, make_record
 from gpipe.training.optimizers import rmsprop
-from reproductions.additions import add_record
+from reproductions.table2_throughput import tables as table2
+from reproductions.table3_slow_links import tables as table3
 
 NUM_STAGES = (2, 4, 8)
 NUM_CLASSES = 1000
 # How to choose the micro-batches, and what the partitions balance.
 WAYS = (("fits", "seconds"), ("fits", "flops"), ("fixed", "seconds"), ("equal", "seconds"))
-TABLES = {"table2_throughput": (1, 4, 32), "table3_slow_links": (32,)}
+NUMBERS_OF_MICROBATCHES = {"table2_throughput": (1, 4, 32), "table3_slow_links": (32,)}
+SHOWN = {
+    "table2_throughput": [
+        table2.table2,
+        table2.table2_fixed,
+        table2.table2_equal,
+        table2.table2_breakdown,
+        table2.table2_planned_breakdown,
+        table2.table2_partitions,
+        table2.table2_figures,
+        table2.table2_run,
+    ],
+    "table3_slow_links": table3.TABLES,
+}
 
 
 def make_images(image_size: int, num_examples: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -101,38 +112,40 @@ def make_results(study: Study, numbers_of_microbatches: tuple[int, ...], kind: s
     }
 
 
-def make_records(options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
-    """Measure, and yield each record with the reproduction that it belongs to."""
+def make_records(options: argparse.Namespace) -> dict[str, list[Record]]:
+    """Measure, and return the records by the reproduction that they belong to."""
     device = torch.device(options.device)
-    timer = LayerTimer(device, options.repeats, partial(rmsprop, lr=1e-6))
-    for name, models in make_studies(is_small=options.small).items():
-        for study in models:
-            study.measure(timer, device)
-            print(
-                f"{study.title}: {study.flops_per_second('simulated') / 1e9:.1f} GFLOP/s", file=sys.stderr, flush=True
-            )
-        for kind in ("planned", "simulated"):
-            yield name, make_record(
-                kind=kind, experiment=f"{name}_grid", seed=0,
-                config={"repeats": options.repeats, "efficiency": EFFICIENCY, "device": device.type},
-                results={"models": [make_results(study, TABLES[name], kind) for study in models]},
+    timer = LayerTimer(device, options.rounds, partial(rmsprop, lr=1e-6))
+    studies = make_studies(is_small=options.small)
+    for study in track([study for models in studies.values() for study in models], "models timed"):
+        study.measure(timer, device)
+    return {
+        name: [
+            make_record(
+                kind=kind,
+                experiment=f"{name}_grid",
+                seed=0,
+                config={"repeats": options.rounds, "efficiency": EFFICIENCY, "device": device.type},
+                results={"models": [make_results(study, NUMBERS_OF_MICROBATCHES[name], kind) for study in models]},
                 gpus=[torch.cuda.get_device_name()] if device.type == "cuda" else [],
-            )  # fmt: skip
+            )
+            for kind in ("planned", "simulated")
+        ]
+        for name, models in track(list(studies.items()), "tables planned and simulated")
+    }
 
 
 def main() -> None:
     """Read the command line, measure, and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    program = StudyProgram(__doc__, SHOWN, rounds=3, what_rounds_are="repeats of each pass")
+    parser = program.parser
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="the device that times the layers")
-    parser.add_argument("--repeats", type=int, default=3, help="repeats that count, of each pass")
-    parser.add_argument("--small", action="store_true", help="use tiny models, and print the records")
-    options = parser.parse_args()
+    parser.add_argument("--small", action="store_true", help="take tiny models")
+    options = program.parse()
+    if options.small:
+        program.require_folder("--small only tries the program")
     torch.set_num_threads(1)  # a core stands for an accelerator
-    for name, record in list(make_records(options)):  # adding a record changes the commit state of the next
-        if options.small:
-            print(json.dumps(asdict(record)))
-        else:
-            add_record(name, record)
+    program.publish(make_records(options))
 
 
 if __name__ == "__main__":

@@ -145,11 +145,11 @@ def command_line() -> str:
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Return the commit that `folder` is at and whether its files differ from it; (None, None) outside git."""
+    """Return the commit that `folder` is at and whether tracked files differ from it; (None, None) outside git."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None, None
-    status = _git(folder, "status", "--porcelain")
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return commit, None if status is None else status != ""
 
 

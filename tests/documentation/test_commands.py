@@ -211,7 +211,7 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     (r"python -m reproductions[. ]faults .*", is_tested_by("tests/reproductions/test_faults.py")),
     (r"python -m reproductions( .*)?|python docs/pictures\.py", runs()),
     # Minutes of computing; tests/experiments and tests/notebooks run the other ones with small models.
-    (r"python -m experiments\.one_stage_overhead", runs("--rounds", "1")),
+    (r"python -m experiments\.one_stage_overhead", runs("--rounds", "1", "--record")),
     (r"python (-m experiments\.\S+|train_tokenizer\.py|notebooks/execute\.py)( .*)?", answers_help),
 ]
 """A pattern of commands, and how they are run; the first pattern that matches counts."""

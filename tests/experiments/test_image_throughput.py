@@ -1,6 +1,5 @@
 """The measurement of the training's throughput, on tiny models."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 
@@ -9,22 +8,16 @@ import torch
 from torch import nn
 
 from experiments.image_throughput import measurements
-from gpipe.records import Record, make_record
+from gpipe.records import Record, make_record, read_records
 from reproductions.table4_imagenet_and_transfer.tables import image_throughput
 from tests.support.program_server import run_program
 
-TINY = ("--small", "--steps", "1", "--warm-up", "0", "--backend", "eager")
+TINY = ("--small", "--rounds", "1", "--warm-up", "0", "--backend", "eager")
 STAND_IN = """
 from torch import nn
 def amoebanetd(num_classes, num_layers, num_filters):
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))
 """
-
-
-def measured(*options: str) -> Record:
-    done = run_program("experiments.image_throughput", *TINY, *options)
-    assert done.returncode == 0, done.stderr
-    return Record(**json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +26,11 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     models = tmp_path_factory.mktemp("torchgpipe") / "benchmarks" / "models"
     models.mkdir(parents=True)
     (models / "amoebanet.py").write_text(STAND_IN)
-    return measured("--torchgpipe", str(models.parents[1]))
+    options = "--torchgpipe", str(models.parents[1]), "--record", str(models)
+    done = run_program("experiments.image_throughput", *TINY, *options)
+    assert done.returncode == 0, done.stderr
+    (found,) = read_records(models / "runs.jsonl")
+    return found
 
 
 @pytest.mark.slow
@@ -88,7 +85,7 @@ def test_the_batch_is_halved_until_everything_fits(monkeypatch: pytest.MonkeyPat
         return step, nn.Linear(1, 1)
 
     monkeypatch.setattr(measurements, "make_our_step", make_our_step)
-    options = Namespace(torchgpipe=None, backend="eager", steps=1, warm_up=0)
+    options = Namespace(torchgpipe=None, backend="eager", rounds=1, warm_up=0)
     setting = measurements.Setting("b", 3, 8, 4, 32)
     rows = list(measurements.measure_rows(setting, "always", options, torch.device("cpu")))
     found = [(row["batch_size"], row["compiled"], row["outcome"]) for row in rows]

@@ -49,7 +49,7 @@ def test_all_engines_compute_the_same_gradients(workload: str, processes: Proces
 
 
 def test_a_record_says_how_fast_and_large_each_engine_is(tmp_path: Path) -> None:
-    options = (*TINY, "--rounds", "1", "--steps", "1", "--folder", str(tmp_path))
+    options = (*TINY, "--rounds", "1", "--steps", "1", "--record", str(tmp_path))
     command = [sys.executable, "-m", "experiments.peers", *options]
     subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=use_one_core)
     (record,) = read_records(tmp_path / "runs.jsonl")

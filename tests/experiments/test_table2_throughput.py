@@ -1,6 +1,5 @@
 """The grid of Tables 2 and 3, on tiny models."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from gpipe.models import transformer_lm
 from gpipe.planning.accelerator import Accelerator
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTiming
-from gpipe.records import Record
+from gpipe.records import Record, read_records
 from reproductions.pages import TABLES, read_paper
 from reproductions.table import make_table
 from reproductions.table2_throughput.tables import table2
@@ -25,10 +24,11 @@ NUM_LAYERS = 6  # with embedding and softmax layer 8
 
 
 @pytest.fixture(scope="module")
-def records() -> list[Record]:
-    done = run_program("experiments.table2_throughput", "--small", "--repeats", "1")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    folder = tmp_path_factory.mktemp("records")
+    done = run_program("experiments.table2_throughput", "--small", "--rounds", "1", "--record", str(folder))
     assert done.returncode == 0, done.stderr
-    return [Record(**json.loads(line)) for line in done.stdout.splitlines()]
+    return read_records(folder / "runs.jsonl")
 
 
 def test_every_cell_is_planned_and_simulated_and_its_shares_add_up_to_one(records: list[Record]) -> None:

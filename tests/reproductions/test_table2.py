@@ -8,7 +8,10 @@ from gpipe.records import Record, make_record
 from reproductions.table2_throughput.tables import (
     GRID,
     LAPTOP,
+    TIMELINE,
     claims,
+    step_timeline,
+    step_timeline_run,
     table2,
     table2_breakdown,
     table2_equal,
@@ -58,12 +61,12 @@ def run(k: int, m: int, batch_size: int, speed: float) -> Record:
     return composed("+experiment=table2_throughput", *cell, init_from=None, examples_per_second=speed)
 
 
-def small_run(k: int, m: int, batch_size: int, speed: float) -> Record:
+def small_run(k: int, m: int, batch_size: int, speed: float, seed: int = 0) -> Record:
     model = {"family": "amoebanet", "variant": "d", "num_layers": 6, "num_filters": 32}
     pipeline = {"num_stages": k, "num_microbatches": m}
     config = {"model": model, "pipeline": pipeline, "trainer": {"batch_size": batch_size}}
     results = {"examples_per_second": speed, "bubble": 0.25}
-    return make_record(kind="measured", command="c", experiment=LAPTOP, config=config, seed=0, results=results)
+    return make_record(kind="measured", command="c", experiment=LAPTOP, config=config, seed=seed, results=results)
 
 
 def cells(table: str) -> list[list[str]]:
@@ -175,6 +178,42 @@ def test_the_laptops_speeds_are_told_over_both_bases() -> None:
     ]
     assert growing[0][0] == "AmoebaNet-D (6,32)"
     assert cells(table2_laptop_equal(records)) == [["AmoebaNet-D (6,32)", "1", "4", "128", "5.0", "", "1.00", "25.0%"]]
+
+
+def test_a_speed_up_that_the_law_forbids_is_refused() -> None:
+    runs = [small_run(1, 1, 4, 10.0), small_run(2, 1, 4, 11.9), small_run(1, 4, 16, 10.0), small_run(2, 4, 16, 17.8)]
+    over_one = [line[6] for line in cells(table2_laptop(runs))]
+    assert over_one == ["1.00", "1.00", "1.19", "refused: 1.78, but at most 1.68 is possible"]
+    impossible = replace(runs[3], config=runs[3].config | {"pipeline": {**runs[3].config["pipeline"]}})
+    impossible.config["pipeline"]["rematerialize"] = "never"
+    assert cells(table2_laptop([*runs[:3], impossible]))[3][6] == "1.78"
+
+
+def test_a_cell_that_was_measured_several_times_shows_its_spread() -> None:
+    runs = [
+        small_run(1, 1, 4, 10.0),
+        *(small_run(2, 1, 4, speed, seed) for seed, speed in enumerate((9.0, 11.0, 12.0))),
+    ]
+    assert [line[4:7] for line in cells(table2_laptop(runs))] == [
+        ["10.0", "0.91", "1.00"],
+        ["11.0 (9.0 to 12.0 in 3 runs)", "1.00", "1.10"],
+    ]
+
+
+def test_the_tasks_of_a_real_step_are_told_for_each_model() -> None:
+    step = simulate(gpipe(2, 4), lambda task: 0.01)
+    events = [
+        [event.task.kind, event.task.stage, event.task.micro_batch, event.start, event.end] for event in step.events
+    ]
+    found = replace(
+        small_run(2, 4, 16, 1.0),
+        experiment=TIMELINE,
+        results={"events": events, "num_devices": 2, "partitions": [3, 5]},
+    )
+    (row,) = cells(step_timeline([found]))
+    expected = [f"{step.makespan_seconds * 1e3:.0f}", f"{step.bubble:.1%}"]
+    assert row == ["AmoebaNet-D (6,32)", "2", "4", "3 5", *expected]
+    assert step_timeline([]) == step_timeline_run([]) == "Not run: python -m experiments.step_timeline.\n"
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
