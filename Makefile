@@ -56,7 +56,7 @@ docs: .venv/development ## build the documentation into site/; a broken link fai
 # Each stamp is written last, so that an interrupted installation starts again.
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gpipe needs Python 3.11 or later, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
-	@echo 'Installing into .venv. $(if $(TORCH),Of torch comes the build for $(TORCH).,This downloads up to 2.9 GB where torch comes with CUDA; TORCH=cpu makes it 0.5 GB.)'
+	@echo 'Installing into .venv. $(if $(TORCH),Of torch comes the build for $(TORCH).,This downloads up to 2.9 GB where torch comes with CUDA; TORCH=cpu makes it 0.4 GB.)'
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH),$(INSTALL_TORCH),$(BIN)/python -m pip install --quiet --requirement requirements.lock)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .

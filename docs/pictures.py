@@ -4,13 +4,14 @@
 
 writes docs/pictures/step.svg: GPipe's schedule as `gpipe.pipeline.schedule` lists it, and below it the newest recorded
 step of the small Transformer (reproductions/table2_throughput/runs.jsonl), simulated and measured. The simulation gives
-each task the mean of its measured seconds. The badges are docs/pictures/badge_<name>.svg. Nothing in the file depends on fonts or on a plotting library's version.
+each task the mean of its measured seconds. Beside it are the badges. Nothing in the
+files depends on fonts or on a plotting library's version.
 """
 
 import tomllib
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from gpipe.pipeline.schedule import Kind, Rematerialize, gpipe
 from gpipe.pipeline.timeline import Timeline
