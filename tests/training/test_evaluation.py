@@ -90,6 +90,14 @@ def test_the_batches_are_measured_once_each(num_images: int, batch_size: int) ->
     assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
+@given(max_batches=st.integers(1, 9))
+def test_a_limit_leaves_the_first_batches(max_batches: int) -> None:
+    pipeline, loader = Pipeline(small_layers(), F.cross_entropy, [NUM_LAYERS], 2), RandomImages(18, 4, shuffle=False)
+    first = RandomImages(min(18, 4 * max_batches), 4, shuffle=False)
+    first.images, first.labels = loader.images[: 4 * max_batches], loader.labels[: 4 * max_batches]
+    assert evaluate(pipeline, loader, max_batches=max_batches) == evaluate(pipeline, first)
+
+
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(ValueError, match="0 mini-batches"):
         evaluate(Pipeline(sentence_layers(), F.cross_entropy, [2], 2), Sentences(0))

@@ -191,6 +191,15 @@ def test_training_ends_when_evaluations_get_no_better(tmp_path: Path) -> None:
     assert small_trainer(tmp_path / "patient", num_epochs=2, patience=2).train().num_steps == 8
 
 
+def test_one_step_is_profiled_and_nothing_else_changes(tmp_path: Path) -> None:
+    file = tmp_path / "profile_0.json"
+    trainer = small_trainer(tmp_path / "profiled", max_steps=3, profile_step=1, profile_file=file)
+    plain = small_trainer(tmp_path / "plain", max_steps=3)
+    assert trainer.train().evaluation == plain.train().evaluation
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"aten::convolution", "ConvolutionBackward0"} <= names
+
+
 def test_a_training_that_never_evaluates_has_no_accuracy(tmp_path: Path) -> None:
     summary = small_trainer(tmp_path, evaluate_every_epochs=None).train()
     assert (summary.top1, summary.best_top1, summary.evaluation) == (None, None, {})

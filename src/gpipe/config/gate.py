@@ -201,6 +201,7 @@ def _composed_and_checked(
 
 @wraps(_merge)
 def _merged_by_choice(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+    defaults.sort(key=lambda default: (default.config_path or "").startswith("debug/"))  # after the experiment
     drop_replaced_values(defaults, repo, getattr(self, "words", ()))
     return _merge(self, defaults, repo)
 

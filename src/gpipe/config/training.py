@@ -201,6 +201,7 @@ class EvaluationConfig:
         every_epochs: evaluate every n epochs. null for this and `every_steps` never evaluates; otherwise the end of
             training is evaluated too.
         every_steps: evaluate every n steps; null leaves it to `every_epochs`.
+        max_batches: evaluate on the first n mini-batches of each set; null evaluates on all.
         statistics_batches: before an evaluation, take the statistics of batch norms anew from n training mini-batches;
             null evaluates with their moving averages.
         patience: stop training after n evaluations in a row without a smaller loss; null never stops early.
@@ -210,13 +211,14 @@ class EvaluationConfig:
     batch_size: int = MISSING
     every_epochs: int | None = MISSING
     every_steps: int | None = MISSING
+    max_batches: int | None = MISSING
     statistics_batches: int | None = MISSING
     patience: int | None = MISSING
     autocast: Autocast = MISSING
 
     def __post_init__(self) -> None:
         at_least("trainer.evaluation.batch_size", self.batch_size, 1)
-        for name in ("every_epochs", "every_steps", "statistics_batches", "patience"):
+        for name in ("every_epochs", "every_steps", "max_batches", "statistics_batches", "patience"):
             optional_at_least(f"trainer.evaluation.{name}", getattr(self, name), 1)
 
 
@@ -269,6 +271,9 @@ class TrainerConfig:
         label_smoothing: the share of the target's probability that is spread over all classes.
         num_untimed_steps: the first n steps of a session, which the reported speed leaves out.
         timeline_every_steps: record a timeline every n steps; null is never.
+        overfit_batches: train on the first n mini-batches again and again, to see whether the model can learn them;
+            null trains on all.
+        profile_step: the step, from 0, that torch's profiler records on every process; null records none.
         autocast: the precision of the forward and backward pass in training.
         channels_last: store images and kernels with their channels last.
         compile: compile each layer with torch.compile.
@@ -287,6 +292,8 @@ class TrainerConfig:
     label_smoothing: float = MISSING
     num_untimed_steps: int = MISSING
     timeline_every_steps: int | None = MISSING
+    overfit_batches: int | None = MISSING
+    profile_step: int | None = MISSING
     autocast: Autocast = MISSING
     channels_last: bool = MISSING
     compile: bool = MISSING
@@ -301,8 +308,9 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("num_epochs", "batch_size"):
             at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("max_steps", "timeline_every_steps"):
+        for name in ("max_steps", "timeline_every_steps", "overfit_batches"):
             optional_at_least(f"trainer.{name}", getattr(self, name), 1)
+        optional_at_least("trainer.profile_step", self.profile_step, 0)
         at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)
         positive("trainer.max_hours", self.max_hours)
         rate("trainer.label_smoothing", self.label_smoothing)

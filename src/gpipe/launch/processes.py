@@ -55,7 +55,12 @@ class Place:
     @property
     def is_main(self) -> bool:
         """Whether this is the first process, which prints messages and writes the run's record."""
-        return self.mesh is None or dist.get_rank() == 0
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        return 0 if self.mesh is None else dist.get_rank()
 
     def devices(self, num_stages: int, stages_per_device: int = 1) -> list[torch.device] | None:
         """Return each stage's device if this process plays all stages, None if it runs on its current device."""

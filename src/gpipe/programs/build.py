@@ -47,6 +47,7 @@ from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate_on_all
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.optimizers import build_optimizer, optimizer_state
+from gpipe.training.overfit import RepeatedLoader
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
@@ -285,6 +286,8 @@ def build_trainer(
     """
     settings, workload = run.trainer, workload_of(run)
     train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+    if settings.overfit_batches is not None:
+        train_loader = RepeatedLoader(train_loader, settings.overfit_batches)
     statistics_loader = None
     if workload.has_batch_norm and settings.evaluation.statistics_batches is not None:
         # A loader of its own: training is in the midst of an epoch of the other.
@@ -328,6 +331,9 @@ def build_trainer(
         count_targets=workload.loss_weight or torch.numel,
         statistics_loader=statistics_loader,
         num_statistics_batches=settings.evaluation.statistics_batches,
+        max_evaluation_batches=settings.evaluation.max_batches,
+        profile_step=settings.profile_step,
+        profile_file=folder / f"profile_{place.rank}.json",
         metrics=workload.make_metrics(),
         patience=settings.evaluation.patience,
         num_untimed_steps=settings.num_untimed_steps,
@@ -368,7 +374,8 @@ def evaluate_checkpoint(
     manifest = load_checkpoint(path, pipeline, get_tensors(pipeline, ema))
     averages = None if ema is None else ema.module
     autocast = _build_autocast(run.trainer.evaluation.autocast, place.device_type)
-    found = evaluate_on_all(pipeline, loaders, averages, workload.make_metrics(), autocast=autocast)
+    limit = run.trainer.evaluation.max_batches
+    found = evaluate_on_all(pipeline, loaders, averages, workload.make_metrics(), max_batches=limit, autocast=autocast)
     for loader in loaders.values():
         loader.close()
     return manifest, found

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -116,6 +117,7 @@ def evaluate_on_all(
     averages: nn.ModuleDict | None,
     metrics: Metrics,
     *,
+    max_batches: int | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prepare: Callable[[nn.ModuleDict | None], None] = lambda _: None,
 ) -> dict[str, dict[str, float]]:
@@ -127,6 +129,7 @@ def evaluate_on_all(
         averages: of the layers. Where there are any they count, and the figures of the layers themselves stand beside
             as "raw_<figure>".
         metrics: what is measured.
+        max_batches: of each set, the first that count; None: all.
         autocast: makes the context of the forward passes.
         prepare: called before each model is evaluated, with its layers; None are the pipeline's own.
     """
@@ -135,14 +138,18 @@ def evaluate_on_all(
         prepare(layers)
         for name, loader in loaders.items():
             with autocast():
-                figures = evaluate(pipeline, loader, layers, metrics)
+                figures = evaluate(pipeline, loader, layers, metrics, max_batches)
             is_main = prefix == ""
             found[name] |= {prefix + key: value for key, value in figures.items() if is_main or "/" not in key}
     return found
 
 
 def evaluate(
-    pipeline: Pipeline, loader: Loader, layers: nn.ModuleDict | None = None, metrics: Metrics | None = None
+    pipeline: Pipeline,
+    loader: Loader,
+    layers: nn.ModuleDict | None = None,
+    metrics: Metrics | None = None,
+    max_batches: int | None = None,
 ) -> dict[str, float]:
     """Return the figures over a whole data set, bitwise the same on every process and for every number of replicas.
 
@@ -154,21 +161,24 @@ def evaluate(
         loader: the same on every process.
         layers: evaluated in place of the pipeline's own, such as their moving average.
         metrics: EvaluationMetrics by default.
+        max_batches: the first mini-batches that count; None: all.
 
     Raises:
         ValueError: the loader has no mini-batches.
     """
     metrics = metrics or EvaluationMetrics()
     loader.set_epoch(0)
-    loader.start_batch, loader.stride = min(pipeline.job.replica_index, len(loader)), pipeline.job.num_replicas
+    num_batches = len(loader) if max_batches is None else min(max_batches, len(loader))
+    loader.start_batch, loader.stride = min(pipeline.job.replica_index, num_batches), pipeline.job.num_replicas
     sums: list[Tensor] = []
-    for inputs, targets in iterate(loader, pipeline):
+    own_numbers = range(loader.start_batch, num_batches, loader.stride)
+    for inputs, targets in islice(iterate(loader, pipeline), len(own_numbers)):
         outputs = pipeline.evaluate(inputs, layers=layers)
         if pipeline.is_last:
             sums.append(metrics.measure(outputs, targets))
     own = [one.tolist() for one in sums] if pipeline.is_last else None
     shares = [share for share in pipeline.job.gather_all(own) if share is not None]
-    rows = [shares[number % len(shares)][number // len(shares)] for number in range(len(loader))]
+    rows = [shares[number % len(shares)][number // len(shares)] for number in range(num_batches)]
     if not rows:
         raise ValueError("the evaluation set gave 0 mini-batches: check its split.")
     return metrics.compute(torch.tensor(rows, dtype=torch.float64).sum(0))

@@ -1,9 +1,10 @@
 """The training loop: a step, the end of an epoch, and resuming."""
 
+import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Position
+from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
 from gpipe.pipeline.step_report import StepReport
@@ -47,6 +49,8 @@ class Trainer:
         evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
         statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
         num_statistics_batches: how many mini-batches an estimate takes; None evaluates with the moving averages.
+        max_evaluation_batches: of each evaluation set, the first that count; None: all.
+        profile_step: torch's profiler records this step, and this process writes `profile_file`, a trace for Perfetto.
         patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.
         final_drop_path: the drop-path rate of the last step.
         examples: what messages call the data's examples.
@@ -84,6 +88,9 @@ class Trainer:
     evaluate_every_steps: int | None = None
     statistics_loader: Loader | None = None
     num_statistics_batches: int | None = None
+    max_evaluation_batches: int | None = None
+    profile_step: int | None = None
+    profile_file: Path | None = None
     metrics: Metrics = field(default_factory=EvaluationMetrics)
     patience: int | None = None
     checkpoint_folder: Path | None = None
@@ -99,7 +106,7 @@ class Trainer:
     def __post_init__(self) -> None:
         for name in (
             "num_epochs", "max_steps", "evaluate_every_epochs", "evaluate_every_steps", "save_every_steps",
-            "keep_checkpoints", "timeline_every_steps", "patience", "num_statistics_batches",
+            "keep_checkpoints", "timeline_every_steps", "patience", "num_statistics_batches", "max_evaluation_batches",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -205,7 +212,8 @@ class Trainer:
         self.train_loader.start_batch = self._batch
         waited_seconds, num_replaced, started = 0.0, 0, time.perf_counter()
         for batch in iterate(self.train_loader, self.pipeline):
-            values, report = self._step(batch)
+            with self._profiled():
+                values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
             if self.train_loader.num_replaced > num_replaced:
@@ -228,6 +236,19 @@ class Trainer:
                 return
             self._stop_if_asked([note["stop"] for note in notes])
             started = time.perf_counter()
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Record the next step, if it is the one to be recorded."""
+        if self.profile_file is None or self.pipeline.step != self.profile_step:
+            yield
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler writes lines of its own to stderr
+        with torch.profiler.profile() as profiler:
+            yield
+        with replacing(self.profile_file) as path:
+            profiler.export_chrome_trace(str(path))
+        self.progress.message(f"step {self.profile_step}: torch's profile is in {self.profile_file}")
 
     def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport | None]:
         """Make one update; return its settings and norms for the log, and the pipeline's report (None if skipped)."""
@@ -338,6 +359,7 @@ class Trainer:
                 self.evaluation_loaders,
                 averages,
                 self.metrics,
+                max_batches=self.max_evaluation_batches,
                 autocast=self.evaluation_autocast,
                 prepare=self._estimate_statistics,
             )

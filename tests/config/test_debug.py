@@ -1,0 +1,32 @@
+"""The settings of debug= count in every experiment, and the command line counts more."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).parents[2] / "conf"
+DEBUG = sorted(path.stem for path in (CONF / "debug").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+pytestmark = pytest.mark.usefixtures("composer")
+
+
+def said(plain: Any, keys: Any) -> Any:
+    """Return of a value what another one has keys for."""
+    return {key: said(plain[key], value) for key, value in keys.items()} if isinstance(keys, dict) else plain
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_its_values_count_whatever_the_experiment_says(name: str) -> None:
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "debug" / f"{name}.yaml"))
+    for experiment in EXPERIMENTS[:: len(DEBUG)]:
+        composed = compose("train", overrides=[f"debug={name}", f"+experiment={experiment}", "init_from=null"])
+        assert said(OmegaConf.to_container(composed, resolve=False), values) == values, experiment
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_the_command_line_counts_more(name: str) -> None:
+    composed = compose("train", overrides=["+experiment=transfer_laptop", f"debug={name}", "trainer.max_steps=7"])
+    assert composed.trainer.max_steps == 7
