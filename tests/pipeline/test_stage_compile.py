@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.callback import CallbackTrigger, on_compile_start
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.pipeline.job.errors import StepAbandoned
 
 MODES = ("except_last", "never")  # the first has every kind of run that there is
 
@@ -86,3 +90,68 @@ def test_every_layer_is_compiled_however_many_are_of_one_class() -> None:
     pipeline.compile(backend=(graphs := Graphs()))
     pipeline.evaluate(torch.zeros(3, 4))
     assert graphs.count == len(widths) - 1
+
+
+@about_grad
+def test_the_layer_that_is_compiled_is_told_forward_and_backward_together() -> None:
+    torch._dynamo.reset()
+    pipeline = pipeline_of(compilable())
+    told: list[str | None] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        told.append(pipeline.job.compiling)
+        assert str(pipeline.job.activity).endswith(str(pipeline.job.compiling))
+        return make_boxed_func(graph)
+
+    pipeline.compile(backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))
+    pipeline.train_step((torch.randn(6, 3, 6, 6), torch.arange(6) % 3))
+    recomputed = [layer for layer in (3, 2, 1) for _ in ("forward", "backward")]
+    assert told == [f"compiling layer {layer} of 3" for layer in (1, 2, 3, *recomputed)]
+    assert pipeline.job.compiling is None
+
+
+@about_grad
+@pytest.mark.parametrize("asked_in", [1, 2, 3, 5])
+def test_a_stop_while_a_layer_is_compiled_abandons_the_step_and_compiles_no_further_layer(asked_in: int) -> None:
+    torch._dynamo.reset()
+    layers = compilable()
+    before = {name: tensor.clone() for name, tensor in layers.state_dict().items()}
+    pipeline = pipeline_of(layers)
+    graphs = Graphs()
+    pipeline.compile(lambda: graphs.count >= asked_in, backend=graphs)
+    with pytest.raises(StepAbandoned) as caught:
+        pipeline.train_step((torch.randn(6, 3, 6, 6), torch.arange(6) % 3), note=lambda: "why")
+    assert (graphs.count, caught.value.notes, pipeline.step) == (asked_in, ["why"], 0)
+    for name, tensor in layers.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@about_grad
+def test_a_stop_when_everything_is_compiled_lets_the_step_finish() -> None:
+    torch._dynamo.reset()
+    pipeline = pipeline_of(compilable())
+    asked: list[bool] = []
+    pipeline.compile(lambda: asked, backend=Graphs())
+    batch = torch.randn(6, 3, 6, 6), torch.arange(6) % 3
+    pipeline.train_step(batch)
+    asked.append(True)
+    pipeline.train_step(batch)
+    assert pipeline.step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_inductor_compiles_a_layers_backward_together_with_its_forward() -> None:
+    torch._dynamo.reset()
+    layers = nn.Sequential(nn.Linear(4, 3))
+    pipeline = pipeline_of(layers, num_microbatches=1, rematerialize="never")
+    pipeline.compile(dynamic=False)
+    triggers: list[CallbackTrigger] = []
+    on_compile_start(lambda compilation: triggers.append(compilation.callback_trigger))
+    inputs, targets = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), torch.arange(2)
+    for _ in range(2):
+        pipeline.train_step((inputs, targets))
+    assert triggers == [CallbackTrigger.DYNAMO]
+    found = [parameter.grad for parameter in layers.parameters()]
+    expected = torch.autograd.grad(2 * F.cross_entropy(layers(inputs), targets), list(layers.parameters()))
+    torch.testing.assert_close(found, list(expected))

@@ -75,6 +75,18 @@ def test_messages_stand_above_the_bar() -> None:
     assert "saved [here]" in stream.getvalue()
 
 
+def test_what_makes_a_step_long_is_told_at_intervals_and_beside_the_bar() -> None:
+    stream, terminal, now, told = io.StringIO(), Terminal(), [0.0], [None, "compiling layer 3 of 9"]
+    for each in (stream, terminal):
+        with Progress(100, 1, stream=each, clock=lambda: now[0], under_way=lambda: told[-1]) as progress:
+            for seconds in (1.0, 11.0, 12.0, 22.0):
+                now[0] = seconds
+                progress.show_under_way()
+        now[0] = 0.0
+    assert set(stream.getvalue().splitlines()) == {"step 0/100  compiling layer 3 of 9"}
+    assert "compiling layer 3 of 9" in terminal.getvalue()
+
+
 def test_other_processes_are_silent() -> None:
     for stream in (io.StringIO(), Terminal()):
         with Progress(10, 1, enabled=False, stream=stream) as progress:

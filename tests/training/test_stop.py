@@ -1,5 +1,6 @@
 """A training that is asked to stop is saved between two steps, and goes on as if it had never stopped."""
 
+import math
 import random
 from pathlib import Path
 
@@ -77,6 +78,33 @@ def test_a_stop_at_the_end_of_an_epoch_has_its_evaluation(tmp_path: Path) -> Non
     resumed.resume()
     resumed.train()
     assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+
+
+def compiled_trainer(folder: Path, stop_after: float = math.inf) -> tuple[Trainer, list[int]]:
+    """Build a trainer of compiled layers that is asked to stop while graph number `stop_after` is compiled."""
+    torch._dynamo.reset()
+    trainer, graphs = small_trainer(folder, num_epochs=1), []
+    trainer.asked_to_stop = lambda: "SIGTERM" if len(graphs) >= stop_after else None
+    trainer.pipeline.compile(trainer.asked_to_stop, backend=lambda graph, _: graphs.append(1) or graph)
+    return trainer, graphs
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_stop_while_layers_are_compiled_leaves_the_step_for_the_next_session(tmp_path: Path) -> None:
+    whole, graphs = compiled_trainer(tmp_path / "whole")
+    num_graphs, log = [0], whole.tracker.log
+    whole.tracker.log = lambda values: (num_graphs.append(len(graphs)), log(values))
+    whole.train()
+    for step in (0, 3):  # the first, and the first with a smaller mini-batch
+        folder = tmp_path / f"run{step}"
+        run, graphs = compiled_trainer(folder, num_graphs[step] + 1)
+        where = f"after step {step}" if step else "before the first step"
+        assert str(stopped(run)) == f"stopped by SIGTERM {where}: the same command again goes on."
+        assert len(graphs) == num_graphs[step] + 1
+    resumed, _ = compiled_trainer(folder)
+    assert resumed.resume()
+    resumed.train()
+    assert_same_state(whole, resumed)
 
 
 def ask_one(rank: int, folder: Path, shape: tuple[int, int], asked: int) -> tuple[str, int]:

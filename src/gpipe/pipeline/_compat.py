@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,3 +33,29 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def reduce_in_backward(parallel: DistributedDataParallel, outputs: list[Tensor]) -> None:
     """Make the next backward, from `outputs`, average gradients; publicly, DDP does so only in a forward of its own."""
     parallel.reducer.prepare_for_backward(outputs)
+
+
+@contextmanager
+def noting_compilation(note: Callable[[bool], None]) -> Iterator[None]:
+    """Call `note(True)` where torch.compile begins to compile in the body, and `note(False)` where it has finished.
+
+    A layer's backward is compiled together with its forward, not within the first backward. Only torch's own tools are
+    told of the one, and have the other as a setting.
+    """
+    from torch._dynamo.callback import CallbackArgs, callback_handler  # loads torch.compile's machinery
+    from torch._functorch import config
+
+    def begin(_: CallbackArgs) -> None:
+        note(True)
+
+    def end(_: CallbackArgs) -> None:
+        note(False)
+
+    with config.patch(force_non_lazy_backward_lowering=True):
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
-from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError
+from gpipe.pipeline.compilation import Compilation
+from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.job.topology import Devices, join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
@@ -107,6 +108,7 @@ class Pipeline:
         check_stages_per_device(schedule, self.num_stages, stages_per_device)
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight = loss, loss_weight
+        self._compilation: Compilation | None = None
 
         self.job = join_job(mesh, devices, layers, self.num_stages, stages_per_device, timeout_seconds)
         settings = {
@@ -182,6 +184,7 @@ class Pipeline:
         Raises:
             NonFiniteError: the loss or a gradient is not finite, on every process. The gradients are unusable, no
                 moving average has moved, and `step` stays as it is; another step may follow.
+            StepAbandoned: a process was asked to stop while it compiled, on every process; as above.
             PipelineError: an error in a layer, in the loss or in another process; it says where. With several
                 processes the pipeline cannot be used any more.
         """
@@ -328,13 +331,22 @@ class Pipeline:
         gradient_norm.scale_gradients(self.parameters(), max_norm, norm)
         return norm
 
-    def compile(self, **options: Any) -> None:
+    def compile(self, asked_to_stop: Callable[[], Any] = lambda: None, **options: Any) -> None:
         """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
 
-        Batch norms that are synchronised over replicas run uncompiled between two graphs: no fullgraph=True with them.
+        A layer is compiled at its first run, and again for other shapes. That counts as progress, however long it
+        takes. Batch norms that are synchronised over replicas run uncompiled between two graphs: no fullgraph=True with
+        them.
+
+        Args:
+            asked_to_stop: on any process, returns something true once the training is to stop. A training step that
+                learns of it while it compiles compiles no further layer and raises StepAbandoned.
+            options: of torch.compile.
         """
+        layers = {int(index): layer for index, layer in self.layers.items()}
+        self._compilation = Compilation(layers, self.num_layers, self.job.activity, asked_to_stop, options)
         for stage in self.stages.values():
-            stage.compile(**options)
+            stage.compilation = self._compilation
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
@@ -343,6 +355,8 @@ class Pipeline:
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
+        if self._compilation is not None:
+            self._compilation.start()
         with self.job.guard(), preserved_generators(self.job.devices.values()), uncached_autocast():
             yield
 
@@ -420,12 +434,16 @@ class Pipeline:
         own = {
             "totals": loss.totals() if loss else None,
             "fault": [named for named in norms if not math.isfinite(named[1])][:1],
-            "note": note() if note else None,
+            "note": [note() if note else None, self._compilation is not None and self._compilation.is_abandoned],
         }
         parts = self.job.gather(own)
-        notes = [part["note"] for part in parts]
-        if note is not None:
-            notes = self.job.join_replicas(notes)
+        noted = [part["note"] for part in parts]
+        if note is not None or self._compilation is not None:
+            noted = self.job.join_replicas(noted)
+        notes = [each for each, _ in noted]
+        if any(is_abandoned for _, is_abandoned in noted):
+            batch_norm.discard(self._batch_norms)
+            raise StepAbandoned(self.step, notes)
         (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
         faults = gradient_norm.sort_by_layer(part["fault"] for part in parts)
         if math.isfinite(totals["loss"]) and not faults:

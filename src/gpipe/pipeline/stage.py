@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
+from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import derive_seed, seed_generators
@@ -84,6 +85,7 @@ class Stage:
     Attributes:
         averaging: averages the gradients over the replicas; None where there is one.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
+        compilation: runs the layers compiled; None runs them as they are.
         loss: set in the last stage for the time of a training step.
         step: the number of the step, which seeds the masks.
     """
@@ -92,6 +94,7 @@ class Stage:
         self.index, self.layers, self.device = index, dict(layers), device
         self.averaging: Averaging | None = None
         self.exchange: StatisticsExchange | None = None
+        self.compilation: Compilation | None = None
         self.loss: Loss | None = None
         self.step = 0
         self.seed = seed
@@ -99,14 +102,9 @@ class Stage:
         self._trainable = False
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)
-        self._compiled: dict[nn.Module, Callable[[Any], Any]] = {}
         self._kept: dict[int, _Kept] = {}
         self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
         self._last = max(self.layers)
-
-    def compile(self, **options: Any) -> None:
-        """Run the layers through torch.compile from now on."""
-        self._compiled = {layer: _compile(layer, index, options) for index, layer in self.layers.items()}
 
     def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
         """Prepare for training step number `step`, which the backward of `final_micro_batch` ends."""
@@ -229,7 +227,8 @@ class Stage:
         for index, layer in layers.items():
             self._enter(micro_batch, index, layer)
             passed_by = [tensor.grad_fn for tensor in payload.tensors]
-            value = (self._compiled.get(layer, layer) if look is None else layer)(value)
+            run = layer if self.compilation is None or look is not None else self.compilation.compiled(layer)
+            value = run(value)
             # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
             payload = Payload.of(value)
             if guard_inputs:
@@ -266,21 +265,6 @@ class Stage:
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
         layer_index = None if module is None else layer
         return PipelineError(text, stage=self.index, micro_batch=micro_batch, layer=layer_index)
-
-
-def _compile(layer: nn.Module, index: int, options: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Return the layer through torch.compile; what the model holds stays as it is.
-
-    `nn.Module.compile` silently compiles nothing where the layer's class is one of torch's own. And torch.compile gives
-    up, as silently, after a few variants of one code object, which all layers of a class would share: each layer gets
-    its own.
-    """
-
-    def run(value: Any) -> Any:
-        return layer(value)
-
-    run.__code__ = run.__code__.replace(co_name=f"layer_{index}")
-    return cast(Callable[[Any], Any], torch.compile(run, **options))
 
 
 def _enter_graph(kept: _Kept) -> Payload:

@@ -247,7 +247,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[i
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
     if run.trainer.compile:
         # Cells of one code and many shapes would be compiled for symbolic sizes, on which inductor fails.
-        pipeline.compile(dynamic=False)
+        pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=False)
     return pipeline
 
 
@@ -294,7 +294,12 @@ def build_trainer(
         statistics_loader, _ = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
-    progress = Progress(num_steps, settings.num_epochs, enabled=place.is_main)
+    progress = Progress(
+        num_steps,
+        settings.num_epochs,
+        enabled=place.is_main,
+        under_way=(lambda: pipeline.job.compiling) if settings.compile else None,
+    )
     for sentence in (*workload.warnings(), *_check_warm_up(run, len(train_loader), num_steps)):
         progress.message(f"warning: {sentence}")
     kept = workload.keep(None)

@@ -1,6 +1,7 @@
 """The progress that a person sees: a bar on a terminal, plain lines in a file or pipe."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rich.table import Column
 from rich.text import Text
 
 _BAR_WIDTH = 16
+_WATCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Progress:
         ━━━━━━╺━━━━━━━━━ 412/1000 0:03:20 left epoch 2/5  loss 1.2500  top-1 50.0%
 
     The time left follows from the steps of this session after its first, which is slower than the others; evaluations
-    and saves between them count. With `enabled` False, as on all processes but one, nothing is written.
+    and saves between them count. `under_way` returns what makes a step take long, such as "compiling layer 3 of 9", or
+    None. With `enabled` False, as on all processes but one, nothing is written.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Progress:
         num_epochs: int,
         *,
         enabled: bool = True,
+        under_way: Callable[[], str | None] | None = None,
         interval_seconds: float = 10.0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -111,17 +115,36 @@ class Progress:
             )
             self._task = self._bar.add_task("training", total=num_steps, left=_time_left(None), figures=[])
             self._bar.start()
+        self._under_way, self._position, self._closed = under_way, f"step 0/{num_steps}", threading.Event()
+        if enabled and under_way is not None:
+            threading.Thread(target=self._watch, name="progress", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_WATCH_SECONDS):
+            self.show_under_way()
+
+    def show_under_way(self) -> None:
+        """Show what `under_way` tells, if it is something: beside the bar, or as a line at intervals."""
+        text = self._under_way() if self._under_way is not None else None
+        if text is None:
+            return
+        if (bar := self._bar) is not None:
+            bar.update(self._task, figures=[text])
+        elif self._clock() - self._last_line >= self._interval_seconds:
+            self.message(f"{self._position}  {text}")
+            self._last_line = self._clock()
 
     def update(self, status: StepStatus, *, ends_epoch: bool = False) -> None:
         """Show a finished step; plain lines appear at intervals, and at the end of each epoch."""
         if not self._enabled:
             return
+        self._position = f"step {status.step}/{self._num_steps}"
         left = _time_left(self._estimate_seconds(status.step))
         figures = [f"epoch {status.epoch + 1}/{self._num_epochs}", *status.figures()]
         if self._bar is not None:
             self._bar.update(self._task, completed=status.step, left=left, figures=figures)
         elif ends_epoch or self._clock() - self._last_line >= self._interval_seconds:
-            self.message("  ".join((f"step {status.step}/{self._num_steps}", left, *figures)))
+            self.message("  ".join((self._position, left, *figures)))
             self._last_line = self._clock()
 
     def _estimate_seconds(self, step: int) -> float | None:
@@ -143,6 +166,7 @@ class Progress:
 
     def close(self) -> None:
         """Remove the bar; later calls do nothing."""
+        self._closed.set()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

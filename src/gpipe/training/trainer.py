@@ -16,7 +16,7 @@ from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Position
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
-from gpipe.pipeline.job.errors import NonFiniteError, PipelineError
+from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
@@ -266,6 +266,9 @@ class Trainer:
         except NonFiniteError as error:
             self._skip_or_stop(batch, error)
             return values, None
+        except StepAbandoned as error:
+            self._stop_if_asked([note["stop"] for note in error.notes])
+            raise
         if self.max_gradient_norm is not None:
             values["gradient_norm"] = self.pipeline.clip_gradients(self.max_gradient_norm)
         self._checkpoints.wait_until_copied()

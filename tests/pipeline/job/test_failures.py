@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -408,6 +410,42 @@ def train_slowly(rank: int) -> float:
 def test_a_stage_that_is_slow_is_not_taken_for_one_that_hangs(pool: ProcessPool) -> None:
     first, *others = pool.run(3, train_slowly)
     assert others == [first, first]
+
+
+def compile_slowly(rank: int) -> tuple[float, str | None]:
+    """Train with a stage that compiles for longer than a process may be silent; return what it is said to do."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # what is loaded once may take long on a busy machine
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    pipeline = gpipe.Pipeline(layers, Loss(None), [1, 1, 1], 2, mesh=mesh, timeout_seconds=2.0)
+    seen: list[str | None] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        if rank == 2 and not seen:
+            seen.append(None)
+            time.sleep(4.0)
+        return graph
+
+    def look() -> None:
+        while pipeline.step == 0 and "compiling layer 3 of 3" not in seen:
+            seen.append(pipeline.job.compiling)
+            time.sleep(0.05)
+
+    pipeline.compile(backend=backend)
+    watcher = threading.Thread(target=look, daemon=True)
+    if rank == 0:
+        watcher.start()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        loss = pipeline.train_step((torch.ones(4, 4), torch.ones(4, 4))).loss
+    pipeline.close()
+    return loss, seen[-1] if seen else None
+
+
+def test_a_stage_that_compiles_is_waited_for_and_the_others_know_what_it_does(pool: ProcessPool) -> None:
+    losses, (told, *_) = zip(*pool.run(3, compile_slowly), strict=True)
+    assert len(set(losses)) == 1
+    assert told == "compiling layer 3 of 3"
 
 
 def disagree(rank: int) -> str:

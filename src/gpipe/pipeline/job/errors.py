@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class PipelineError(RuntimeError):
@@ -36,6 +36,18 @@ class NonFiniteError(PipelineError):
         remedy = "lower the learning rate, clip the gradients, or look at this mini-batch"
         super().__init__(f"{what}; nothing was updated: {remedy}", stage=stage)
         self.what = what
+
+
+class StepAbandoned(PipelineError):
+    """A process was asked to stop while it compiled: nothing was updated.
+
+    Attributes:
+        notes: of all processes, as in the report of a step.
+    """
+
+    def __init__(self, step: int, notes: list[Any]) -> None:
+        super().__init__(f"step {step} was abandoned while its layers were compiled; nothing was updated")
+        self.notes = notes
 
 
 class FirstNonFinite(NamedTuple):

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe.pipeline._compat import open_store
-from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError
+from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError, StepAbandoned
 from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
 from gpipe.pipeline.job.watch import Activity, Watch
 from gpipe.pipeline.schedule import Kind, name_stages
@@ -100,6 +100,11 @@ class Job:
         """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
         return f"{self._name}{self.activity}"
 
+    @property
+    def compiling(self) -> str | None:
+        """What is compiled here, or where this process waits: "compiling layer 3 of 9"; None for nothing."""
+        return self.activity.compiling
+
     def process_of(self, stage: int) -> int:
         """Return the index of the process of the pipeline that has a stage."""
         return stage % self._num_processes
@@ -169,7 +174,7 @@ class Job:
     def _guard_exchange(self) -> Iterator[None]:
         try:
             yield
-        except NonFiniteError:
+        except (NonFiniteError, StepAbandoned):
             raise  # every process raises it at the same place: they stay in step
         except BaseException as error:
             cause = self.abort(error)
@@ -230,6 +235,11 @@ class MeshJob(Job):
         self.activity = self._watch.activity
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
+
+    @property
+    def compiling(self) -> str | None:
+        """What is compiled here, or in a process that this one waits for."""
+        return self.activity.compiling or self._watch.find_compiling()
 
     def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
         """Compare settings with those of the other processes, then connect with them."""

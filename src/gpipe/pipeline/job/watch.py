@@ -153,7 +153,9 @@ class Watch:
         if self._num_known < self._num_processes:  # one name per look, for the day when the board is gone
             self._num_known += self._board.read(f"process/{self._num_known}") is not None
         others = list(wait.ranks) if wait is not None else []
-        self._board.write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity)])
+        compiling = self.activity.compiling
+        self._progress += compiling is not None  # however long it takes
+        self._board.write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity), compiling])
         if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
             self._failure, self._failure_seen = PeerFailure(**failure), now
         if self._failure is None and wait is not None and now >= self._next_search:
@@ -203,7 +205,7 @@ class Watch:
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:
-                looks, progress, others, _ = self._board.read(f"state/{rank}") or [-1, -1, [], ""]
+                looks, progress, others, *_ = self._board.read(f"state/{rank}") or [-1, -1, []]
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
                 # Whom a stopped process waited for says nothing.
@@ -220,6 +222,19 @@ class Watch:
             self._next_search = since + self._timeout_seconds
             return None
         return self._blame(suspects, deadlock=not culprits)
+
+    def find_compiling(self) -> str | None:
+        """Return what one of those compiles that this process waits for, or that they wait for; None for nothing."""
+        wait, seen = self._wait, {self._rank}
+        pending = list(wait.ranks) if wait is not None else []
+        while pending:
+            if (rank := pending.pop()) not in seen:
+                seen.add(rank)
+                _, _, others, _, compiling = self._board.read(f"state/{rank}") or [-1, -1, [], "", None]
+                if compiling is not None:
+                    return str(compiling)
+                pending += others
+        return None
 
     def _blame(self, ranks: Sequence[int], *, deadlock: bool) -> PeerFailure:
         described = [self._describe(rank) for rank in ranks]
@@ -329,9 +344,13 @@ class Activity:
     """What one process is doing: a task of a stage, or what lies between two steps.
 
     Noting costs an assignment; the words are put together only when somebody asks, from any thread.
+
+    Attributes:
+        compiling: the layer that is being compiled, in words; None while none is.
     """
 
     def __init__(self) -> None:
+        self.compiling: str | None = None
         self._task: tuple[Callable[[int, str], str], int, str] | None = None
         self._outside = "between two steps"
         self._beside: str | None = None
@@ -364,4 +383,5 @@ class Activity:
         """Return it in the words of an error's place."""
         task, beside = self._task, self._beside
         words = task[0](*task[1:]) if task is not None else self._outside
-        return words if beside in (None, words) else f"{words}, while {beside}"
+        words = words if beside in (None, words) else f"{words}, while {beside}"
+        return words if self.compiling is None else f"{words}, {self.compiling}"

@@ -1,0 +1,83 @@
+"""The layers of a process through torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe.pipeline._compat import noting_compilation
+from gpipe.pipeline.job.watch import Activity
+
+
+class Compilation:
+    """Runs layers compiled. It tells which one is being compiled, which takes seconds to minutes for each.
+
+    A request to stop that comes meanwhile cannot wait for the layers that are left. They run uncompiled then, so that
+    all processes reach the end of the step, and the step is abandoned: its numbers are not those of compiled layers.
+
+    Args:
+        layers: by their index in the model.
+        num_layers: of the whole model.
+        activity: told of the layer that is being compiled.
+        asked_to_stop: returns something true once the training is to stop.
+        options: of torch.compile.
+
+    Attributes:
+        is_abandoned: whether layers ran uncompiled since `start`.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, nn.Module],
+        num_layers: int,
+        activity: Activity,
+        asked_to_stop: Callable[[], Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._compiled = {
+            layer: _compile(layer, index, options, self._note, f"compiling layer {index + 1} of {num_layers}")
+            for index, layer in layers.items()
+        }
+        self._activity, self._asked_to_stop = activity, asked_to_stop
+        self.start()
+
+    def start(self) -> None:
+        """Prepare for a step or an evaluation."""
+        self._has_compiled = self.is_abandoned = False
+
+    def compiled(self, layer: nn.Module) -> Callable[[Any], Any]:
+        """Return a layer compiled; as it is where a step is abandoned, or where it is another's, such as an average."""
+        if layer not in self._compiled:
+            return layer
+        self.is_abandoned = self.is_abandoned or bool(self._has_compiled and self._asked_to_stop())
+        return layer if self.is_abandoned else self._compiled[layer]
+
+    def _note(self, doing: str | None) -> None:
+        self._has_compiled = True
+        self._activity.compiling = doing
+
+
+def _compile(
+    layer: nn.Module, index: int, options: Mapping[str, Any], note: Callable[[str | None], None], doing: str
+) -> Callable[[Any], Any]:
+    """Return the layer through torch.compile; what the model holds stays as it is. `note(doing)` while it compiles.
+
+    `nn.Module.compile` silently compiles nothing where the layer's class is one of torch's own. And torch.compile gives
+    up, as silently, after a few variants of one code object, which all layers of a class would share: each layer gets
+    its own.
+    """
+
+    def run(value: Any) -> Any:
+        return layer(value)
+
+    run.__code__ = run.__code__.replace(co_name=f"layer_{index}")
+    compiled = torch.compile(run, **options)
+
+    def run_compiled(value: Any) -> Any:
+        with noting_compilation(lambda begins: note(doing if begins else None)):
+            return compiled(value)
+
+    return run_compiled
