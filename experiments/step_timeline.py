@@ -46,7 +46,7 @@ def run(experiment: str, overrides: list[str]) -> Record:
         subprocess.run(train, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         record = read_records(Path(folder) / "run" / RECORD_FILE)[0]
         events = read_events(Path(folder) / "run" / TRACE_FILE)
-    kept = {key: record.results[key] for key in ("predicted_bubble", "partitions")}
+    kept = {key: record.results[key] for key in ("equal_stages_bubble", "partitions")}
     results = {**kept, "num_devices": record.config["pipeline"]["num_stages"], "events": events}
     return replace(record, command=command_line(), experiment=TIMELINE, results=results)
 

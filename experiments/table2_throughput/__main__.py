@@ -5,7 +5,7 @@
 Times forward, recomputation, backward and update of every layer at the paper's scale on one core (--device cuda: on one
 GPU), cuts the models by these seconds, and simulates the schedule of K such devices. The simulated links are slower
 than the paper's by the same factor as this machine computes more slowly. The same grid is planned from the figures of
-the paper's devices. 8 minutes on one core; 12 GB. --small takes tiny models instead.
+the paper's devices. 8 minutes on one core; 12 GB. --plan-only needs two minutes. --small takes tiny models instead.
 """
 
 from __future__ import annotations
@@ -117,8 +117,10 @@ def make_records(options: argparse.Namespace) -> dict[str, list[Record]]:
     device = torch.device(options.device)
     timer = LayerTimer(device, options.rounds, partial(rmsprop, lr=1e-6))
     studies = make_studies(is_small=options.small)
-    for study in track([study for models in studies.values() for study in models], "models timed"):
-        study.measure(timer, device)
+    if not options.plan_only:
+        for study in track([study for models in studies.values() for study in models], "models timed"):
+            study.measure(timer, device)
+    kinds = ("planned",) if options.plan_only else ("planned", "simulated")
     return {
         name: [
             make_record(
@@ -129,7 +131,7 @@ def make_records(options: argparse.Namespace) -> dict[str, list[Record]]:
                 results={"models": [make_results(study, NUMBERS_OF_MICROBATCHES[name], kind) for study in models]},
                 gpus=[torch.cuda.get_device_name()] if device.type == "cuda" else [],
             )
-            for kind in ("planned", "simulated")
+            for kind in kinds
         ]
         for name, models in track(list(studies.items()), "tables planned and simulated")
     }
@@ -140,6 +142,7 @@ def main() -> None:
     program = StudyProgram(__doc__, SHOWN, rounds=3, what_rounds_are="repeats of each pass")
     parser = program.parser
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="the device that times the layers")
+    parser.add_argument("--plan-only", action="store_true", help="neither measure nor simulate")
     parser.add_argument("--small", action="store_true", help="take tiny models")
     options = program.parse()
     if options.small:

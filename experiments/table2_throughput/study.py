@@ -76,8 +76,8 @@ class Study:
         return [LayerSeconds(*(scale * value for value in timing.seconds)) for timing in self.timings[nearest]]
 
     def flops_per_second(self, kind: str) -> float:
-        """Return the FLOP/s of a forward and a backward of the largest timed micro-batch."""
-        size = max(self.timings)
+        """Return the FLOP/s of a forward and a backward of the largest micro-batch that is timed."""
+        size = max(self.sizes)
         flops = sum(work.flops for profile in self.profiles(size) for work in (*profile.forward, *profile.backward))
         return flops / sum(layer.forward + layer.backward for layer in self.seconds(size, kind))
 

@@ -24,6 +24,21 @@ def test_every_operation_takes_its_time_to_start_and_longer_on_a_slower_accelera
     assert speed.slowed(2).seconds([profile]) == [(52.0, 52.0, 10.0)]
 
 
+def test_a_host_that_starts_operations_ahead_bounds_small_layers_alone() -> None:
+    speed = Speed(10.0, 5.0, 100.0, 1.0, operation_seconds=3.0, starts_ahead=True)
+    profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200), Work(0, 100)))
+    assert speed.seconds([profile]) == [(20.0, 20.0, 6.0)]
+    assert speed.slowed(2).seconds([profile]) == [(40.0, 40.0, 12.0)]
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_no_torch_accelerator_starts_a_hundred_thousand_small_operations_per_second_for_nothing(name: str) -> None:
+    tiny = replace(LOSS, forward=(Work(1, 1),) * 1000, backward=())
+    seconds = Speed.of(find_accelerator(name), "float32").seconds([tiny])[0].forward
+    assert seconds >= 1000 * find_accelerator(name).operation_seconds
+    assert (seconds >= 0.01) == (not name.startswith("tpu"))  # XLA compiles what a TPU runs into one program
+
+
 def test_accelerators_are_found_by_name() -> None:
     assert find_accelerator("tpu_v2").memory_bytes == 8 * 2**30
     assert list(ACCELERATORS) == ["tpu_v2", "tpu_v3", "p40", "p100", "v100", "a100", "h100", "h200", "cpu"]

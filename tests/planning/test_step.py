@@ -98,15 +98,32 @@ def test_one_process_does_all_tasks_one_after_the_other_and_has_no_bubble(
     assert found[1].update_seconds == pytest.approx(num_stages * found[0].update_seconds)
     assert (found[1].bubble, found[1].equal_stages_bubble) == (None, None)
     assert found[0].bubble is not None
-    assert found[0].equal_stages_bubble == (num_stages - 1) / (num_microbatches + num_stages - 1)
     assert found[1].memory == found[0].memory
 
 
-def test_the_formula_of_interleaved_stages_is_that_of_their_devices() -> None:
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 1), (4, 8), (8, 32)])
+def test_the_bubble_of_equal_stages_is_the_formulas_of_which_recomputation_fills_a_part(
+    num_stages: int, num_microbatches: int
+) -> None:
+    k, m = num_stages, num_microbatches
+    uneven = [*[layer(4_000)] * k, layer(40_000), LOSS]
+    forward = sum(seconds.forward for seconds in UNIT.seconds(uneven))
+    backward = sum(seconds.backward for seconds in UNIT.seconds(uneven))
+    never, always = (
+        plan_step(uneven, UNIT.seconds(uneven), [1] * (k - 1) + [2], Setting(k, m, mode), UNIT).equal_stages_bubble
+        for mode in (Rematerialize.NEVER, Rematerialize.ALWAYS)
+    )
+    assert never == pytest.approx((k - 1) / (m + k - 1))
+    # All micro-batches go forward, the last stage recomputes and goes back, and the last gradient travels back.
+    waiting = (k - 1) * (forward + backward)
+    assert always == pytest.approx(waiting / (waiting + m * (2 * forward + backward)))
+
+
+def test_the_bubble_of_equal_interleaved_stages_is_that_of_their_devices() -> None:
     profiles = [*[layer()] * 6, LOSS]
-    setting = Setting(6, 8, schedule="interleaved_1f1b", stages_per_device=3)
+    setting = Setting(6, 8, Rematerialize.NEVER, schedule="interleaved_1f1b", stages_per_device=3)
     found = plan_step(profiles, UNIT.seconds(profiles), [1] * 6, setting, UNIT)
-    assert (found.bubble_formula, found.equal_stages_bubble) == ("(P-1)/(3M+P-1)", 1 / 25)
+    assert found.equal_stages_bubble == pytest.approx(1 / 25)
 
 
 def test_a_plan_has_rows_partitions_and_sizes() -> None:

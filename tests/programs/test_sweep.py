@@ -160,14 +160,14 @@ def test_the_table_of_speeds_has_the_figures_that_there_are(tmp_path: Path) -> N
         write_outcome(folder, Outcome("done", [f"stages={num_stages}"], "noise"))
         results = {
             "top1": None, "evaluation": {}, "examples_per_second": 12.345, "step_seconds": 0.98765, "bubble": bubble,
-            "predicted_bubble": (num_stages - 1) / 5, "peak_memory_bytes": 3 * 2**20, "seconds": 30.0,
+            "equal_stages_bubble": (num_stages - 1) / 5, "peak_memory_bytes": 3 * 2**20, "seconds": 30.0,
         }  # fmt: skip
         record = make_record(kind="measured", command="", experiment="", config={}, seed=0, results=results)
         write_record(folder / RECORD_FILE, record)
     summarize(tmp_path, read_jobs(tmp_path))
     lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    names = ["examples/s", "s per step, data apart", "bubble", "bubble, predicted", "MiB, peak", "minutes"]
+    names = ["examples/s", "s per step, data apart", "bubble", "bubble, equal stages", "MiB, peak", "minutes"]
     assert cells[0] == ["stages", *names, "outcome"]
     assert cells[2:] == [
         ["1", "12.35", "0.988", "", "0.0%", "3", "0.5", "done"],

@@ -302,8 +302,14 @@ def test_the_summary_tells_what_it_cost(tmp_path: Path) -> None:
 
 def test_the_timeline_of_one_step_in_so_many_is_recorded(tmp_path: Path) -> None:
     timelines: list[Any] = []
-    summary = small_trainer(tmp_path, timeline_every_steps=5, on_timeline=timelines.append).train()
-    assert len(timelines) == 3
+    trainer = small_trainer(
+        tmp_path,
+        timeline_every_steps=5,
+        num_untimed_steps=2,
+        on_timeline=lambda timeline: timelines.append(trainer.pipeline.step),
+    )
+    summary = trainer.train()
+    assert timelines == [3, 8, trainer.num_steps], "no untimed step, then one in so many, and the last"
     assert summary.bubble is None, "in one process the stages take turns: their idle time says nothing"
 
 

@@ -270,7 +270,7 @@ class TrainerConfig:
         batch_size: examples of a whole mini-batch, N, over all replicas; for translation, tokens.
         label_smoothing: the share of the target's probability that is spread over all classes.
         num_untimed_steps: the first n steps of a session, which the reported speed leaves out.
-        timeline_every_steps: record a timeline every n steps; null is never.
+        timeline_every_steps: record a timeline every n steps after the untimed ones, and at the last; null is never.
         overfit_batches: train on the first n mini-batches again and again, to see whether the model can learn them;
             null trains on all.
         profile_step: the step, from 0, that torch's profiler records on every process; null records none.

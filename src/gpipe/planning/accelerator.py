@@ -32,7 +32,8 @@ class Accelerator:
         bfloat16_flops: FLOP/s of products under autocast to bfloat16; without such units those of float32.
         memory_bandwidth: bytes/s between its memory and its arithmetic units.
         link_bandwidth: bytes/s to a neighbouring accelerator, in one direction.
-        operation_seconds: the time that any operation takes to start; 0 where no maker's figure says it.
+        operation_seconds: the time that any operation takes to start.
+        starts_ahead: whether a host starts operations while earlier ones still run; otherwise starting is on top.
     """
 
     name: str
@@ -41,7 +42,8 @@ class Accelerator:
     bfloat16_flops: float
     memory_bandwidth: float
     link_bandwidth: float
-    operation_seconds: float = 0.0
+    operation_seconds: float
+    starts_ahead: bool
 
     def flops_per_second(self, precision: str) -> float:
         """Return the FLOP/s for "float32" or "bfloat16"."""
@@ -66,16 +68,21 @@ _G = 1e9
 # 21.3 GB/s; half of that for a message, which is copied into a socket and out of it; and 20 microseconds per operation,
 # without which small layers of many operations, such as AmoebaNet's last cells, look much too cheap: of the measured
 # times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most.
+# Starting operations: XLA compiles what a TPU runs into one program, so starting takes nothing. A GPU's operations are
+# started by torch on its host: Python, the dispatcher, autograd, and NVIDIA's driver. Published estimates are 5 to 25
+# microseconds per operation; we assume 10 on any host. The host is ahead of a busy GPU, so a layer takes either the
+# GPU's time or the host's, whichever is longer: only small layers wait for the host.
+_HOST_SECONDS = 10e-6
 _ALL = (
-    Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 350 * _G, 62 * _G),
-    Accelerator("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G),
-    Accelerator("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 346 * _G, 6 * _G),
-    Accelerator("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 732 * _G, 6 * _G),
-    Accelerator("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 900 * _G, 150 * _G),
-    Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 2039 * _G, 300 * _G),
-    Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 3350 * _G, 450 * _G),
-    Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 4800 * _G, 450 * _G),
-    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, operation_seconds=20e-6),
+    Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 350 * _G, 62 * _G, 0.0, starts_ahead=True),
+    Accelerator("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G, 0.0, starts_ahead=True),
+    Accelerator("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 346 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 732 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 900 * _G, 150 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 2039 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 3350 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 4800 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, 20e-6, starts_ahead=False),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _ALL}
 _UNKNOWN_GPU = "a100"
@@ -122,6 +129,7 @@ class Speed:
         bytes_per_second: what operations reach between arithmetic and memory.
         link_bytes_per_second: to a neighbouring accelerator, one way.
         operation_seconds: what any operation takes to start.
+        starts_ahead: whether a host starts operations while earlier ones still run.
     """
 
     peak_flops_per_second: float
@@ -129,29 +137,32 @@ class Speed:
     bytes_per_second: float
     link_bytes_per_second: float
     operation_seconds: float = 0.0
+    starts_ahead: bool = False
 
     @classmethod
     def of(cls, accelerator: Accelerator, precision: str, efficiency: float = EFFICIENCY) -> Speed:
         """Assume that an accelerator reaches a share `efficiency` of its peaks, at "float32" or "bfloat16"."""
         peak = accelerator.flops_per_second(precision)
         reached = efficiency * peak, efficiency * accelerator.memory_bandwidth
-        return cls(peak, *reached, accelerator.link_bandwidth, accelerator.operation_seconds)
+        start = accelerator.operation_seconds, accelerator.starts_ahead
+        return cls(peak, *reached, accelerator.link_bandwidth, *start)
 
     def slowed(self, factor: float) -> Speed:
         """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
-        return Speed(
-            self.peak_flops_per_second / factor,
-            self.flops_per_second / factor,
-            self.bytes_per_second / factor,
-            self.link_bytes_per_second / factor,
-            self.operation_seconds * factor,
+        return replace(
+            self,
+            peak_flops_per_second=self.peak_flops_per_second / factor,
+            flops_per_second=self.flops_per_second / factor,
+            bytes_per_second=self.bytes_per_second / factor,
+            link_bytes_per_second=self.link_bytes_per_second / factor,
+            operation_seconds=self.operation_seconds * factor,
         )
 
     def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
         """Return how long each layer takes if nothing but its operations does, one after the other.
 
-        Each is bound by arithmetic or by memory, whichever takes longer, and takes `operation_seconds` to start; a
-        compiler that fuses them does better.
+        Each is bound by arithmetic or by memory, whichever takes longer. Starting them is on top; where a host starts
+        them ahead, the layer takes as long as the slower of both. A compiler that fuses operations does better.
         """
         known: dict[int, LayerSeconds] = {}  # equal layers share their profile
         for profile in profiles:
@@ -162,4 +173,6 @@ class Speed:
 
     def _work(self, operations: Iterable[Work]) -> float:
         flops, moved = self.flops_per_second, self.bytes_per_second
-        return sum(max(one.flops / flops, one.bytes_moved / moved) + self.operation_seconds for one in operations)
+        works = [max(one.flops / flops, one.bytes_moved / moved) for one in operations]
+        starts = self.operation_seconds * len(works)
+        return max(sum(works), starts) if self.starts_ahead else sum(works) + starts

@@ -119,15 +119,16 @@ def _totals(plan: Plan) -> str:
 
 
 def describe_bubble(plan: Plan) -> str:
-    """Return the simulated bubble of a plan that has one, with the formula's beside it."""
-    return f"bubble {plan.bubble:.1%} ({plan.bubble_formula} = {plan.equal_stages_bubble:.1%} for equal stages)"
+    """Return the simulated bubble of a plan that has one, with that of equal stages beside it."""
+    return f"bubble {plan.bubble:.1%} ({plan.equal_stages_bubble:.1%} if all stages were equal)"
 
 
 def _describe_parameters(plan: Plan) -> str:
-    """Return a model's number of parameters in words, and how many of them only training uses."""
-    if plan.auxiliary_parameters == 0:
-        return f"{plan.parameters:,} parameters"
-    return (
-        f"{plan.evaluated_parameters:,} parameters in the network that is evaluated, {plan.parameters:,} with the "
-        "auxiliary head of training"
-    )
+    """Return a model's number of parameters in words, how many only training uses, and how many stages copy."""
+    text = f"{plan.parameters:,} parameters"
+    if plan.auxiliary_parameters:
+        text = f"{plan.evaluated_parameters:,} parameters in the network that is evaluated, {plan.parameters:,} with "
+        text += "the auxiliary head of training"
+    if plan.tied_parameters:
+        text += f" (the rows have {plan.tied_parameters:,} more: each layer has its own copy of a tied one)"
+    return text

@@ -161,23 +161,17 @@ class Plan:
         """The simulated bubble; None where one process plays all stages, and none of them waits."""
         return None if self.setting.is_sequential else self.timeline.bubble
 
-    @property
+    @cached_property
     def equal_stages_bubble(self) -> float | None:
-        """The bubble of equal stages without early recomputation, None where there is none: (K-1)/(M+K-1) (section 2).
+        """The bubble if all stages were equal and links took no time; None where one process plays all stages.
 
-        Of P devices with v stages each: (P-1)/(vM+P-1) (Narayanan et al. 2021, section 2.2.2).
+        Without recomputation it is (K-1)/(M+K-1) (section 2), and of P devices with v stages each (P-1)/(vM+P-1)
+        (Narayanan et al. 2021, section 2.2.2). Recomputation fills a part of it.
         """
         if self.setting.is_sequential:
             return None
-        num_shared = self.setting.stages_per_device
-        others = self.setting.num_stages // num_shared - 1
-        return others / (num_shared * self.setting.num_microbatches + others)
-
-    @property
-    def bubble_formula(self) -> str:
-        """The formula of `equal_stages_bubble`."""
-        num_shared = self.setting.stages_per_device
-        return "(K-1)/(M+K-1)" if num_shared == 1 else f"(P-1)/({num_shared}M+P-1)"
+        mean = {kind: fmean(stage.seconds(kind) for stage in self.stages) for kind in Kind}
+        return simulate(self.setting.tasks, lambda task: mean[task.kind]).bubble
 
     @property
     def imbalance(self) -> float:

@@ -177,7 +177,7 @@ _FIGURES = (
     _Figure("examples/s", lambda record: record.examples_per_second, "{:.4g}".format),
     _Figure("s per step, data apart", _result("step_seconds"), "{:.3g}".format),
     _Figure("bubble", _result("bubble"), "{:.1%}".format),
-    _Figure("bubble, predicted", _result("predicted_bubble"), "{:.1%}".format),
+    _Figure("bubble, equal stages", _result("equal_stages_bubble"), "{:.1%}".format),
     _Figure("MiB, peak", _result("peak_memory_bytes"), lambda value: f"{value / 2**20:.0f}"),
     _Figure("minutes", _result("seconds"), lambda value: f"{value / 60:.1f}"),
 )

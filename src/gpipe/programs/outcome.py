@@ -60,7 +60,7 @@ def record_outcome(
         results={
             **summary.as_dict(),
             "simulated_bubble": plan.bubble,
-            "predicted_bubble": plan.equal_stages_bubble,  # by the formula
+            "equal_stages_bubble": plan.equal_stages_bubble,
             "partitions": plan.partitions,
             "parameters": plan.parameters,
             "evaluated_parameters": plan.evaluated_parameters,

@@ -59,7 +59,8 @@ class Trainer:
         checkpoint_folder: None saves nothing; else the end of training is saved, and the newest `keep_checkpoints` and
             the best stay.
         save_every_steps: save every n steps, and whenever the evaluation loss improves.
-        timeline_every_steps: record the timeline of every nth step, and pass it to `on_timeline`.
+        timeline_every_steps: record the timeline of every nth step after the untimed ones, and of the last step, and
+            pass it to `on_timeline`.
         asked_to_stop: returns on any process why all are to stop, None until then; they do at the next step boundary.
         non_finite: "stop" ends the training at a loss or gradient that is not finite (see `explain_non_finite`); "skip"
             skips its mini-batch, up to `max_skipped_steps` times: a step without an update.
@@ -258,7 +259,9 @@ class Trainer:
         if self.set_drop_path is not None:
             values["drop_path"] = self.final_drop_path * step / max(1, self.num_steps - 1)
             self.set_drop_path(values["drop_path"])
-        records = _is_due(step, self.timeline_every_steps)
+        records = _is_due(step - self.num_untimed_steps, self.timeline_every_steps) or (
+            self.timeline_every_steps is not None and step == self.num_steps - 1
+        )
         self.optimizer.zero_grad(set_to_none=True)
         try:
             with self.autocast():
