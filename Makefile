@@ -74,7 +74,7 @@ docs: .venv/development ## build the documentation into site/; a broken link fai
 # NVIDIA's packages and triton are left out: a CUDA build of torch brings its own, a CPU build must not.
 lock: ## resolve both locks again from pyproject.toml, keeping their pins where they still fit (needs uv)
 	$(LOCK) --output-file requirements.lock
-	$(LOCK) --extra notebooks --extra dev --constraint requirements.lock --output-file requirements-dev.lock
+	$(LOCK) --extra tensorboard --extra notebooks --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 	sed -i.old -E '/^(nvidia-|cuda-|triton)/d' requirements*.lock && rm requirements*.lock.old
 
 clean: ## remove the virtual environment, caches and the built documentation; runs stay

@@ -2,6 +2,7 @@
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -218,3 +219,23 @@ def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loader
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which has no checkpoint"):
         trainer_of(tmp_path, f"trainer.resume_from={tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "train"),
+        (["+experiment=short_runs_laptop", "tracking=online", "launch.num_threads=1"], "train"),
+        (["optimizer.learning_rate=0.1", "seed=2", "hydra.run.dir=x"], "learning_rate=0.1 seed=2"),
+        (["init_from=" + 80 * "a"], "init_from=" + 51 * "a" + "..."),
+    ],
+)
+def test_a_run_is_named_after_what_distinguishes_it(
+    overrides: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("gpipe.programs.build.Tracker", lambda folder, **names: given.update(names))
+    build_tracker(run_of(), tmp_path, overrides, enabled=True)
+    assert (given["name"], given["group"]) == (name, "train")
+    assert given["tags"] == ["amoebanet", "fashion_mnist_embedded", "K=2", "M=8"]
+    assert given["config"]["command"].startswith("python train.py") and given["config"]["packages"]["torch"]

@@ -5,15 +5,19 @@ import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
 
-from gpipe.training.tracking import METRICS_FILE, OUTCOME, RUN_ID_FILE, Tracker, jsonable
+from gpipe.training.tracking import METRICS_FILE, OUTCOME, RUN_ID_FILE, Tracker, check_mode, jsonable
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
@@ -89,7 +93,7 @@ def test_tables_and_pictures_are_lines_too(tmp_path: Path) -> None:
         for _ in range(2):
             tracker.begin([{"stage": 0, "share": 1.0}])
         tracker.log_picture(3, "timeline", tmp_path / "timeline.png")
-        tracker.log_table(3, OUTCOME, [{"figure": "top1", "value": math.nan}])
+        tracker.log_outcome(3, {"top1": math.nan})
     assert read_lines(tmp_path) == [
         {"step": 0, "plan": [{"stage": 0, "share": 1.0}]},
         {"step": 3, "timeline": "timeline.png"},
@@ -100,7 +104,7 @@ def test_tables_and_pictures_are_lines_too(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_gets_a_new_outcome(tmp_path: Path) -> None:
     with Tracker(tmp_path, mode="disabled") as tracker:
         tracker.log({"step": 3, "loss": 1.0})
-        tracker.log_table(3, OUTCOME, [{"figure": "top1", "value": 0.5}])
+        tracker.log_outcome(3, {"top1": 0.5})
         tracker.rewind(3)
     assert read_lines(tmp_path) == [{"step": 3, "loss": 1.0}]
 
@@ -112,15 +116,19 @@ def offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("CLOUD_TOKEN", SECRET)
     monkeypatch.setattr(socket, "gethostname", lambda: "host-of-somebody")
-    run = tmp_path / "run"
-    with Tracker(run, mode="offline", group="the_experiment", name="seed=1", config={"seed": 1}) as tracker:
+    log_a_run(tmp_path / "run", "offline")
+    return tmp_path / "run"
+
+
+def log_a_run(folder: Path, mode: str) -> None:
+    names = {"group": "the_experiment", "name": "seed=1", "tags": ["amoebanet", "K=2"]}
+    with Tracker(folder, mode=mode, config={"seed": 1, "commit": "abc"}, **names) as tracker:
         tracker.begin([{"stage": 0, "layers": [0, 1]}])
-        tracker.log({"step": 1, "loss": 1.0})
-        tracker.log({"step": 1, "test/top1": 0.5})
-        Image.new("RGB", (4, 4)).save(run / "timeline.png")
-        tracker.log_picture(1, "timeline", run / "timeline.png")
-        tracker.log_table(1, OUTCOME, [{"figure": "num_steps", "value": 1}, {"figure": "bubble", "value": None}])
-    return run
+        tracker.log({"step": 1, "epoch": 0, "loss": 1.0})
+        tracker.log({"step": 1, "epoch": 0, "test/top1": 0.5, "test/loss": 2.0})
+        Image.new("RGB", (4, 4)).save(folder / "timeline.png")
+        tracker.log_picture(1, "timeline", folder / "timeline.png")
+        tracker.log_outcome(1, {"num_steps": 1, "bubble": None, "top1": 0.5})
 
 
 def test_wandb_offline_needs_no_account_and_stays_in_the_run_folder(offline_run: Path) -> None:
@@ -129,14 +137,48 @@ def test_wandb_offline_needs_no_account_and_stays_in_the_run_folder(offline_run:
     assert [path.name for path in offline_run.parent.iterdir()] == ["run"]
 
 
-def test_wandb_gets_the_plan_the_picture_the_outcome_and_the_names(offline_run: Path) -> None:
-    media = {path.name.partition("_")[0] for path in (offline_run / "wandb").rglob("media/*/*")}
-    assert media == {"plan", "timeline", "outcome"}
-    (log,) = (offline_run / "wandb").glob("offline-run-*/*.wandb")
-    names, deadline = (b"the_experiment", b"seed=1", b"test/top1"), time.monotonic() + 60
-    while missing := [name for name in names if name not in log.read_bytes()]:  # wandb's own process writes the file
-        assert time.monotonic() < deadline, missing
+def read_wandb(run: Path) -> list[Any]:
+    """Return the records that W&B's own process wrote of a run, once it has written the last."""
+    (log,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    while not (found := parse_wandb(log.read_bytes())) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, [record.WhichOneof("record_type") for record in found]
         time.sleep(0.05)
+    return found
+
+
+def parse_wandb(content: bytes) -> list[Any]:
+    """Return the records of a W&B log: blocks of 32 KiB with fragments, as in LevelDB's log, after 7 bytes."""
+    records, parts, place = [], b"", 7
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", content, place + 4)
+        parts += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last fragment
+            records.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def test_wandb_gets_the_names_the_curves_and_the_best_as_its_users_expect(offline_run: Path) -> None:
+    media = {path.name.partition("_")[0] for path in (offline_run / "wandb").rglob("media/*/*")}
+    assert media == {"plan", "timeline"}
+    records = read_wandb(offline_run)
+    (run,) = [record.run for record in records if record.HasField("run")]
+    assert (run.run_group, run.display_name, run.job_type) == ("the_experiment", "seed=1", "train")
+    assert list(run.tags) == ["amoebanet", "K=2"]
+    config = {item.key: item.value_json for item in run.config.update}
+    assert (config["seed"], config["commit"]) == ("1", '"abc"')
+    logged = {item.key or "/".join(item.nested_key) for record in records for item in record.history.item}
+    assert {"train/loss", "epoch", "test/top1"} <= logged and "loss" not in logged
+    best = {record.metric.name: record.metric.summary for record in records if record.HasField("metric")}
+    assert best.keys() == {"test/top1", "test/loss"}
+    assert best["test/top1"].max and best["test/top1"].last and best["test/loss"].min
+    summary = {item.key: item.value_json for record in records for item in record.summary.update}
+    assert summary["outcome/num_steps"] == "1" and summary["outcome/top1"] == "0.5"
 
 
 def test_nothing_secret_is_in_the_run_folder(offline_run: Path) -> None:
@@ -218,13 +260,51 @@ def test_an_id_that_is_none_is_refused(tmp_path: Path, content: bytes, shown: st
         Tracker(tmp_path, mode="offline")
 
 
+def test_tensorboard_gets_the_same_curves_and_a_resumed_run_hides_what_it_repeats(tmp_path: Path) -> None:
+    log_a_run(tmp_path, "tensorboard")
+    with Tracker(tmp_path, mode="tensorboard") as tracker:
+        for step in (2, 3):
+            tracker.log({"step": step, "loss": 0.5})
+    with Tracker(tmp_path, mode="tensorboard") as tracker:
+        tracker.rewind(2)
+        tracker.log({"step": 3, "loss": 0.25})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    assert set(tags["scalars"]) == {"train/loss", "epoch", "test/top1", "test/loss"}
+    assert {tag.removesuffix("/text_summary") for tag in tags["tensors"]} == {"config", "plan", "outcome"}
+    assert tags["images"] == ["timeline"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5), (3, 0.25)]
+    assert [line["step"] for line in read_lines(tmp_path)] == [0, 1, 1, 1, 2, 3]
+
+
+def test_online_without_a_key_is_refused_with_the_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("NETRC", raising=False)
+    reason = check_mode("online")
+    assert reason is not None and reason.startswith("no key of Weights & Biases is here: run `wandb login`")
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
+    assert check_mode("online") is None
+    (tmp_path / ".netrc").write_text("machine elsewhere login user password x\n")
+    assert check_mode("online") is not None
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    assert check_mode("online") is None
+
+
+def test_a_mode_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_mode("tensorboard") is None
+    monkeypatch.setattr("gpipe.training.tracking.find_spec", lambda name: None)
+    assert check_mode("tensorboard") == "the package tensorboard is not installed: install it, or set tracking=offline"
+
+
 def test_values_without_a_step_are_refused(tmp_path: Path) -> None:
     with Tracker(tmp_path, mode="disabled") as tracker, pytest.raises(ValueError, match="lack 'step'"):
         tracker.log({"loss": 1.0})
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'dryrun': choose one of offline, online, disabled"):
+    with pytest.raises(ValueError, match="'dryrun': choose one of offline, online, tensorboard, disabled"):
         Tracker(tmp_path, mode="dryrun")
 
 

@@ -25,10 +25,11 @@ class Autocast(Enum):
 
 
 class TrackingMode(Enum):
-    """What Weights & Biases does; metrics.jsonl is written in any case."""
+    """Where the run is shown: offline and online are Weights & Biases; metrics.jsonl is written in any case."""
 
     offline = "offline"
     online = "online"
+    tensorboard = "tensorboard"
     disabled = "disabled"
 
 

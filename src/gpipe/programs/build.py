@@ -1,6 +1,7 @@
 """Settings -> objects. Nothing else knows both; below this nobody sees a config."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -41,7 +42,7 @@ from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.workloads import workload_of
-from gpipe.records import RESUMED_MAY_DIFFER, differences
+from gpipe.records import RESUMED_MAY_DIFFER, differences, git_state, package_versions
 from gpipe.training.checkpoints import get_tensors
 from gpipe.training.ema import Ema
 from gpipe.training.evaluation import evaluate_on_all
@@ -53,6 +54,8 @@ from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 
 _TIMED_RUNS = 5  # of each layer that count
+_NAME_LENGTH = 64  # of a run, where it is mirrored
+_NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "tracking")
 
 
 def check_checkpoints(run: RunConfig) -> None:
@@ -254,7 +257,8 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[i
 def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, enabled: bool) -> Tracker:
     """Open the run's log in its folder; only one process of a run enables it.
 
-    The run is called after its overrides, and stands in a group with the others of its experiment.
+    The run is called after its overrides, and stands in a group with the others of its experiment. Where the log is
+    mirrored, the settings there have the command, the commit and the versions too.
     """
     goes_on_from = None
     if run.trainer.resume_from is not None:
@@ -265,10 +269,34 @@ def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, ena
         mode=run.tracking.mode.value,
         project=run.tracking.project,
         group=run.name,
-        name=" ".join(overrides) or run.name,
-        config=to_plain(run),
+        name=_shorten(overrides) or run.name,
+        tags=[
+            run.model.family,
+            run.data.name,
+            f"K={run.pipeline.num_stages}",
+            f"M={run.pipeline.num_microbatches}",
+        ],
+        config={**to_plain(run), **_describe_origin(overrides)} if enabled else {},
         resumed=goes_on_from,
     )
+
+
+def _shorten(overrides: Sequence[str]) -> str:
+    """Return what distinguishes a run from the others of its experiment, on at most 64 characters."""
+    pairs = [item.lstrip("+~").partition("=") for item in overrides]
+    said = [(key, value) for key, _, value in pairs if key.partition(".")[0] not in _NOT_IN_NAMES]
+    words = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in said)
+    return words if len(words) <= _NAME_LENGTH else words[: _NAME_LENGTH - 3] + "..."
+
+
+def _describe_origin(overrides: Sequence[str]) -> dict[str, Any]:
+    commit, is_dirty = git_state(Path(__file__).parent)
+    return {
+        "command": shlex.join(["python", "train.py", *overrides]),
+        "commit": commit,
+        "uncommitted_changes": is_dirty,
+        "packages": package_versions(),
+    }
 
 
 def build_trainer(

@@ -18,7 +18,7 @@ from gpipe.planning.simulation import simulate
 from gpipe.planning.step import Plan
 from gpipe.records import RECORD_FILE, make_record, write_record
 from gpipe.training.summary import Summary
-from gpipe.training.tracking import OUTCOME, Tracker
+from gpipe.training.tracking import Tracker
 
 TRACE_FILE = "timeline.json"
 PICTURE_FILE = "timeline.png"
@@ -71,7 +71,7 @@ def record_outcome(
     write_record(folder / RECORD_FILE, record)
     if timeline is not None:
         tracker.log_picture(summary.num_steps, "timeline", folder / PICTURE_FILE)
-    tracker.log_table(summary.num_steps, OUTCOME, _tabulate(summary.as_dict()))
+    tracker.log_outcome(summary.num_steps, _flatten(summary.as_dict()))
     more = f"\n{_suggest(folder, run, overrides)}" if hints else ""
     print(f"\n{_describe(run.name, summary)}{bubbles}{more}", flush=True)
 
@@ -96,12 +96,12 @@ def _write_timeline(folder: Path, pipeline: PipelineConfig, plan: Plan, measured
     )
 
 
-def _tabulate(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the outcome as a table of figures, including those of each evaluation set."""
+def _flatten(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of the outcome by name, including those of each evaluation set."""
     figures = {key: value for key, value in results.items() if key not in ("evaluation", "least_loss")}
     for name, metrics in results["evaluation"].items():
         figures |= {f"{name}/{metric}": value for metric, value in metrics.items()}
-    return [{"figure": figure, "value": value} for figure, value in figures.items()]
+    return figures
 
 
 def _describe(name: str, summary: Summary) -> str:

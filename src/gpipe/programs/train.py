@@ -6,16 +6,18 @@ torch's compiler) is imported inside the functions, because a process that only 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe.config import RunConfig, to_yaml
+from gpipe.config import ConfigError, RunConfig, to_yaml
 from gpipe.durable_files import write_flushed
 from gpipe.launch import garbage_collection, processes, stops
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place, Processes
 from gpipe.training.endings import Stopped
+from gpipe.training.tracking import check_mode
 
 if TYPE_CHECKING:
     from gpipe.pipeline.timeline import Timeline
@@ -41,6 +43,7 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
         if run.trainer.dry_run:
             _print_plan(run)
             return
+        _check_tracking(run)
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
     processes.run(train_in_process, describe_processes(run, folder), run, overrides, hints)
@@ -82,6 +85,13 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
         pipeline.close()
         raise SystemExit(stops.STOPPED) from None
     pipeline.close()
+
+
+def _check_tracking(run: RunConfig) -> None:
+    """Refuse a way of tracking that cannot work here; the first process alone tracks."""
+    mode = run.tracking.mode.value
+    if os.environ.get("RANK", "0") == "0" and (reason := check_mode(mode)) is not None:
+        raise ConfigError(f"tracking.mode is {mode}, but {reason}.")
 
 
 def _print_plan(run: RunConfig) -> None:

@@ -1,19 +1,15 @@
-"""The log of a run: metrics.jsonl is the record, Weights & Biases its mirror."""
+"""The log of a run: metrics.jsonl is the record, Weights & Biases or TensorBoard its mirror."""
 
 import json
 import math
-import os
 import re
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-import wandb
+from typing import Any, Protocol, Self
 
 from gpipe.durable_files import write_flushed
 from gpipe.training.endings import Stopped
@@ -22,14 +18,34 @@ METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "wandb_id.txt"
 OUTCOME = "outcome"
 _RUN_ID = re.compile(r"[0-9a-z]{1,32}")
-_MODES = ("offline", "online", "disabled")
-_TEARDOWN_SECONDS = 5.0
+_WANDB = "Weights & Biases"
+_PROGRAMS = {"offline": _WANDB, "online": _WANDB, "tensorboard": "TensorBoard", "disabled": "no program"}
+
+
+class Mirror(Protocol):
+    """Shows a run in a program for that. What fails there is raised."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Take figures of a step, such as "train/loss" and "test/top1"."""
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take a table, whose rows have the same keys."""
+
+    def log_picture(self, step: int, name: str, path: Path) -> None:
+        """Take a picture."""
+
+    def log_outcome(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Take the outcome of the run."""
+
+    def close(self, *, failed: bool) -> None:
+        """End the run."""
 
 
 class Tracker:
-    """Append one JSON object per line to `folder/metrics.jsonl`, at once, and mirror it to Weights & Biases.
+    """Append one JSON object per line to `folder/metrics.jsonl`, at once, and mirror it to another program.
 
-    The mirror never ends a run: when it fails for any reason, the run goes on without it after one warning on stderr.
+    In the mirror the figures of training are called "train/<figure>". It never ends a run: when it fails for any
+    reason, the run goes on without it after one warning on stderr.
 
     Use it with `with`, so that a run that fails is closed as failed. With `enabled` False, as on all processes but one,
     every call does nothing.
@@ -44,6 +60,7 @@ class Tracker:
         project: str = "gpipe",
         group: str | None = None,
         name: str | None = None,
+        tags: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
         resumed: Path | None = None,
     ) -> None:
@@ -52,52 +69,30 @@ class Tracker:
         Args:
             folder: of the run.
             enabled: whether this process tracks.
-            mode: offline (no account needed), online or disabled.
+            mode: offline (Weights & Biases without an account), online, tensorboard, or disabled (no mirror).
             project: of Weights & Biases.
             group: the experiment.
             name: the run.
-            config: the composed configuration as a plain dict.
+            tags: of the run.
+            config: the settings, and whatever else describes the run, as a plain dict.
             resumed: the folder of the run that this one resumes: its log is continued, and Weights & Biases sees one
                 run.
         """
-        if mode not in _MODES:
-            raise ValueError(f"tracking.mode is {mode!r}: choose one of {', '.join(_MODES)}.")
-        self._folder = folder
+        if mode not in _PROGRAMS:
+            raise ValueError(f"tracking.mode is {mode!r}: choose one of {', '.join(_PROGRAMS)}.")
+        self._folder, self._mode = folder, mode
         self._path = folder / METRICS_FILE
         self._earlier = None if resumed is None else resumed / METRICS_FILE
         self._enabled = enabled
-        self._run: wandb.Run | None = None
+        self._mirror: Mirror | None = None
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        if mode == "disabled":
-            return
         run_id = _run_id(folder) or _run_id(resumed) or secrets.token_hex(4)
-        write_flushed(folder / RUN_ID_FILE, run_id + "\n")
-        _set_environment(folder, is_offline=mode == "offline")
-        # Without these settings arguments, console output, source files, the names of the installed packages and the
-        # host's name land in its folder.
-        settings = wandb.Settings(
-            x_disable_meta=True,
-            x_disable_machine_info=True,
-            x_save_requirements=False,
-            save_code=False,
-            console="off",
-            host="",
-        )
+        names = {"project": project, "group": group, "name": name, "tags": tags}
         try:
-            self._run = wandb.init(
-                mode="online" if mode == "online" else "offline",
-                dir=str(folder),
-                project=project,
-                group=group,
-                name=name,
-                id=run_id,
-                resume="allow" if mode == "online" else None,  # offline, `wandb sync` puts the parts of an id together
-                config=dict(config or {}),
-                settings=settings,
-            )
-        except Exception as error:  # noqa: BLE001 - as in `_mirror`
+            self._mirror = _open_mirror(mode, folder, run_id, config or {}, names)
+        except Exception as error:  # noqa: BLE001 - as in `_give`
             self._give_up(error)
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -107,22 +102,30 @@ class Tracker:
         if "step" not in values:
             raise ValueError(f"the values {sorted(values)} lack 'step', which orders the lines: add it.")
         finite = self._write(values)
-        known = {key: value for key, value in finite.items() if value is not None}
-        self._mirror(lambda run: run.log(known, step=values["step"]))
+        known = {_mirrored(key): value for key, value in finite.items() if key != "step" and value is not None}
+        self._give(lambda mirror: mirror.log(values["step"], known))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table, such as the plan, as one line {"step", name: rows}; all rows have the same keys."""
         if not self._enabled:
             return
         finite = self._write({"step": step, name: rows})[name]
-        self._mirror(lambda run: run.log({name: _table(finite)}, step=step))
+        self._give(lambda mirror: mirror.log_table(step, name, finite))
+
+    def log_outcome(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Write the outcome as one line {"step", "outcome": [{"figure", "value"}, ...]}."""
+        if not self._enabled:
+            return
+        rows = [{"figure": figure, "value": value} for figure, value in figures.items()]
+        known = {row["figure"]: row["value"] for row in self._write({"step": step, OUTCOME: rows})[OUTCOME]}
+        self._give(lambda mirror: mirror.log_outcome(step, known))
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
         """Write the path of a picture in the run's folder as one line {"step", name: path}."""
         if not self._enabled:
             return
         self._write({"step": step, name: str(path.relative_to(self._folder))})
-        self._mirror(lambda run: run.log({name: wandb.Image(str(path))}, step=step))
+        self._give(lambda mirror: mirror.log_picture(step, name, path))
 
     def begin(self, plan: Sequence[Mapping[str, Any]]) -> None:
         """Write the plan if the log is empty."""
@@ -153,30 +156,33 @@ class Tracker:
         write_flushed(self._path, b"".join(line + b"\n" for line in kept))
 
     def close(self, *, failed: bool = False) -> None:
-        """End the W&B run; nothing is mirrored after it."""
-        self._mirror(lambda run: run.finish(exit_code=int(failed)))
-        self._run = None
+        """End the mirror's run; nothing is mirrored after it."""
+        self._give(lambda mirror: mirror.close(failed=failed))
+        self._mirror = None
 
-    def _mirror(self, give: Callable[[wandb.Run], None]) -> None:
-        """Give something to W&B, until its first failure."""
-        if self._run is None:
+    def _give(self, give: Callable[[Mirror], None]) -> None:
+        """Give something to the mirror, until its first failure."""
+        if self._mirror is None:
             return
         try:
-            give(self._run)
+            give(self._mirror)
         except Exception as error:  # noqa: BLE001 - its process may be killed, its disk full, its account closed
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """Continue without W&B, after a warning with the reason."""
-        self._run = None
+        """Continue without the mirror, after a warning with the reason."""
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         print(
-            f"warning: Weights & Biases failed ({reason}): the run goes on with {self._path} alone; "
+            f"warning: {_PROGRAMS[self._mode]} failed ({reason}): the run goes on with {self._path} alone; "
             "tracking=disabled turns it off.",
             file=sys.stderr,
             flush=True,
         )
-        _forget_service()
+        self._mirror = None
+        if self._mode != "tensorboard":
+            from gpipe.training.wandb_mirror import forget_service
+
+            forget_service()
 
     def __enter__(self) -> Self:
         return self
@@ -198,32 +204,6 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def _set_environment(folder: Path, *, is_offline: bool) -> None:
-    """Let wandb write only into the run's folder, report no errors to its makers, and print nothing.
-
-    Only the process has settings for these, not a run. Online, the account's settings stay where they are.
-    """
-    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-    for kind in ("DATA", "CACHE", "CONFIG") if is_offline else ("DATA", "CACHE"):
-        os.environ[f"WANDB_{kind}_DIR"] = str((folder / "wandb" / kind.lower()).resolve())
-
-
-def _forget_service() -> None:
-    """Let the next run of this process, such as a sweep's next job, restart wandb's own process."""
-    thread = threading.Thread(target=_tear_down, name="wandb-teardown", daemon=True)
-    thread.start()
-    thread.join(_TEARDOWN_SECONDS)  # teardown waits for that process, which may hang
-
-
-def _tear_down() -> None:
-    with suppress(Exception, SystemExit):  # teardown exits the program if its process was killed
-        service: Any = wandb.setup()._connection
-        try:
-            wandb.teardown()
-        finally:
-            service._proc.join()  # private: teardown itself does not wait for a killed process
-
-
 def _is_until(line: bytes, step: int) -> bool:
     """Tell whether a line belongs to the steps up to `step`; a damaged line belongs to none."""
     try:
@@ -243,10 +223,33 @@ def _run_id(folder: Path | None) -> str | None:
     return text
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> wandb.Table:
-    data = [[_cell(value) for value in row.values()] for row in rows]
-    return wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
+def _mirrored(key: str) -> str:
+    """Return what a figure is called in a mirror; those of an evaluation have the name of their set already."""
+    return key if "/" in key or key == "epoch" else f"train/{key}"
 
 
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | list) else value
+def _open_mirror(
+    mode: str, folder: Path, run_id: str, config: Mapping[str, Any], names: Mapping[str, Any]
+) -> Mirror | None:
+    if mode == "disabled":
+        return None
+    if mode == "tensorboard":
+        from gpipe.training.tensorboard_mirror import TensorBoardMirror
+
+        return TensorBoardMirror(folder, config)
+    from gpipe.training.wandb_mirror import WandbMirror
+
+    write_flushed(folder / RUN_ID_FILE, run_id + "\n")
+    return WandbMirror(folder, run_id, is_online=mode == "online", config=config, **names)
+
+
+def check_mode(mode: str) -> str | None:
+    """Return why this machine cannot track in a mode, with a remedy; None where it can."""
+    if mode == "tensorboard" and find_spec("tensorboard") is None:
+        return "the package tensorboard is not installed: install it, or set tracking=offline"
+    if mode == "online":
+        from gpipe.training.wandb_mirror import has_key
+
+        if not has_key():
+            return "no key of Weights & Biases is here: run `wandb login`, set WANDB_API_KEY, or set tracking=offline"
+    return None
