@@ -1,0 +1,161 @@
+"""The first hour of a stranger: what one types after the README, in a folder of one's own, on a busy machine.
+
+The tests are steps of one walk, in this order: later ones use what earlier ones left.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.text import Text
+
+from gpipe.data import open_image_set
+from tests.support.program_server import run_program
+from tests.support.terminal import in_terminal
+
+ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "train.py")
+COLUMNS = 80
+# Half of the photographs' size, so that the walk takes minutes.
+LAPTOP = ("+experiment=amoebanet_imagenet_laptop", "data.image_size=32", "launch.device=cpu")
+BUSY = "while True: pass"
+pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("first hour")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder of the stranger's own, while another program keeps a core busy."""
+    busy = subprocess.Popen([sys.executable, "-c", BUSY])
+    yield tmp_path_factory.mktemp("home")
+    busy.kill()
+    busy.wait()
+
+
+def run(home: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_program(ROOT / program, *arguments, folder=home)
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the one line of an error."""
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def screen(written: str) -> list[str]:
+    """Return the lines that were ever shown, without colours and movements of the cursor."""
+    text = re.sub(r"\x1b\[\?25[lh]|\x1b\[\d*[A-GJK]", "", written)
+    return [Text.from_ansi(line).plain.rstrip() for line in re.split(r"[\r\n]+", text)]
+
+
+def newest_run(home: Path, name: str = "amoebanet_imagenet_laptop") -> Path:
+    return max((home / "runs" / name).iterdir())
+
+
+def test_a_stopped_training_shows_the_step_and_the_time_left_in_80_columns(home: Path) -> None:
+    asked = False
+
+    def stop_at_step_10(text: str, process: subprocess.Popen[bytes]) -> None:
+        nonlocal asked
+        if not asked and re.search(r"1\d/40", text):
+            asked = True
+            process.send_signal(signal.SIGINT)  # Ctrl-C
+
+    status, written = in_terminal(TRAIN, *LAPTOP, "trainer.max_steps=40", folder=home, on_text=stop_at_step_10)
+    assert status == 75, screen(written)[-5:]
+    bars = [line for line in screen(written) if re.search(r"\d+/40\b", line)]
+    assert bars and all(len(line) <= COLUMNS for line in bars)
+    assert any(re.search(r"\d+/40 .*\d:\d\d:\d\d", line) for line in bars), bars[-3:]
+    assert list((newest_run(home) / "checkpoints").glob("step-*"))
+
+
+def test_the_same_command_resumes_and_tells_what_was_reached(home: Path) -> None:
+    folder = newest_run(home)
+    done = run(home, "train.py", *LAPTOP, "trainer.max_steps=40")
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 1" in done.stdout + done.stderr
+    assert newest_run(home) == folder, "it goes on in its folder"
+    assert "without averaging the weights" in done.stdout and " left" in done.stdout + done.stderr
+    evaluation = json.loads((folder / "record.json").read_text())["results"]["evaluation"]["test"]
+    assert evaluation["top1"] > 0.3, "forty steps are enough to see that it learns"
+
+
+def test_sixteen_steps_are_judged_by_the_weights_that_they_reached(home: Path) -> None:
+    done = run(home, "train.py", *LAPTOP, "trainer.max_steps=16", "name=short")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (newest_run(home, "short") / "metrics.jsonl").read_text().splitlines()]
+    (evaluation,) = [line for line in lines if "test/top1" in line]
+    chance = 0.1
+    assert evaluation["test/top1"] > 2 * chance and evaluation["test/raw_top1"] > 2 * chance
+
+
+def test_what_was_trained_is_evaluated_and_classifies_a_folder(home: Path) -> None:
+    record = json.loads((newest_run(home) / "record.json").read_text())
+    name = "runs/amoebanet_imagenet_laptop"
+    done = run(home, "train.py", f"evaluate={name}", "launch.device=cpu")
+    assert f"top1 {record['results']['top1']:.4f}" in done.stdout, done.stderr
+    photographs = home / "photographs"
+    photographs.mkdir()
+    for index in range(5):
+        open_image_set("fashion_mnist_embedded", "test", None).image(index).save(photographs / f"{index}.png")
+    done = run(home, "predict.py", f"checkpoint={name}", "images=photographs", "grid=grid.png", "device=cpu")
+    assert len(done.stdout.splitlines()) == 5, done.stderr
+    with Image.open(home / "grid.png") as grid:
+        assert grid.width > 500
+
+
+@pytest.mark.parametrize("name", ["one_step", "overfit", "profile"])
+def test_a_run_is_debugged(home: Path, name: str) -> None:
+    done = run(home, "train.py", *LAPTOP, f"debug={name}", f"name={name}", "tracking=disabled")
+    assert done.returncode == 0, done.stderr
+    folder = newest_run(home, name)
+    assert not (folder / "checkpoints").exists()
+    assert len([*folder.glob("profile_*.json")]) == (2 if name == "profile" else 0)
+    if name == "overfit":
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["top1"] for line in lines if "top1" in line][-1] == 1.0
+
+
+def test_a_study_prints_its_table_and_leaves_the_pages_alone(home: Path) -> None:
+    before = {path: path.read_bytes() for path in (ROOT / "reproductions").rglob("*.*") if path.suffix != ".pyc"}
+    done = run_program("experiments.one_stage_overhead", "--rounds", "1", folder=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("|") > 10
+    after = {path: path.read_bytes() for path in (ROOT / "reproductions").rglob("*.*") if path.suffix != ".pyc"}
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("evaluate=runs/nothing",), "evaluate is runs/nothing"),
+        (("predict.py", "checkpoint=runs/amoebanet_imagenet_laptop", "images=nothing"), "images is nothing"),
+        (("model.num_filters=0",), "model.num_filters is 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_answered_in_a_sentence(home: Path, arguments: tuple[str, ...], said: str) -> None:
+    program = arguments[0] if arguments[0].endswith(".py") else "train.py"
+    done = run(home, program, *(word for word in arguments if word != program))
+    assert said in error_of(done)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("trainer.max_step=3", "Key 'max_step' not in 'TrainerConfig'"),
+        ("debug=nothing", "\tone_step\n"),
+        ("+experiment=nothing", "\tamoebanet_imagenet_laptop\n"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_what_there_is(home: Path, word: str, said: str) -> None:
+    done = run(home, "train.py", word)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and said in done.stderr and "Traceback" not in done.stderr
