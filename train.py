@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import RunConfig, newest_run, register_schemas, to_run
+from gpipe.config import ConfigError, RunConfig, newest_run, register_schemas, to_run
 from gpipe.launch.errors import report_errors, report_hydra_errors
 from gpipe.programs.resume import resume_folder
 from gpipe.programs.sweep import run_job
@@ -59,6 +59,10 @@ def is_dated(job: HydraConf) -> bool:
 def check_settings(composed: DictConfig) -> RunConfig:
     """Return the checked settings; refuse wrong settings and missing data before torch is loaded."""
     run = to_run(composed)
+    if run.evaluate is not None:  # `main` evaluates what is no sweep
+        raise ConfigError(
+            f"evaluate is {run.evaluate} in a sweep, expected null: evaluate without -m, a run at a time."
+        )
     if run.init_from is not None:
         run = replace(run, init_from=newest_run(run.init_from))
     if not run.trainer.dry_run:

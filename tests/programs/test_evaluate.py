@@ -44,6 +44,7 @@ def test_the_figures_are_those_of_the_run_and_nothing_is_left_behind(folder: Pat
         (["evaluate=nowhere"], "error: evaluate is nowhere, which has no checkpoint"),
         (["evaluate=runs/train", "model.num_filters=16"], "error: model.num_filters=16 is said beside evaluate"),
         (["evaluate=runs/train", "data=food101", "data.root=."], "error: data.name is food101, which has 101 classes"),
+        (["-m", "evaluate=runs/train", "seed=0"], "error: evaluate is runs/train in a sweep, expected null"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder: Path, overrides: list[str], said: str) -> None:
