@@ -13,12 +13,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import matplotlib.pyplot as plt
 import torch
-from IPython.display import Image
+from house_style import Color, use_house_style
+from schedule_pictures import (
+    COUNTS,
+    STYLES,
+    compute_bubble,
+    draw,
+    draw_bubbles,
+    draw_held,
+    simulate_step,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,16 +33,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import gpipe
 from gpipe.data import ImageLoader, evaluation_transform, open_image_set
 from gpipe.pipeline.partition import partition_ranges
-from gpipe.pipeline.schedule import Kind, Rematerialize
+from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
-from gpipe.pipeline.timeline import Timeline
-from gpipe.planning.picture import plot
 from gpipe.planning.simulation import simulate
 
-BLUE, YELLOW, GREEN = "#4878a8", "#c9a227", "#7d9d5b"
-plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+use_house_style()
 torch.set_num_threads(1)
-
 
 # %% [markdown]
 # ## 1. The schedule
@@ -60,25 +63,6 @@ print_schedule(4, 4, Rematerialize.NEVER)
 # and we can compute it. Let the whole mini-batch cost each stage 8 ms forward and 16 ms backward, for any M.
 
 # %%
-MINI_BATCH_SECONDS = {Kind.FORWARD: 0.008, Kind.RECOMPUTE: 0.008, Kind.BACKWARD: 0.016}
-
-
-def simulate_step(
-    num_stages: int, num_microbatches: int, rematerialize: Rematerialize = Rematerialize.NEVER
-) -> Timeline:
-    """Simulate a step of equal stages."""
-    schedule = gpipe_schedule(num_stages, num_microbatches, rematerialize)
-    return simulate(schedule, lambda task: MINI_BATCH_SECONDS[task.kind] / num_microbatches)
-
-
-def draw(timelines: dict[str, Timeline]) -> Image:
-    """Draw timelines below each other, on one scale."""
-    with TemporaryDirectory() as folder:
-        picture = Path(folder) / "timelines.png"
-        plot(timelines, picture)
-        return Image(picture.read_bytes(), width=880)
-
-
 draw(
     {
         "M = 1, naive": simulate_step(4, 1),
@@ -134,33 +118,8 @@ draw(
 
 
 # %%
-def compute_bubble(num_stages: int, num_microbatches: float, rematerialize: Rematerialize) -> float:
-    """Compute the bubble of equal stages whose backward pass takes twice as long as the forward pass."""
-    work = num_microbatches * (4 / 3 if rematerialize is Rematerialize.ALWAYS else 1)
-    return (num_stages - 1) / (work + num_stages - 1)
-
-
-COUNTS = [1, 2, 4, 8, 16, 32, 64]
-STYLES = {Rematerialize.NEVER: ("-", "o", "all kept"), Rematerialize.ALWAYS: ("--", "D", "re-materialised, early")}
-
-
-def draw_bubbles(axis: plt.Axes, num_stages: int, color: str) -> None:
-    """Draw the law as lines and simulated steps as points, and check that they agree."""
-    for mode, (line, marker, _) in STYLES.items():
-        laws = [compute_bubble(num_stages, count, mode) for count in COUNTS]
-        bubbles = [simulate_step(num_stages, count, mode).bubble for count in COUNTS]
-        assert max(abs(bubble - law) for bubble, law in zip(bubbles, laws, strict=True)) < 1e-9
-        axis.plot(COUNTS, [100 * bubble for bubble in bubbles], marker, color=color, markersize=5)
-        fine = [2 ** (exponent / 20) for exponent in range(121)]
-        axis.plot(fine, [100 * compute_bubble(num_stages, count, mode) for count in fine], line, color=color)
-    ring = 100 * compute_bubble(num_stages, 4 * num_stages, Rematerialize.NEVER)
-    axis.plot(4 * num_stages, ring, "o", color=color, markersize=13, fillstyle="none")
-    top = 100 * compute_bubble(num_stages, 1, Rematerialize.NEVER)
-    axis.text(0.93, top, f"K = {num_stages}", color=color, ha="right", va="center")
-
-
 figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-for num_stages, color in ((8, GREEN), (4, YELLOW), (2, BLUE)):
+for num_stages, color in ((8, Color.K8), (4, Color.K4), (2, Color.K2)):
     draw_bubbles(axis, num_stages, color)
 for line, marker, label in STYLES.values():
     axis.plot([], [], line + marker, color="gray", markersize=5, label=label)
@@ -169,7 +128,7 @@ axis.set_xscale("log", base=2)
 axis.set_xticks(COUNTS, [str(count) for count in COUNTS])
 axis.set_xlim(0.7, 70)
 axis.set_ylim(0, 100)
-axis.set_xlabel("M, micro-batches a mini-batch")
+axis.set_xlabel("M, micro-batches per mini-batch")
 axis.set_ylabel("bubble, % of the devices' time")
 axis.legend()
 plt.show()
@@ -216,7 +175,6 @@ def describe_model() -> nn.Sequential:
 N, M, K = 64, 8, 4
 costs = gpipe.analyze_layers(describe_model(), torch.empty(N // M, 1, 28, 28, device="meta"))
 partitions = gpipe.partition_layers([cost.flops for cost in costs], K)
-
 print("stage  layer  MFLOP  parameters  output, kB   (of one micro-batch, forward)")
 for stage, indices in enumerate(partition_ranges(partitions)):
     for index in indices:
@@ -291,13 +249,11 @@ for batch in islice(photographs, 60):
     optimizer.zero_grad()
     losses.append(pipeline.train_step(batch).loss)
     optimizer.step()
-
 test_set = open_image_set("fashion_mnist_embedded", "test")
 images, labels = next(iter(ImageLoader(test_set, 1000, transform, seed=0, shuffle=False, num_workers=0)))
 correct = (pipeline.evaluate(images).argmax(dim=1) == labels).double().mean().item()
-
 figure, axis = plt.subplots(figsize=(9, 2.8), layout="constrained")
-axis.plot(losses, color=BLUE)
+axis.plot(losses, color=Color.TRAINING)
 axis.set_xlabel("step")
 axis.set_ylabel("cross-entropy, nats")
 axis.set_ylim(0)
@@ -387,32 +343,20 @@ def measure_held(num_microbatches: int, rematerialize: str) -> list[tuple[int, i
     return peaks
 
 
-def draw_held(axis: plt.Axes, labels: list[str], held: list[tuple[int, int]], left: float, width: float) -> None:
-    """Draw bars of megabytes, their boundary inputs below."""
-    positions = [index + left for index in range(len(held))]
-    inputs, others = [part / 1e6 for _, part in held], [(total - part) / 1e6 for total, part in held]
-    axis.bar(positions, inputs, width, color=BLUE, label="boundary inputs")
-    axis.bar(positions, others, width, bottom=inputs, color=YELLOW, label="activations, re-materialised")
-    axis.set_xticks(range(len(held)), labels)
-    axis.set_ylabel("held at once, MB")
-
-
 counts = [1, 2, 4, 8, 16]
 kept = measure_held(M, "never")
 recomputed = {count: measure_held(count, "always") for count in counts}
-
 figure, (by_stage, by_count) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
 positions, all_kept = [stage - 0.2 for stage in range(K)], [total / 1e6 for total, _ in kept]
-by_stage.bar(positions, all_kept, 0.36, color="silver", label="all kept")
+by_stage.bar(positions, all_kept, 0.36, color=Color.ALL_KEPT, label="all kept")
 draw_held(by_stage, [str(stage) for stage in range(K)], recomputed[M], 0.2, 0.36)
 by_stage.set_xlabel("stage")
 by_stage.set_title(f"each stage, M = {M}", loc="left", fontsize=10)
 by_stage.legend()
-
 draw_held(by_count, [str(count) for count in counts], [recomputed[count][1] for count in counts], 0, 0.6)
 by_count.axhline(all_kept[1], color="gray", linewidth=1)
 by_count.text(len(counts) - 0.6, all_kept[1], "all kept", color="gray", ha="right", va="bottom")
-by_count.set_xlabel("M, micro-batches a mini-batch")
+by_count.set_xlabel("M, micro-batches per mini-batch")
 by_count.set_title("stage 1", loc="left", fontsize=10)
 plt.show()
 

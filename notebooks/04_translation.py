@@ -20,15 +20,27 @@ import sys
 
 sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import matplotlib.pyplot as plt
-from IPython import display as page
+from house_style import PAPER_ALONE, Color, show, use_house_style
+from translation_pictures import (
+    SIDES,
+    TABLE5,
+    describe_gain,
+    describe_not_run,
+    draw_course,
+    draw_setting,
+    draw_sides,
+    format_spread,
+    label_sizes,
+    name_choice,
+    paper,
+    records,
+)
 
 from gpipe.decoding.resource_groups import resource_groups
-from gpipe.records import Record, read_records
+from gpipe.records import read_records
 from reproductions import RUNS_FILE
 from reproductions.figure3_multilingual.depth import (
     deep_and_wide,
@@ -47,26 +59,10 @@ from reproductions.figure3_multilingual.tables import (
 from reproductions.pages import read_paper
 from reproductions.table import as_number, markdown
 from reproductions.table5_batch_size.tables import small_runs, table5, table5_laptop
-from reproductions.translation_runs import Trained, mean, training_pairs, trainings
+from reproductions.translation_runs import training_pairs, trainings
 
-BLUE, OCHRE, GREEN, RED = "#4878a8", "#96750f", "#7d9d5b", "#a8484e"
-plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
-
-FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
-records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
+use_house_style()
 batch_records, batch_paper = read_records(TABLE5 / RUNS_FILE), read_paper(TABLE5)
-
-
-def show(*paragraphs: str) -> None:
-    """Show Markdown: each argument is a paragraph or a table."""
-    page.display(page.Markdown("\n\n".join(paragraphs)))
-
-
-def format_spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Write values as mean and sample deviation."""
-    return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
-
-
 found: dict[tuple[str, str], int] = {}
 for record in (*records, *batch_records):
     found[record.experiment, record.kind] = found.get((record.experiment, record.kind), 0) + 1
@@ -92,6 +88,7 @@ axis.set_xscale("log")
 axis.set_xlim(3e8, 2e10)
 axis.set_xlabel("parameters")
 axis.set_ylabel("average BLEU, a third party's reading")
+axis.set_title(PAPER_ALONE)
 plt.show()
 show(figure3_models(records, paper))
 
@@ -106,59 +103,8 @@ show(figure3_models(records, paper))
 
 
 # %%
-def average_by_language(runs: Iterable[Trained], figure: str) -> dict[str, float]:
-    """Return each language's loss or score, the mean over the runs."""
-    values: dict[str, list[float]] = {}
-    for one in runs:
-        for language in one.languages or one.list_evaluated():
-            value = one.best("loss", language) if figure == "loss" else one.score(figure, language)
-            if value is not None:
-                values.setdefault(language, []).append(value)
-    return {language: fmean(of) for language, of in values.items()}
-
-
-def draw_languages(
-    axis: plt.Axes, many: Mapping[str, float], one: Mapping[str, float], pairs: Mapping[str, int]
-) -> None:
-    """Draw a figure against the number of training pairs: a line joins the two models of a language."""
-    for language in one.keys() & many.keys() & pairs.keys():
-        axis.plot([pairs[language]] * 2, [one[language], many[language]], color="lightgray", linewidth=1, zorder=0)
-    for values, label, color, marker in ((many, "multilingual", BLUE, "o"), (one, "bilingual", OCHRE, "D")):
-        places = sorted((pairs[language], value) for language, value in values.items() if language in pairs)
-        if places:
-            axis.plot(*zip(*places, strict=True), marker, color=color, markersize=4, markeredgewidth=0, label=label)
-    axis.set_xscale("log")
-    axis.set_xlabel("training pairs of the language")
-
-
-def describe_not_run(what: str, command: str) -> str:
-    """Say what was not run, and which command runs it."""
-    return f"{what}: not run. The command is `{command}`."
-
-
 MULTILINGUAL_COMMAND = "python train.py -m +experiment=transformer_multilingual_laptop seed=0,1,2"
 BILINGUAL_COMMAND = "python train.py -m +experiment=bilingual_laptop"
-SCORES_COMMAND = "python bleu.py <the run's folder>"
-
-
-def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) -> None:
-    """Draw the loss and chrF of each language, of a model and data."""
-    pairs = training_pairs(records, many[0].run.config["data"]["name"])
-    if not pairs:
-        show(describe_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
-        return
-    _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, figure, label in zip(
-        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
-    ):
-        draw_languages(axis, average_by_language(many, figure), average_by_language(one, figure), pairs)
-        axis.set_ylabel(label)
-    if axes[0].get_legend_handles_labels()[0]:
-        axes[0].legend()
-    axes[0].set_title(setting, loc="left", fontsize=10)
-    plt.show()
-
-
 bilingual = trainings(records, BILINGUAL)
 sizes = {one.setting for one in bilingual}
 multilingual = [one for one in multilingual_trainings(records) if not sizes or one.setting in sizes]
@@ -173,31 +119,7 @@ if not multilingual:
 if not bilingual:
     show(describe_not_run("The bilingual models", BILINGUAL_COMMAND))
 
-
 # %%
-def describe_gain(setting: str) -> str:
-    """Say how many languages gain by the multilingual model, and whether it is those with few sentences."""
-    values: dict[str, list[float]] = {}
-    for languages in pair_models(records)[setting].values():
-        for language, (one, many) in languages.items():
-            both = [model.best("loss", language) or 0 for model in (one, many)]
-            values.setdefault(language, []).append(both[0] - both[1])
-    gains = {language: fmean(of) for language, of in values.items()}
-    better = sum(gain > 0 for gain in gains.values())
-    data = setting.rpartition(", ")[2]
-    pairs = {language: number for language, number in training_pairs(records, data).items() if language in gains}
-    text = (
-        f"**{setting}**: the multilingual model has the lower loss on {better} of {len(gains)} languages, means over "
-        f"{len(pair_models(records)[setting])} seeds. In the mean over the languages its loss is lower by "
-        f"{fmean(gains.values()):.3f} nats"
-    )
-    groups = resource_groups(pairs)
-    if len(pairs) < 4:
-        return f"{text}."
-    poor, rich = (fmean(gains[language] for language in groups[name]) for name in ("low", "high"))
-    return f"{text}: by {poor:.3f} on the half of them with the fewest pairs, by {rich:.3f} on the other half."
-
-
 show(*map(describe_gain, pair_models(records)), figure3_low_resource(records))
 
 # %% [markdown]
@@ -212,33 +134,6 @@ show(*map(describe_gain, pair_models(records)), figure3_low_resource(records))
 # to each side. "High" are the languages with many training pairs, "low" the other half.
 
 # %%
-SIDES = ((0, "deep", BLUE, "o"), (1, "wide", OCHRE, "D"))
-
-
-def average_over_group(one: Trained, figure: str, languages: Sequence[str] | None) -> float | None:
-    """Return the mean of a training's losses or scores over languages, None for all."""
-    if figure == "loss":
-        return mean(one.best("loss", name) for name in (one.list_evaluated() if languages is None else languages))
-    return mean(one.score(figure, name) for name in (one.pairs() if languages is None else languages))
-
-
-def draw_sides(axis: plt.Axes, sides: Sequence[Mapping[int, Trained]], figure: str, groups: Mapping[str, list]) -> None:
-    """Draw the seeds of both models, with one place per group of languages."""
-    for place, (group, languages) in enumerate(groups.items()):
-        for side, _, color, marker in SIDES:
-            values = [
-                average_over_group(one, figure, None if group == "all" else languages) for one in sides[side].values()
-            ]
-            seen = [value for value in values if value is not None]
-            middle = place - 0.15 + 0.3 * side
-            if seen:
-                axis.plot([middle] * len(seen), seen, marker, color=color, markersize=5, markeredgewidth=0, alpha=0.6)
-                deviation = stdev(seen) if len(seen) > 1 else 0
-                axis.errorbar(middle + 0.07, fmean(seen), yerr=deviation, fmt="_", color=color, capsize=3)
-    axis.set_xticks(range(len(groups)), list(groups))
-    axis.margins(x=0.15)
-
-
 for (data, _), sides in deep_and_wide(records).items():
     pairs = training_pairs(records, data)
     groups = resource_groups(pairs) if pairs else {"all": []}
@@ -261,34 +156,23 @@ show(deep_or_wide(records))
 # Very deep models are hard to train. The paper starts with smaller weights in the feed-forward layers, and clips the
 # logits. Here are 64 + 64 narrow layers with both, with one, and with neither. Left: the training loss without label
 # smoothing, means over ten or more steps. Right: the largest gradient norm in these steps, before it was clipped. A
-# line is a seed; a cross is where a training diverged.
+# line is a seed; a cross is where a training diverged. Lines with clipped logits are wide: where no logit ever reached
+# the limit, a thin line lies on a wide one.
 
 # %%
-WAYS = {(True, True): BLUE, (True, False): GREEN, (False, True): OCHRE, (False, False): RED}
-
-
-def name_choice(scaled: bool, limit: float | None) -> str:
-    """Name a choice of initialisation and clipping."""
-    first = "scaled initialisation" if scaled else "usual initialisation"
-    return f"{first}, {'no clipping' if limit is None else f'logits clipped at {limit:g}'}"
-
-
-def draw_course(axis: plt.Axes, run: Record, key: str, color: str, label: str | None) -> None:
-    """Draw a figure of a training over its steps."""
-    course = [row for row in run.results.get("training", []) if key in row]
-    steps, values = [row["step"] for row in course], [row[key] for row in course]
-    axis.plot(steps, values, color=color, linewidth=1.2, label=label)
-    if "failure" in run.results and course:
-        axis.plot(steps[-1], values[-1], "x", color=color, markersize=9, markeredgewidth=2)
-
-
+WAYS = {
+    (True, True): Color.SCALED_AND_CLIPPED,
+    (True, False): Color.SCALED,
+    (False, True): Color.CLIPPED,
+    (False, False): Color.NEITHER,
+}
 for setting, ways in deep_trainings(records).items():
     _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for (scaled, limit), runs in ways.items():
         for place, run in enumerate(runs):
             color, label = WAYS[scaled, limit is not None], None if place else name_choice(scaled, limit)
-            draw_course(axes[0], run, "nll", color, label)
-            draw_course(axes[1], run, "gradient_norm", color, None)
+            draw_course(axes[0], run, "nll", color, label, is_wide=limit is not None)
+            draw_course(axes[1], run, "gradient_norm", color, None, is_wide=limit is not None)
     axes[0].legend(fontsize=8)
     axes[0].set_title(setting, loc="left", fontsize=10)
     axes[0].set_ylabel("training loss, nats per token")
@@ -314,18 +198,12 @@ show(deep_training(records))
 
 
 # %%
-def label_sizes(axis: plt.Axes, sizes: Iterable[int]) -> None:
-    """Mark the mini-batches on an axis of orders of magnitude."""
-    axis.set_xscale("log")
-    axis.set_xticks(list(sizes), [f"{size:,}" for size in sizes])
-    axis.minorticks_off()
-
-
+SETTINGS = (Color.SETTING_1, Color.SETTING_2, Color.SETTING_3)
 _, (theirs, ours) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 sizes, losses = zip(*((int(row["batch_tokens"]), float(row["nll"])) for row in batch_paper), strict=True)
 theirs.plot(sizes, losses, "D", color="dimgray", markersize=8, fillstyle="none")
-theirs.set_title("the paper", loc="left", fontsize=10)
-for color, (setting, by_size) in zip((BLUE, OCHRE, GREEN, RED), small_runs(batch_records).items(), strict=False):
+theirs.set_title(PAPER_ALONE, loc="left", fontsize=10)
+for color, (setting, by_size) in zip(SETTINGS, small_runs(batch_records).items(), strict=False):
     values = {size: [one.last("loss") or 0.0 for one in seeds.values()] for size, seeds in by_size.items()}
     for size, of in values.items():
         ours.plot([size] * len(of), of, "o", color=color, markersize=5, markeredgewidth=0, alpha=0.6)

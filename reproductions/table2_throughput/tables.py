@@ -36,7 +36,7 @@ PAPER_SCALE = "table2_throughput"
 LAPTOP = "table2_throughput_laptop"
 TIMELINE = "step_timeline"
 _TIMELINE_PROGRAM = f"python -m experiments.{TIMELINE}"
-_NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F is an estimate
+NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F is an estimate
 _UTILIZATION_PROGRAM = "python -m experiments.transformer_utilization, which needs a GPU"
 _LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
 
@@ -148,7 +148,7 @@ def _laptop(records: Sequence[Record], batch: str, command: str) -> str:
         bubbles = [bubble for run in runs if (bubble := run.results.get("bubble")) is not None]
         rows.append(
             [
-                _name_model(runs[0]),
+                name_model(runs[0]),
                 str(k),
                 str(m),
                 str(runs[0].config["trainer"]["batch_size"]),
@@ -173,13 +173,14 @@ def _refuse_impossible(speed_up: float | None, run: Record) -> str:
     """Write a speed-up over one stage; refuse one that the law forbids, because one of the two runs was disturbed."""
     pipeline = run.config["pipeline"]
     most = compute_law(pipeline["num_stages"], pipeline["num_microbatches"])
-    is_impossible = speed_up is not None and speed_up > (1 + _NOISE) * most
+    is_impossible = speed_up is not None and speed_up > (1 + NOISE) * most
     if is_impossible and pipeline.get("rematerialize", "always") == "always":
         return f"refused: {ratio(speed_up)}, but at most {ratio(most)} is possible"
     return ratio(speed_up)
 
 
-def _name_model(run: Record) -> str:
+def name_model(run: Record) -> str:
+    """Name a small model."""
     model = run.config["model"]
     if model["family"] == "amoebanet":
         return f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
@@ -189,7 +190,7 @@ def _name_model(run: Record) -> str:
 def step_timeline(records: Sequence[Record]) -> str:
     """Return how long the tasks of a real step took, and the share of it in which a stage waited, for each model."""
     runs = [record for record in records if record.experiment == TIMELINE]
-    newest_runs = {_name_model(run): run for run in sorted(runs, key=lambda run: run.date)}
+    newest_runs = {name_model(run): run for run in sorted(runs, key=lambda run: run.date)}
     if not newest_runs:
         return not_run(_TIMELINE_PROGRAM)
     rows = []

@@ -1,11 +1,13 @@
 """A notebook is its script, executed: without errors, and with no path of the machine that did it."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jupytext
 import nbformat
@@ -67,6 +69,29 @@ def test_the_notebook_is_small_and_names_no_path_of_the_machine(script: Path) ->
     assert not [cell.metadata for cell in notebook.cells if cell.metadata or "id" in cell], REMEDY
     assert [found[0] for text in texts(notebook) for found in ABSOLUTE_PATH.finditer(text)] == []
     assert script.with_suffix(".ipynb").stat().st_size < MAX_BYTES
+
+
+@each_notebook
+def test_every_picture_is_an_svg_of_valid_xml(script: Path) -> None:
+    pictures = [
+        (kind, content)
+        for cell in code_cells(read(script))
+        for output in cell.outputs
+        for kind, content in output.get("data", {}).items()
+        if kind.startswith("image/")
+    ]
+    assert pictures and {kind for kind, _ in pictures} == {"image/svg+xml"}
+    for _, content in pictures:
+        assert ElementTree.fromstring(content).tag.endswith("svg")
+
+
+def test_a_shortened_picture_has_the_same_texts_and_rounded_coordinates() -> None:
+    sys.path.insert(0, str(FOLDER))
+    execute = importlib.import_module("execute")
+    sys.path.remove(str(FOLDER))
+    text = '<text x="1.2345" style="fill: red; font-family: A">0.123 and 4.567</text>'
+    picture = f'<svg>\n <!-- x -->\n <g id="text_1">\n  {text}</g></svg>'
+    assert execute.shorten(picture) == "<svg><text x='1.2' style='fill: red'>0.123 and 4.567</text></svg>"
 
 
 @pytest.mark.parametrize(

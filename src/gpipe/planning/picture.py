@@ -8,11 +8,13 @@ from typing import Any
 from gpipe.pipeline.schedule import Kind
 from gpipe.pipeline.timeline import Timeline
 
-_COLORS = {Kind.FORWARD: "#4878a8", Kind.RECOMPUTE: "#c9a227", Kind.BACKWARD: "#7d9d5b"}
+COLORS = {Kind.FORWARD: "#4878a8", Kind.RECOMPUTE: "#c9a227", Kind.BACKWARD: "#7d9d5b"}
+_NUMBER_COLORS = {Kind.FORWARD: "white", Kind.RECOMPUTE: "black", Kind.BACKWARD: "black"}
+_DIGIT_WIDTH = 0.0085  # of the picture's, with some room
 
 
 def plot(timelines: dict[str, Timeline], path: Path) -> None:
-    """Draw timelines below each other on one scale of time, one row per device, and write a PNG.
+    """Draw timelines below each other on one scale of time, one row per device; write a PNG, or an SVG if so named.
 
     Args:
         timelines: by title, such as "measured" and "simulated".
@@ -25,23 +27,28 @@ def plot(timelines: dict[str, Timeline], path: Path) -> None:
     figure = Figure(figsize=(11, 1.1 * len(timelines) + 0.42 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    longest = max(timeline.makespan_seconds for timeline in timelines.values())
     for axis, (title, timeline) in zip(axes, timelines.items(), strict=True):
-        _draw(axis, title, timeline)
+        _draw(axis, title, timeline, 1e3 * longest)
     axes[-1].set_xlabel("milliseconds since the step began")
-    handles = [axes[0].barh(0, 0, color=color, label=str(kind)) for kind, color in _COLORS.items()]
+    handles = [axes[0].barh(0, 0, color=color, label=str(kind)) for kind, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=120)
+    undated: dict[str, Any] | None = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=144, metadata=undated)
 
 
-def _draw(axis: Any, title: str, timeline: Timeline) -> None:
+def _draw(axis: Any, title: str, timeline: Timeline, longest_milliseconds: float) -> None:
+    """Draw one timeline; a number stands in each box that is wide enough for it."""
     begin = min(event.start for event in timeline.events)
     for task, start, end in timeline.events:
         row, left, width = timeline.row(task), (start - begin) * 1e3, (end - start) * 1e3
         strength = 0.75 ** (task.stage // timeline.num_devices)  # a device's later stages are paler
-        style = {"height": 0.82, "color": _COLORS[task.kind], "alpha": strength, "edgecolor": "white", "linewidth": 0.6}
+        style = {"height": 0.82, "color": COLORS[task.kind], "alpha": strength, "edgecolor": "white", "linewidth": 0.6}
         axis.barh(row, width, left=left, **style)
-        if width > 0.018 * timeline.makespan_seconds * 1e3:
-            axis.text(left + width / 2, row, str(task.micro_batch), ha="center", va="center", fontsize=7, color="white")
+        number = str(task.micro_batch)
+        if width > _DIGIT_WIDTH * (len(number) + 0.5) * longest_milliseconds:
+            color = _NUMBER_COLORS[task.kind] if strength == 1 else "black"
+            axis.text(left + width / 2, row, number, ha="center", va="center", fontsize=9, color=color)
     axis.set_yticks(range(timeline.num_devices), timeline.row_names())
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,231 @@
+"""The pictures of the third notebook: accuracies, curves, transfers and cost."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import log, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+import matplotlib.pyplot as plt
+from house_style import PAPER_ALONE, Color
+from matplotlib.ticker import MaxNLocator
+
+from gpipe.records import Record, read_records, same_settings
+from reproductions import RUNS_FILE
+from reproductions.pages import read_paper
+from reproductions.table4_imagenet_and_transfer.tables import (
+    is_tuned,
+    paper_scale_runs,
+    reason_not_run,
+)
+
+FOLDER = Path("../reproductions/table4_imagenet_and_transfer")
+records, paper = read_records(FOLDER / RUNS_FILE), read_paper(FOLDER)
+titles = {row["data"]: row["title"] for row in paper}
+
+
+def format_spread(values: Sequence[float]) -> str:
+    """Write shares as mean and sample deviation."""
+    return f"{fmean(values):.2%}" + (f" ± {100 * stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def format_count(runs: Sequence[object]) -> str:
+    """Write how many runs there are."""
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}"
+
+
+def paper_scale_top1(data: str) -> list[float]:
+    """Return top-1 of each run that counts beside the paper's."""
+    return [run.results["top1"] for run in paper_scale_runs(records, data)]
+
+
+def explain_not_run(data: str) -> str:
+    """Return the reason on record why a data set was not run."""
+    return reason_not_run(records, data) or "no attempt on record"
+
+
+def draw_table4(axis: plt.Axes) -> None:
+    """Draw one row per data set: the paper's accuracy, and ours or why there is none."""
+    beyond = axis.get_yaxis_transform()  # x in widths of the axis
+    for place, row in enumerate(paper):
+        expected, ours = float(row["top1"]), paper_scale_top1(row["data"])
+        axis.plot(expected, place, "D", color="dimgray", markersize=8, fillstyle="none")
+        label = f"{'' if place else 'paper: '}{expected:.1f}"
+        axis.text(expected, place - 0.28, label, color="dimgray", ha="center", va="bottom")
+        if ours:
+            deviation = 100 * stdev(ours) if len(ours) > 1 else None
+            axis.errorbar(
+                100 * fmean(ours), place, xerr=deviation, fmt="o", color=Color.TRAINING, markersize=6, capsize=3
+            )
+            text, style = f"{format_spread(ours)}, {format_count(ours)}", {"color": Color.TRAINING}
+        else:
+            text, style = f"not run: {explain_not_run(row['data'])}", {"color": "dimgray", "style": "italic"}
+        axis.text(1.03, place, text, transform=beyond, va="center", **style)
+    axis.text(1.03, -0.9, "ours, measured (filled)", transform=beyond, va="center")
+    axis.set_yticks(range(len(paper)), [row["title"] for row in paper])
+    axis.set_ylim(len(paper) - 0.5, -1.2)
+    axis.margins(x=0.1)
+    axis.grid(axis="y", color="whitesmoke")
+    axis.set_axisbelow(True)
+    axis.set_xlabel("test top-1, %")
+    if not any(paper_scale_top1(row["data"]) for row in paper):
+        axis.set_title(PAPER_ALONE)
+
+
+def describe_missing(reasons: Mapping[str, str]) -> list[str]:
+    """Say what was not run, in one sentence per reason."""
+    return [
+        f"Not run, {reason}: {', '.join(titles.get(data, data) for data in reasons if reasons[data] == reason)}."
+        for reason in dict.fromkeys(reasons.values())
+    ]
+
+
+def read_curve(runs: Iterable[Record], key: str) -> tuple[list[int], list[list[float]]]:
+    """Return the epochs at which all runs have a figure, and the runs' figures at each."""
+    values: dict[tuple[int, int], list[float]] = {}
+    for run in runs:
+        for row in run.results["curve"]:
+            if key in row:
+                values.setdefault((row["step"], row["epoch"]), []).append(row[key])
+    most = max(map(len, values.values()), default=0)
+    steps = sorted(step for step, found in values.items() if len(found) == most)
+    return [epoch for _, epoch in steps], [values[step] for step in steps]
+
+
+def draw_curve(axis: plt.Axes, runs: Sequence[Record], key: str, unit: float, color: str, marker: str) -> float:
+    """Draw the mean over the runs and a band of one deviation to each side; return the last mean."""
+    epochs, values = read_curve(runs, key)
+    means = [unit * fmean(found) for found in values]
+    axis.plot(epochs, means, marker, linestyle="-", color=color, markersize=5 if len(epochs) < 40 else 0)
+    if len(runs) > 1:
+        bands = [unit * stdev(found) if len(found) > 1 else 0 for found in values]
+        low = [mean - band for mean, band in zip(means, bands, strict=True)]
+        high = [mean + band for mean, band in zip(means, bands, strict=True)]
+        axis.fill_between(epochs, low, high, color=color, alpha=0.25, linewidth=0)
+    return means[-1]
+
+
+def compute_loss_floor(run: Record) -> float:
+    """Return the least loss that the label smoothing of a training allows; 0 without smoothing."""
+    share, num_classes = run.config["trainer"]["label_smoothing"], run.config["data"]["num_classes"]
+    right, wrong = 1 - share + share / num_classes, share / num_classes
+    return -right * log(right) - ((num_classes - 1) * wrong * log(wrong) if wrong else 0)
+
+
+def label_ends(axis: plt.Axes, ends: Iterable[tuple[float, str, str]]) -> None:
+    """Write each curve's label to the right of its end, and move labels apart that would overlap."""
+    (low, high), place = axis.get_ylim(), -float("inf")
+    for end, text, color in sorted(ends):
+        place = max((end - low) / (high - low), place + 0.1)
+        axis.text(1.02, place, text, transform=axis.transAxes, color=color, va="center")
+
+
+Lines = Sequence[tuple[str, str, str, Sequence[Record]]]
+
+
+def draw_curves(pictures: Mapping[str, Lines]) -> None:
+    """Draw one row per title: test top-1 on the left, training loss on the right."""
+    size = (9, 2.7 * len(pictures))
+    _, axes = plt.subplots(len(pictures), 2, figsize=size, layout="constrained", squeeze=False)
+    for (top1_axis, loss_axis), (title, lines) in zip(axes, pictures.items(), strict=True):
+        for axis, key, unit, form in ((top1_axis, "test/top1", 100, "{:.1f}%"), (loss_axis, "loss", 1, "{:.2f}")):
+            ends = []
+            for label, color, marker, runs in lines:
+                end = draw_curve(axis, runs, key, unit, color, marker)
+                ends.append((end, f"{label} {form.format(end)}".strip(), color))
+            axis.set_xlabel("epoch")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if axis is loss_axis and not lines[0][3][0].config["model"]["auxiliary_head"]:  # it adds its own loss
+                floor = compute_loss_floor(lines[0][3][0])
+                axis.axhline(floor, color="gray", linewidth=1, linestyle=":")
+                ends.append((floor, f"floor {floor:.2f}", "gray"))
+            label_ends(axis, ends)
+        top1_axis.set_ylabel("test top-1, %")
+        loss_axis.set_ylabel("training loss, nats")
+        top1_axis.set_title(title, loc="left", fontsize=10, pad=12)
+    plt.show()
+
+
+def same_but_seed(one: Record, other: Record) -> bool:
+    """Say whether two runs differ at most in their seed."""
+    return same_settings({**one.config, "seed": 0}, {**other.config, "seed": 0})
+
+
+def make_title(runs: Sequence[Record]) -> str:
+    """Say what was trained, on what, from where, and how often."""
+    model, data = runs[0].config["model"], runs[0].config["data"]
+    name = f"AmoebaNet-{model['variant'].upper()} ({model['num_layers']},{model['num_filters']})"
+    start = "fine-tuned" if is_tuned(runs[0]) else "from scratch"
+    return f"{name} on {titles.get(data['name'], data['name'])}, {data['image_size']} px, {start}; {format_count(runs)}"
+
+
+def describe_training(runs: Sequence[Record]) -> str:
+    """Say in a few sentences how the accuracy of a training rose."""
+    epochs, values = read_curve(runs, "test/top1")
+    means = [fmean(found) for found in values]
+    best, middle = max(range(len(means)), key=means.__getitem__), (len(means) - 1) // 2
+    return (
+        f"**{make_title(runs)}**: {means[0]:.1%} top-1 after epoch {epochs[0]}, {means[-1]:.1%} at the end, after "
+        f"epoch {epochs[-1]}. The best is {means[best]:.1%}, after epoch {epochs[best]}. From epoch {epochs[middle]} "
+        f"on: {100 * (means[-1] - means[middle]):+.1f} points."
+    )
+
+
+STARTS = {False: ("from scratch", Color.FROM_SCRATCH, "D"), True: ("fine-tuned", Color.FINE_TUNED, "o")}
+
+
+def draw_points(axis: plt.Axes, place: float, values: Sequence[float], tuned: bool) -> None:
+    """Draw the mean and deviation of runs, and below them each run as a point at its own height."""
+    label, color, marker = STARTS[tuned]
+    heights = [place + 0.1 + 0.05 * seed for seed in range(len(values))]
+    axis.plot([100 * value for value in values], heights, marker, color=color, markersize=5, markeredgewidth=0)
+    mean, deviation = 100 * fmean(values), 100 * stdev(values) if len(values) > 1 else 0
+    axis.errorbar(mean, place, xerr=deviation, fmt="|", color=color, markersize=11, markeredgewidth=2, capsize=3)
+    text = f"{label}: {format_spread(values)}, {format_count(values)}"
+    axis.text(1.02, place + 0.1, text, transform=axis.get_yaxis_transform(), color=color, va="center")
+
+
+def describe_transfer(data: str, scratch: Mapping[int, Record], tuned: Mapping[int, Record]) -> str:
+    """Say in a few sentences what fine-tuning gained, and how certain that is."""
+    seeds = sorted(tuned.keys() & scratch.keys())
+    if not seeds:
+        return f"**{data}**: {'training from scratch' if tuned else 'fine-tuning'} was not run with the other's seeds."
+    gains = [100 * (tuned[seed].results["top1"] - scratch[seed].results["top1"]) for seed in seeds]
+    starts = [[{**runs[seed].config, "init_from": None} for runs in (scratch, tuned)] for seed in seeds]
+    worth = ""
+    if len(gains) > 1 and stdev(gains) > 0:
+        errors = fmean(gains) / (stdev(gains) / sqrt(len(gains)))
+        worth = f", with a deviation of {stdev(gains):.2f}: the mean is {errors:.1f} standard errors from 0"
+    return (
+        f"**{data}**: with {sum(gain > 0 for gain in gains)} of {len(seeds)} seeds fine-tuning was better. The gain is "
+        f"{fmean(gains):+.2f} points in the mean{worth}. Settings that differ in nothing but the first weights: "
+        f"{sum(same_settings(*pair) for pair in starts)} of {len(seeds)} pairs."
+    )
+
+
+def select_with_curves(runs: Mapping[int, Record]) -> list[Record]:
+    """Return the runs whose records have a curve."""
+    return [run for run in runs.values() if run.results.get("curve")]
+
+
+def describe_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record]) -> str:
+    """Say when fine-tuning reached the final accuracy of training from scratch."""
+    epochs, values = read_curve(tuned, "test/top1")
+    means, goal = [fmean(found) for found in values], fmean(read_curve(scratch, "test/top1")[1][-1])
+    start = fmean(read_curve(scratch, "test/top1")[1][0])
+    passed = [epoch for epoch, mean in zip(epochs, means, strict=True) if mean >= goal]
+    text = f"**{data}**: after epoch {epochs[0]}, {means[0]:.1%} fine-tuned and {start:.1%} from scratch. "
+    when = f"after epoch {passed[0]} of {epochs[-1]}" if passed else "at no time"
+    return f"{text}Training from scratch ends at {goal:.1%}; fine-tuning is there {when}."
+
+
+def draw_cost(axis: plt.Axes, days: Mapping[str, float], counts: Mapping[str, int]) -> None:
+    """Draw one hatched bar per data set, for all its runs."""
+    for place, (data, of_a_run) in enumerate(days.items()):
+        total = counts[data] * of_a_run
+        axis.barh(place, total, 0.6, color="white", edgecolor=Color.PLANNED_COST, hatch="///")
+        runs = f" = {counts[data]} runs x {of_a_run:.1f}" if counts[data] > 1 else ", one run"
+        axis.text(total, place, f"  {total:.1f}{runs}", va="center")
+    axis.set_yticks(range(len(days)), [titles.get(data, data) for data in days])
+    axis.invert_yaxis()
+    axis.set_xlabel("accelerator-days, planned")
+    axis.margins(x=0.2)

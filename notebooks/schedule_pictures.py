@@ -1,0 +1,67 @@
+"""The pictures of the first notebook: timelines, bubbles, and what stages hold."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import matplotlib.pyplot as plt
+from house_style import Color
+from IPython.display import SVG
+
+from gpipe.pipeline.schedule import Kind, Rematerialize
+from gpipe.pipeline.schedule import gpipe as gpipe_schedule
+from gpipe.pipeline.timeline import Timeline
+from gpipe.planning.picture import plot
+from gpipe.planning.simulation import simulate
+
+MINI_BATCH_SECONDS = {Kind.FORWARD: 0.008, Kind.RECOMPUTE: 0.008, Kind.BACKWARD: 0.016}
+
+
+def simulate_step(
+    num_stages: int, num_microbatches: int, rematerialize: Rematerialize = Rematerialize.NEVER
+) -> Timeline:
+    """Simulate a step of equal stages."""
+    schedule = gpipe_schedule(num_stages, num_microbatches, rematerialize)
+    return simulate(schedule, lambda task: MINI_BATCH_SECONDS[task.kind] / num_microbatches)
+
+
+def draw(timelines: dict[str, Timeline]) -> SVG:
+    """Draw timelines below each other, on one scale."""
+    with TemporaryDirectory() as folder:
+        picture = Path(folder) / "timelines.svg"
+        plot(timelines, picture)
+        return SVG(picture.read_text("utf-8"))
+
+
+def compute_bubble(num_stages: int, num_microbatches: float, rematerialize: Rematerialize) -> float:
+    """Compute the bubble of equal stages whose backward pass takes twice as long as the forward pass."""
+    work = num_microbatches * (4 / 3 if rematerialize is Rematerialize.ALWAYS else 1)
+    return (num_stages - 1) / (work + num_stages - 1)
+
+
+COUNTS = [1, 2, 4, 8, 16, 32, 64]
+STYLES = {Rematerialize.NEVER: ("-", "o", "all kept"), Rematerialize.ALWAYS: ("--", "D", "re-materialised, early")}
+
+
+def draw_bubbles(axis: plt.Axes, num_stages: int, color: str) -> None:
+    """Draw the law as lines and simulated steps as points, and check that they agree."""
+    for mode, (line, marker, _) in STYLES.items():
+        laws = [compute_bubble(num_stages, count, mode) for count in COUNTS]
+        bubbles = [simulate_step(num_stages, count, mode).bubble for count in COUNTS]
+        assert max(abs(bubble - law) for bubble, law in zip(bubbles, laws, strict=True)) < 1e-9
+        axis.plot(COUNTS, [100 * bubble for bubble in bubbles], marker, color=color, markersize=5)
+        fine = [2 ** (exponent / 20) for exponent in range(121)]
+        axis.plot(fine, [100 * compute_bubble(num_stages, count, mode) for count in fine], line, color=color)
+    ring = 100 * compute_bubble(num_stages, 4 * num_stages, Rematerialize.NEVER)
+    axis.plot(4 * num_stages, ring, "o", color=color, markersize=13, fillstyle="none")
+    top = 100 * compute_bubble(num_stages, 1, Rematerialize.NEVER)
+    axis.text(0.93, top, f"K = {num_stages}", color=color, ha="right", va="center")
+
+
+def draw_held(axis: plt.Axes, labels: list[str], held: list[tuple[int, int]], left: float, width: float) -> None:
+    """Draw bars of megabytes, their boundary inputs below."""
+    positions = [index + left for index in range(len(held))]
+    inputs, others = [part / 1e6 for _, part in held], [(total - part) / 1e6 for total, part in held]
+    axis.bar(positions, inputs, width, color=Color.BOUNDARY_INPUTS, label="boundary inputs")
+    axis.bar(positions, others, width, bottom=inputs, color=Color.ACTIVATIONS, label="activations, re-materialised")
+    axis.set_xticks(range(len(held)), labels)
+    axis.set_ylabel("held at once, MB")

@@ -1,0 +1,151 @@
+"""The pictures of the fourth notebook: languages, depth and mini-batches."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+import matplotlib.pyplot as plt
+from house_style import Color, show
+
+from gpipe.decoding.resource_groups import resource_groups
+from gpipe.records import Record, read_records
+from reproductions import RUNS_FILE
+from reproductions.figure3_multilingual.tables import (
+    pair_models,
+)
+from reproductions.pages import read_paper
+from reproductions.translation_runs import Trained, mean, training_pairs
+
+FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
+records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
+
+
+def format_spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Write values as mean and sample deviation."""
+    return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form}}" if len(values) > 1 else "")
+
+
+def average_by_language(runs: Iterable[Trained], figure: str) -> dict[str, float]:
+    """Return each language's loss or score, the mean over the runs."""
+    values: dict[str, list[float]] = {}
+    for one in runs:
+        for language in one.languages or one.list_evaluated():
+            value = one.best("loss", language) if figure == "loss" else one.score(figure, language)
+            if value is not None:
+                values.setdefault(language, []).append(value)
+    return {language: fmean(of) for language, of in values.items()}
+
+
+def draw_languages(
+    axis: plt.Axes, many: Mapping[str, float], one: Mapping[str, float], pairs: Mapping[str, int]
+) -> None:
+    """Draw a figure against the number of training pairs: a line joins the two models of a language."""
+    for language in one.keys() & many.keys() & pairs.keys():
+        axis.plot([pairs[language]] * 2, [one[language], many[language]], color="lightgray", linewidth=1, zorder=0)
+    for values, label, color, marker in (
+        (many, "multilingual", Color.MULTILINGUAL, "o"),
+        (one, "bilingual", Color.BILINGUAL, "D"),
+    ):
+        places = sorted((pairs[language], value) for language, value in values.items() if language in pairs)
+        if places:
+            axis.plot(*zip(*places, strict=True), marker, color=color, markersize=4, markeredgewidth=0, label=label)
+    axis.set_xscale("log")
+    axis.set_xlabel("training pairs of the language")
+
+
+def describe_not_run(what: str, command: str) -> str:
+    """Say what was not run, and which command runs it."""
+    return f"{what}: not run. The command is `{command}`."
+
+
+SCORES_COMMAND = "python bleu.py <the run's folder>"
+
+
+def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) -> None:
+    """Draw the loss and chrF of each language, of a model and data."""
+    pairs = training_pairs(records, many[0].run.config["data"]["name"])
+    if not pairs:
+        show(describe_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
+        return
+    _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axis, figure, label in zip(
+        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
+    ):
+        draw_languages(axis, average_by_language(many, figure), average_by_language(one, figure), pairs)
+        axis.set_ylabel(label)
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend()
+    axes[0].set_title(setting, loc="left", fontsize=10)
+    plt.show()
+
+
+def describe_gain(setting: str) -> str:
+    """Say how many languages gain by the multilingual model, and whether it is those with few sentences."""
+    values: dict[str, list[float]] = {}
+    for languages in pair_models(records)[setting].values():
+        for language, (one, many) in languages.items():
+            both = [model.best("loss", language) or 0 for model in (one, many)]
+            values.setdefault(language, []).append(both[0] - both[1])
+    gains = {language: fmean(of) for language, of in values.items()}
+    better = sum(gain > 0 for gain in gains.values())
+    data = setting.rpartition(", ")[2]
+    pairs = {language: number for language, number in training_pairs(records, data).items() if language in gains}
+    text = (
+        f"**{setting}**: the multilingual model has the lower loss on {better} of {len(gains)} languages, means over "
+        f"{len(pair_models(records)[setting])} seeds. In the mean over the languages its loss is lower by "
+        f"{fmean(gains.values()):.3f} nats"
+    )
+    groups = resource_groups(pairs)
+    if len(pairs) < 4:
+        return f"{text}."
+    poor, rich = (fmean(gains[language] for language in groups[name]) for name in ("low", "high"))
+    return f"{text}: by {poor:.3f} on the half of them with the fewest pairs, by {rich:.3f} on the other half."
+
+
+SIDES = ((0, "deep", Color.DEEP, "o"), (1, "wide", Color.WIDE, "D"))
+
+
+def average_over_group(one: Trained, figure: str, languages: Sequence[str] | None) -> float | None:
+    """Return the mean of a training's losses or scores over languages, None for all."""
+    if figure == "loss":
+        return mean(one.best("loss", name) for name in (one.list_evaluated() if languages is None else languages))
+    return mean(one.score(figure, name) for name in (one.pairs() if languages is None else languages))
+
+
+def draw_sides(axis: plt.Axes, sides: Sequence[Mapping[int, Trained]], figure: str, groups: Mapping[str, list]) -> None:
+    """Draw the seeds of both models, with one place per group of languages."""
+    for place, (group, languages) in enumerate(groups.items()):
+        for side, _, color, marker in SIDES:
+            values = [
+                average_over_group(one, figure, None if group == "all" else languages) for one in sides[side].values()
+            ]
+            seen = [value for value in values if value is not None]
+            middle = place - 0.15 + 0.3 * side
+            if seen:
+                axis.plot([middle] * len(seen), seen, marker, color=color, markersize=5, markeredgewidth=0, alpha=0.6)
+                deviation = stdev(seen) if len(seen) > 1 else 0
+                axis.errorbar(middle + 0.07, fmean(seen), yerr=deviation, fmt="_", color=color, capsize=3)
+    axis.set_xticks(range(len(groups)), list(groups))
+    axis.margins(x=0.15)
+
+
+def name_choice(scaled: bool, limit: float | None) -> str:
+    """Name a choice of initialisation and clipping."""
+    first = "scaled initialisation" if scaled else "usual initialisation"
+    return f"{first}, {'no clipping' if limit is None else f'logits clipped at {limit:g}'}"
+
+
+def draw_course(axis: plt.Axes, run: Record, key: str, color: str, label: str | None, *, is_wide: bool) -> None:
+    """Draw a figure of a training over its steps; a wide line can be seen under a thin one."""
+    course = [row for row in run.results.get("training", []) if key in row]
+    steps, values = [row["step"] for row in course], [row[key] for row in course]
+    axis.plot(steps, values, color=color, linewidth=5 if is_wide else 1.2, alpha=0.5 if is_wide else 1, label=label)
+    if "failure" in run.results and course:
+        axis.plot(steps[-1], values[-1], "x", color=color, markersize=9, markeredgewidth=2)
+
+
+def label_sizes(axis: plt.Axes, sizes: Iterable[int]) -> None:
+    """Mark the mini-batches on an axis of orders of magnitude."""
+    axis.set_xscale("log")
+    axis.set_xticks(list(sizes), [f"{size:,}" for size in sizes])
+    axis.minorticks_off()
