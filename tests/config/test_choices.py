@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hydra import compose
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from gpipe.config import ConfigError, to_run
@@ -103,3 +104,27 @@ def test_an_experiment_of_ones_own_is_one_file(tmp_path: Path) -> None:
     inherited = raw("+experiment=amoebanet_imagenet_laptop")
     assert raw(*own) == {**inherited, "name": "mine", "model": {**inherited["model"], "num_filters": 24}}
     assert raw(*own, "model=amoebanet_d_small")["model"] == raw()["model"]
+
+
+def test_data_of_ones_own_is_one_file_that_inherits_from_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cats.yaml").write_text("defaults: [image_folders, _self_]\nroot: cats\nnum_classes: 2\n")
+    found = raw(f"hydra.searchpath=[file://{tmp_path}]", "data=cats")["data"]
+    assert found == {**raw("data=image_folders")["data"], "root": "cats", "num_classes": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: cats\nnum_classes: 2", "data.num_classes is known only in a file that inherits from another one"),
+        ("- a list", "the file: Invalid type assigned: list is not a subclass of DataConfig"),
+        ("defaults: [digits, _self_]\nseeds: 1", "data.seeds: Key 'seeds' not in 'ImagesConfig'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_ones_own_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cats.yaml").write_text(text)
+    with pytest.raises(ConfigCompositionException) as refused:
+        raw(f"hydra.searchpath=[file://{tmp_path}]", "data=cats")
+    (sentence,) = str(refused.value).splitlines()
+    assert sentence.startswith(f"In 'data/cats': {said}")

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe.config.checks import ConfigError, why
 from gpipe.config.choices import drop_replaced_values
+from gpipe.config.group_files import explain_file
 from gpipe.environment_secrets import find_secret, is_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
@@ -203,7 +204,10 @@ def _composed_and_checked(
 def _merged_by_choice(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
     defaults.sort(key=lambda default: (default.config_path or "").startswith("debug/"))  # after the experiment
     drop_replaced_values(defaults, repo, getattr(self, "words", ()))
-    return _merge(self, defaults, repo)
+    try:
+        return _merge(self, defaults, repo)
+    except ConfigCompositionException as error:
+        raise explain_file(error) from None
 
 
 @wraps(_search)

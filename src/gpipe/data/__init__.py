@@ -13,7 +13,7 @@ from gpipe.data.images.catalogue import (
     open_image_set,
 )
 from gpipe.data.images.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
-from gpipe.data.location import DataMissing
+from gpipe.data.location import DataMissing, refuse_root
 from gpipe.data.text.corpora import CORPORA, check_corpus, open_corpus, open_tokenizer
 from gpipe.data.text.multilingual_text import SPLITS, split_of
 from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus
@@ -45,11 +45,23 @@ __all__ = [
 
 
 def check_data(name: str, root: str | Path | None = None) -> None:
-    """Look for a data set of any kind; the errors are those of `check_image_set`."""
+    """Look for a data set of any kind.
+
+    Raises:
+        DataMissing: it is missing.
+        ValueError: the name is unknown, or the data are in no folder.
+    """
     if name in CORPORA:
         check_corpus(name, root)
-    elif name != "random_tokens":  # a run generates these
+    elif name == "random_tokens":  # a run generates these
+        refuse_root(name, root)
+    elif name in IMAGE_SETS:
         check_image_set(name, root)
+    else:
+        raise ValueError(
+            f"data.name is {name}, expected one of {', '.join((*IMAGE_SETS, *CORPORA, 'random_tokens'))}: it says how "
+            "the data are read; set data.name=image_folders for images of your own, parallel_text for text."
+        )
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,15 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
         raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
 
 
+def refuse_root(name: str, root: str | Path | None) -> None:
+    """Raise ValueError for the folder of a data set that reads none, instead of training on other data."""
+    if root is not None:
+        raise ValueError(
+            f"data.root is {root}, but data.name is {name}, which reads no folder: set data.root=null, or choose "
+            "what is in that folder with data=<name>."
+        )
+
+
 class DataMissing(FileNotFoundError):
     """Data is missing: what was looked for, the expected tree, how to get it, and what works without it."""
 
@@ -48,7 +57,10 @@ class Location:
 
         Raises:
             DataMissing: something is missing.
+            ValueError: a root for data that needs none.
         """
+        if not self.required:
+            refuse_root(name, root)
         folder = Path(root).expanduser() if root is not None else self.default_root
         if self.package is not None and find_spec(self.package) is None:
             raise DataMissing(self._explain(name, f"the Python package {self.package}"))

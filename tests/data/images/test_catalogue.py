@@ -12,6 +12,7 @@ from gpipe.data import (
     IMAGE_SETS,
     DataMissing,
     ImageArray,
+    check_data,
     check_image_set,
     count_differences,
     open_image_set,
@@ -89,16 +90,16 @@ def test_looking_for_a_set_imports_no_heavy_package(tmp_path: Path) -> None:
     program = f"""
 import sys
 from gpipe.data import IMAGE_SETS, DataMissing, check_image_set
-for name in IMAGE_SETS:
+for name, source in IMAGE_SETS.items():
     try:
-        check_image_set(name, {str(tmp_path)!r})
+        check_image_set(name, {str(tmp_path)!r} if source.required else None)
     except DataMissing:
         print(name)
 print(sorted({{"torch", "torchvision", "sklearn", "mlxtend", "scipy"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     *missing, heavy = done.stdout.splitlines()
-    assert missing == [*TABLE_4, "fashion_mnist"]
+    assert missing == ["image_folders", *TABLE_4, "fashion_mnist"]
     assert heavy == "[]"
 
 
@@ -138,9 +139,25 @@ def test_imagenet_without_a_root_is_missing() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of imagenet, cifar10, "):
+    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of image_folders, imagenet, "):
         check_image_set("mnist")
     with pytest.raises(ValueError, match="unknown image set 'mnist'"):
         open_image_set("mnist", "train")
     with pytest.raises(ValueError, match="unknown split 'val': choose one of train, test"):
         open_image_set("fashion_mnist_embedded", "val")
+
+
+@pytest.mark.parametrize("name", ["digits", "random_images", "multilingual_embedded", "random_tokens"])
+def test_a_folder_for_data_that_are_in_none_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"data.root is /elsewhere, but data.name is {name}, which reads no folder"):
+        check_data(name, "/elsewhere")
+
+
+def test_a_name_that_no_reader_has_is_refused_with_those_for_own_data() -> None:
+    with pytest.raises(ValueError, match=r"data.name is cats, expected one of .* set data.name=image_folders"):
+        check_data("cats", "/elsewhere")
+
+
+def test_own_images_need_a_folder() -> None:
+    with pytest.raises(DataMissing, match="image_folders is missing"):
+        check_data("image_folders")

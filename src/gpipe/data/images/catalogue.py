@@ -51,6 +51,14 @@ class Source(Location):
 _DEAD_ADDRESSES = "images whose addresses are dead are missing"
 
 IMAGE_SETS: dict[str, Source] = {
+    "image_folders": Source(
+        open=open_class_folders,
+        required=("train/*/", "val/*/"),
+        tree="""\
+  <data.root>/train/<class>/<image>.jpg
+  <data.root>/val/<class>/<image>.jpg    the same classes""",
+        how_to_get="sort your images into one folder per class, and set data.root.",
+    ),
     "imagenet": Source(
         open=open_class_folders,
         required=("train/*/", "val/*/"),
