@@ -10,7 +10,6 @@ garbage_collection.pause()
 
 import os
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe.config import ConfigError, RunConfig, newest_run, register_schemas, to_run
+from gpipe.config import ConfigError, RunConfig, name_sources, register_schemas, to_run
 from gpipe.launch.errors import report_errors, report_hydra_errors
-from gpipe.programs.resume import resume_folder
+from gpipe.programs.resume import name_runs, resume_folder
 from gpipe.programs.sweep import run_job
 
 register_schemas()
@@ -32,9 +31,10 @@ register_schemas()
 def main(composed: DictConfig) -> float | None:
     """Check the composed settings and the data, then train; a job of a sweep returns its top-1."""
     job = HydraConfig.get()
+    train = partial(load_and_train, name_sources(job))
     folder, overrides = Path(os.path.relpath(job.runtime.output_dir)), list(job.overrides.task)
     if job.mode is RunMode.MULTIRUN:
-        return run_job(folder, overrides, composed.data.name, partial(check_settings, composed), load_and_train)
+        return run_job(folder, overrides, composed.data.name, partial(check_settings, composed), train)
     try:
         if composed.evaluate is not None:
             from gpipe.programs.evaluate import launch_evaluation
@@ -44,7 +44,7 @@ def main(composed: DictConfig) -> float | None:
         with report_errors(debug=composed.launch.debug):
             run = check_settings(composed)
             with resume_folder(run, folder, is_dated=is_dated(job)) as at:
-                load_and_train(run, at, overrides)
+                train(run, at, overrides)
     finally:
         with suppress(OSError):
             os.removedirs(folder)  # if it is empty, because nothing was trained
@@ -58,13 +58,11 @@ def is_dated(job: HydraConf) -> bool:
 
 def check_settings(composed: DictConfig) -> RunConfig:
     """Return the checked settings; refuse wrong settings and missing data before torch is loaded."""
-    run = to_run(composed)
+    run = name_runs(to_run(composed))
     if run.evaluate is not None:  # `main` evaluates what is no sweep
         raise ConfigError(
             f"evaluate is {run.evaluate} in a sweep, expected null: evaluate without -m, a run at a time."
         )
-    if run.init_from is not None:
-        run = replace(run, init_from=newest_run(run.init_from))
     if not run.trainer.dry_run:
         from gpipe.data import check_data
 
@@ -72,11 +70,13 @@ def check_settings(composed: DictConfig) -> RunConfig:
     return run
 
 
-def load_and_train(run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True) -> None:
+def load_and_train(
+    sources: list[str], run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True
+) -> None:
     """Load torch, start the processes, and train; or only print the plan."""
     from gpipe.programs.train import launch_training
 
-    launch_training(run, folder, overrides, hints=hints)
+    launch_training(run, folder, [*sources, *overrides], hints=hints)
 
 
 if __name__ == "__main__":

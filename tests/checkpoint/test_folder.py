@@ -1,12 +1,13 @@
 """The folder of checkpoints: pointers, what is deleted, and what a killed process has left."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.folder import find_best, find_latest
+from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest, find_run
 from gpipe.checkpoint.manifest import Position
 from gpipe.checkpoint.saver import Saver
 from tests.training.small_run import SmallRun, assert_equal, small_run
@@ -68,3 +69,30 @@ def test_leftovers_of_a_killed_process_are_removed_and_a_replaced_checkpoint_ret
     Saver(tmp_path, run.pipeline)
     assert {entry.name for entry in tmp_path.iterdir()} == {"latest", path.name}
     run.load(path)
+
+
+def test_of_a_folder_of_runs_the_one_that_saved_last_counts(tmp_path: Path) -> None:
+    for name, seconds in (("b", 1), ("a", 2), ("c", None)):
+        folder = tmp_path / name / "checkpoints"
+        folder.mkdir(parents=True)
+        if seconds is not None:
+            (folder / "step-00000001").mkdir()
+            (folder / "step-00000001" / "manifest.json").touch()
+            os.utime(folder / "step-00000001" / "manifest.json", (seconds, seconds))
+    assert find_run(tmp_path) == tmp_path / "a"
+    for unchanged in (tmp_path / "b", tmp_path / "b" / "checkpoints", tmp_path / "nowhere"):
+        assert find_run(unchanged) == unchanged
+    assert find_checkpoint(tmp_path) == tmp_path / "a" / "checkpoints" / "step-00000001"
+    assert find_checkpoint(tmp_path / "c") is None
+
+
+def test_a_run_means_its_latest_or_its_best_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-0000000{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-0000000{step}" / "manifest.json").touch()
+    latest = tmp_path / "checkpoints" / "step-00000002"
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path, prefer_best=True) == latest
+    (tmp_path / "checkpoints" / "best").write_text("step-00000001\n")
+    assert find_checkpoint(tmp_path) == find_checkpoint(latest, prefer_best=True) == latest
+    best = tmp_path / "checkpoints" / "step-00000001"
+    assert find_checkpoint(tmp_path, prefer_best=True) == find_checkpoint(tmp_path / "checkpoints" / "best") == best

@@ -9,7 +9,7 @@ import torch
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Manifest, Position
-from gpipe.checkpoint.read import load_layers
+from gpipe.checkpoint.read import export, load_layers
 from tests.training.small_run import SmallRun, assert_equal, small_layers, small_run
 
 POSITION = Position(step=3, epoch=0, batch=3, seed=0)
@@ -57,6 +57,24 @@ def test_weights_alone_can_be_loaded(checkpoint: Path, trained: SmallRun) -> Non
     other.load_weights_alone(checkpoint)
     for name, tensor in other.pipeline.layers.state_dict().items():
         assert torch.equal(tensor, trained.pipeline.layers.state_dict()[name])
+
+
+def test_an_exported_file_begins_a_run_as_its_checkpoint_does(checkpoint: Path, tmp_path: Path) -> None:
+    export(checkpoint, tmp_path / "model.safetensors")
+    first, second = small_run((1, 2, 3), seed=1), small_run((2, 4), seed=1)
+    first.begin(checkpoint, replaced=HEAD)
+    second.begin(tmp_path / "model.safetensors", replaced=HEAD)
+    assert_equal(second, first.tensors())
+
+
+def test_a_file_that_does_not_fit_is_refused_as_a_checkpoint_is(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    export(checkpoint, file)
+    with pytest.raises(CheckpointError, match=r"does not fit this model in its weights: layers 3, 4, 5 differ \("):
+        small_run(width=6).begin(file)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a file of a model's weights \(.*\): choose"):
+        small_run().begin(file)
 
 
 def test_tied_weights_can_be_saved(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from hydra import compose
+from hydra.conf import ConfigSourceInfo
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from gpipe.config import ConfigError, to_run
+from gpipe.config import ConfigError, name_sources, to_run
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -128,3 +129,12 @@ def test_what_is_wrong_with_a_file_of_ones_own_is_one_sentence(tmp_path: Path, t
         raw(f"hydra.searchpath=[file://{tmp_path}]", "data=cats")
     (sentence,) = str(refused.value).splitlines()
     assert sentence.startswith(f"In 'data/cats': {said}")
+
+
+def test_where_settings_were_found_is_said_as_on_a_command_line(tmp_path: Path) -> None:
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    composed = compose("train", overrides=[search], return_hydra_config=True)
+    assert name_sources(composed.hydra) == [search]
+    composed.hydra.runtime.config_sources.append(ConfigSourceInfo(f"{Path.cwd()}/my conf", "file", "command-line"))
+    composed.hydra.job.config_name = "mine"
+    assert name_sources(composed.hydra) == ["--config-dir", "my conf", "--config-name", "mine", search]

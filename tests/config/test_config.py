@@ -2,7 +2,6 @@
 
 import ast
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -23,7 +22,7 @@ from gpipe.config import (
     to_run,
     to_yaml,
 )
-from gpipe.config.folders import job_folder, newest_run
+from gpipe.config.folders import job_folder
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -454,17 +453,3 @@ def _schemas(schema: type) -> Iterator[type]:
             for known in (field.type, *field.type.__subclasses__()):
                 if known.__module__.startswith("gpipe."):
                     yield from _schemas(known)
-
-
-def test_of_a_folder_of_runs_the_one_that_saved_last_counts(tmp_path: Path) -> None:
-    for name, seconds in (("b", 1), ("a", 2), ("c", None)):
-        folder = tmp_path / name / "checkpoints"
-        folder.mkdir(parents=True)
-        if seconds is not None:
-            (folder / "step-00000001").mkdir()
-            (folder / "step-00000001" / "manifest.json").touch()
-            os.utime(folder / "step-00000001" / "manifest.json", (seconds, seconds))
-    assert newest_run(str(tmp_path)) == str(tmp_path / "a")
-    assert newest_run(str(tmp_path / "b")) == str(tmp_path / "b")
-    assert newest_run(str(tmp_path / "b" / "checkpoints")) == str(tmp_path / "b" / "checkpoints")
-    assert newest_run(str(tmp_path / "nowhere")) == str(tmp_path / "nowhere")

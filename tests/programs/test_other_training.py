@@ -10,8 +10,10 @@ import pytest
 from hydra import compose
 
 from gpipe.checkpoint.content import Content
+from gpipe.checkpoint.folder import find_run
 from gpipe.checkpoint.manifest import MANIFEST, Position, seal, write_manifest
-from gpipe.config import RunConfig, newest_run, to_plain, to_run, to_yaml
+from gpipe.config import RunConfig, to_plain, to_run, to_yaml
+from gpipe.programs.resume import name_runs
 from gpipe.programs.train import launch_training
 from tests.support.train_program import TINY
 
@@ -22,13 +24,15 @@ def run_of(*overrides: str) -> RunConfig:
     return to_run(compose("train", overrides=[*TINY, *overrides]))
 
 
-def leave(folder: Path, *overrides: str) -> Path:
+def leave(folder: Path, *overrides: str, results: dict[str, int] | None = None) -> Path:
     """Leave the settings and a checkpoint of a run, as far as they are read before its tensors."""
     run = run_of(*overrides)
     position = Position(step=2, epoch=0, batch=2, seed=run.seed)
     checkpoint = folder / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, Content(position, {}, config=to_plain(run)).describe(num_layers=9), [])
+    write_manifest(
+        checkpoint, Content(position, {}, config=to_plain(run), results=results or {}).describe(num_layers=9), []
+    )
     (checkpoint.parent / "latest").write_text(f"{checkpoint.name}\n")
     (folder / "config.yaml").write_text(to_yaml(run))
     return folder
@@ -91,6 +95,29 @@ def test_a_run_that_goes_on_from_another_has_a_length_and_a_learning_rate_of_its
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        (["trainer.max_steps=2"], "trainer.max_steps=2: raise it."),
+        (["trainer.evaluation.patience=1"], "trainer.evaluation.patience=1: raise it, or set it to null."),
+    ],
+)
+def test_a_run_that_would_end_at_once_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], limit: str
+) -> None:
+    other = leave(tmp_path / "other", results={"num_worse": 1})
+    message = fail(run_of(*overrides, f"trainer.resume_from={other}"), tmp_path, capsys)
+    said = f"trainer.resume_from is {other}, which has finished step 2: nothing is left to train with {limit}\n"
+    assert message == f"error: {said}"
+
+
+def test_the_run_that_a_folder_of_runs_means_is_in_the_settings(tmp_path: Path) -> None:
+    other = leave(tmp_path / "runs" / "other")
+    run = name_runs(run_of(f"trainer.resume_from={tmp_path / 'runs'}", f"init_from={tmp_path / 'runs'}"))
+    assert (run.trainer.resume_from, run.init_from) == (str(other), str(other))
+    assert name_runs(run_of()) == run_of()
+
+
 def test_what_an_older_program_did_not_save_is_no_difference(tmp_path: Path) -> None:
     folder = leave(tmp_path / "other")
     path = folder / "checkpoints" / "step-00000002" / MANIFEST
@@ -127,5 +154,5 @@ def test_a_full_disk_leaves_the_settings_by_which_the_run_is_found(
 def test_a_checkpoint_is_found_without_the_pointer_to_it(tmp_path: Path) -> None:
     folder = leave(tmp_path / "run")
     (folder / "checkpoints" / "latest").unlink()
-    assert newest_run(str(tmp_path)) == str(folder)
+    assert find_run(tmp_path) == folder
     launch_training(run_of(f"trainer.resume_from={folder}", "trainer.dry_run=true"), tmp_path, [])

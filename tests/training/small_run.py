@@ -128,9 +128,9 @@ class SmallRun:
         """Load neither averages nor the optimiser's state."""
         return load_checkpoint(path, self.pipeline, self.model(with_ema=False))
 
-    def begin(self, path: Path, **settings: Any) -> Manifest:
+    def begin(self, path: Path, **settings: Any) -> None:
         """Begin with the weights and averages of another run."""
-        return load_weights(path, self.pipeline, self.model(), **settings)
+        load_weights(path, self.pipeline, self.model(), **settings)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy every number of the training state, by kind and name."""

@@ -364,3 +364,10 @@ def test_what_cannot_be_saved_ends_the_training_before_its_first_step(tmp_path: 
         trainer.train()
     assert trainer.pipeline.step == trainer.train_loader.num_fetched == 0
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    nameless = torch.optim.SGD(small_run().pipeline.layers.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="does not know its parameters' names: build it from"):
+        small_trainer(tmp_path, optimizer=nameless)
+    small_trainer(tmp_path, optimizer=nameless, checkpoint_folder=None).train()

@@ -1,6 +1,7 @@
 """Look at a checkpoint: python -m gpipe.checkpoint verify|describe|export PATH.
 
-PATH is a checkpoint's folder, a run's folder (for its latest checkpoint), or a pointer such as checkpoints/best.
+PATH is a checkpoint's folder, a run's folder (for its latest checkpoint), a folder of runs (for the run that saved
+last), or a pointer such as checkpoints/best.
 """
 
 import argparse
@@ -104,7 +105,9 @@ def _make_parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", type=Path, help="a checkpoint's folder, a run's, or a pointer: checkpoints/best")
+        command.add_argument(
+            "path", type=Path, help="a checkpoint's folder, a run's, a folder of runs, or checkpoints/best"
+        )
         if name == "export":
             command.add_argument("--output", type=Path, help="the file; default: <checkpoint>.safetensors here")
             command.add_argument("--weights", action="store_true", help="the weights, even if there are averages")

@@ -35,14 +35,32 @@ def find_best(folder: Path) -> Path | None:
     return _follow(folder / BEST)
 
 
-def find_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint that is meant: by its folder, by a pointer (`best`), or the latest of a run's folder."""
+def find_checkpoint(path: Path, *, prefer_best: bool = False) -> Path | None:
+    """Return the checkpoint that a path means; None if there is none.
+
+    Args:
+        path: a checkpoint's folder, a pointer to one (`best`), a run's folder, that of its checkpoints, or a folder of
+            runs, of which the one that saved last counts.
+        prefer_best: take a run's best checkpoint, if there is one, and not its latest.
+    """
     if path.name in (LATEST, BEST) and path.is_file():
         return _follow(path)
-    for folder in (path / "checkpoints", path):
-        if (latest := find_latest(folder)) is not None:
-            return latest
-    return path if (path / MANIFEST).exists() else None
+    if (path / MANIFEST).exists():
+        return path
+    run = find_run(path)
+    for folder in (run / "checkpoints", run):
+        if (found := (find_best(folder) if prefer_best else None) or find_latest(folder)) is not None:
+            return found
+    return None
+
+
+def find_run(path: Path) -> Path:
+    """Return, for a folder of runs, the run that saved last; any other path unchanged."""
+    if any((path / name).exists() for name in ("checkpoints", LATEST, MANIFEST)):
+        return path
+    saved = path.glob(f"*/checkpoints/step-*/{MANIFEST}")
+    newest = max(saved, key=lambda manifest: manifest.stat().st_mtime, default=None)
+    return path if newest is None else newest.parents[2]
 
 
 def list_newest_first(folder: Path) -> list[Path]:

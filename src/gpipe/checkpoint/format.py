@@ -89,11 +89,14 @@ class FileImage:
     Args:
         specs: of the file's tensors, by name.
         pinned: keep the buffer where a GPU can write to it directly.
+        metadata: texts by name, for the header.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], *, pinned: bool = False) -> None:
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], *, pinned: bool = False, metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.specs = dict(specs)
-        self._header, starts = _make_header(self.specs)
+        self._header, starts = _make_header(self.specs, metadata or {})
         num_bytes = sum(spec.num_bytes for spec in self.specs.values())
         # Filled, so that the operating system allocates its memory here and not during the first copy.
         self._data = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -143,12 +146,12 @@ class FileImage:
         return {"size": len(self._header) + len(data), "sha256": digest.hexdigest()}
 
 
-def _make_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+def _make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """Return the first bytes of a file of such tensors, and where the data of each begins after them."""
     # Wide dtypes first: every tensor then begins at a multiple of its own width.
     order = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
     starts: dict[str, int] = {}
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name in order:
         spec = specs[name]
@@ -162,6 +165,28 @@ def _make_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]
 def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def read_specs(path: Path) -> dict[str, TensorSpec]:
+    """Return the tensors of a safetensors file by name, without their numbers.
+
+    Raises:
+        DamagedCheckpoint: it is no such file, or has a tensor that no checkpoint has.
+    """
+    dtypes = {short: name for name, short in _NAMES.items()}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            return {name: TensorSpec(dtypes[one.get_dtype()], tuple(one.get_shape())) for name, one in slices.items()}
+    except (KeyError, SafetensorError) as error:
+        fault = shorten(str(error), 300)
+        raise DamagedCheckpoint(f"{path} is not a file of a model's weights ({fault}): choose another.") from None
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts in the header of a safetensors file that `read_specs` accepts."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return dict(file.metadata() or {})
 
 
 def check_header(path: Path, expected: Mapping[str, TensorSpec]) -> None:

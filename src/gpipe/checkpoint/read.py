@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gpipe.checkpoint.content import Kinds, OptimizerState
 from gpipe.checkpoint.errors import CheckpointError, run_on_all
-from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer, parse_parameter
-from gpipe.checkpoint.manifest import Manifest
+from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer, parse_parameter, read_specs
+from gpipe.checkpoint.manifest import Manifest, Position, TensorEntry
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.shared.tied_parameters import checksum
@@ -58,13 +58,13 @@ def load_weights(
     *,
     replaced: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
-) -> Manifest:
+) -> None:
     """Begin with the model that a checkpoint's run evaluated: with its averages, or its weights if it has none.
 
     Every process calls this.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or a file that `export` wrote.
         pipeline: whose processes load together.
         model: this process's weights, statistics and, if this run keeps any, averages, which are overwritten.
         replaced: the names of tensors that stay as they are.
@@ -73,7 +73,7 @@ def load_weights(
     Raises:
         CheckpointError: on all processes; the checkpoint is damaged, or is of another model.
     """
-    source = run_on_all(pipeline, lambda: _Source(path, settings))
+    source = run_on_all(pipeline, lambda: (_ExportedFile if path.is_file() else _Source)(path, settings))
     source.refuse_num_layers(pipeline.num_layers)
     _refuse_partly_replaced(pipeline, replaced)
     kind = source.choose_kind()
@@ -84,7 +84,6 @@ def load_weights(
     loaded = run_on_all(pipeline, lambda: source.read({kind: list(own["weights"])}))
     source.refuse_untied(loaded, pipeline)
     _copy(dict.fromkeys(own, loaded[kind]), own)
-    return source.manifest
 
 
 def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> Manifest:
@@ -134,7 +133,8 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
     entries = source.manifest.tensors.get(kind, {})
     if not entries:
         raise CheckpointError(f"{path} has no {kind}: choose another.")
-    image = FileImage(_rename(entries))
+    others = {name: value for name, value in source.manifest.config.items() if name.endswith("_sha256")}
+    image = FileImage(_rename(entries), metadata=others)  # such as the tokenizer's, which `init_from` compares
     for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
         image.copy(_rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
     with replacing(output) as partial:
@@ -294,6 +294,30 @@ class _Source:
             if key in saved and saved[key] != value
         ]
         return f"; {', '.join(found)}" if found else ""
+
+
+class _ExportedFile(_Source):
+    """A file that `export` wrote, in the place of a checkpoint."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self._path, self._settings = path, settings or {}
+        specs = {f"layers.{name}": spec for name, spec in read_specs(path).items()}
+        self._num_layers = 1 + max(map(parse_layer, specs), default=-1)
+        entries = {name: TensorEntry(spec.dtype, spec.shape, path.name) for name, spec in specs.items()}
+        self.manifest = Manifest(Position(0, 0, 0, 0), self._num_layers, None, {}, {}, {}, {"weights": entries})
+
+    def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
+        """Read the tensors called `names`, by kind, to the CPU; safetensors has compared the header with the size."""
+        with safe_open(self._path, framework="pt", device="cpu") as reader:
+            return {
+                kind: {name: reader.get_tensor(name.removeprefix("layers.")) for name in own}
+                for kind, own in names.items()
+            }
+
+    def refuse_num_layers(self, num_layers: int) -> None:
+        """Refuse a model with fewer layers than the file; its last layers may have no tensors."""
+        if self._num_layers > num_layers:
+            super().refuse_num_layers(num_layers)
 
 
 def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> None:

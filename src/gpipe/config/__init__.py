@@ -5,9 +5,8 @@ unknown keys and wrong types while it composes; `to_run` refuses wrong values wh
 """
 
 from gpipe.config.checks import ConfigError
-from gpipe.config.composed import compose_plain
+from gpipe.config.composed import compose_plain, name_sources
 from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
-from gpipe.config.folders import newest_run
 from gpipe.config.model import (
     AmoebaNetConfig,
     ModelConfig,
@@ -85,7 +84,7 @@ __all__ = [
     "TranslationModelConfig",
     "Variant",
     "compose_plain",
-    "newest_run",
+    "name_sources",
     "read_yaml",
     "register_schemas",
     "to_plain",

@@ -1,5 +1,6 @@
 """Compose the settings of an experiment without starting a run."""
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +17,24 @@ from gpipe.config.checks import ConfigError
 from gpipe.config.run import register_schemas, to_plain, to_run
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
+
+
+def name_sources(composed: HydraConf, config_name: str = "train") -> list[str]:
+    """Return the options with which a command line finds the same settings again, such as --config-dir.
+
+    Args:
+        composed: Hydra's own settings of this run.
+        config_name: the usual one.
+    """
+    words = []
+    for source in composed.runtime.config_sources:
+        if source.provider == "command-line":
+            words += ["--config-dir", os.path.relpath(source.path)]
+        elif source.provider == "main" and Path(source.path) != CONF:
+            words += ["--config-path", source.path]
+    if composed.job.config_name not in (None, config_name):
+        words += ["--config-name", composed.job.config_name]
+    return words + [word for word in composed.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath=")]
 
 
 def compose_plain(overrides: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 
 _LONGEST_NAME = 120
 
@@ -30,16 +29,6 @@ def job_folder(overrides: str) -> str:
     if name == overrides and len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 9]}-{_digest(overrides)}"
-
-
-def newest_run(folder: str) -> str:
-    """Return a run's or checkpoint's folder unchanged; for a folder of runs, the run that saved last."""
-    path = Path(folder)
-    if any((path / name).exists() for name in ("checkpoints", "latest", "manifest.json")):
-        return folder
-    saved = path.glob("*/checkpoints/step-*/manifest.json")
-    newest = max(saved, key=lambda manifest: manifest.stat().st_mtime, default=None)
-    return folder if newest is None else str(newest.parents[2])
 
 
 def _digest(text: str) -> str:

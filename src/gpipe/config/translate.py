@@ -19,7 +19,7 @@ class TranslateConfig:
     """A checkpoint, a text, and a beam search.
 
     Attributes:
-        checkpoint: a run's folder or a checkpoint's.
+        checkpoint: a folder of a run, whose best checkpoint counts, of runs, or of a checkpoint.
         text: a sentence.
         file: a text file with one sentence per line; - is the standard input. Set either this or text.
         output: the file for the translations; null prints them.

@@ -15,6 +15,7 @@ from torch import nn
 
 from gpipe.checkpoint import folder as checkpoints
 from gpipe.checkpoint.errors import DamagedCheckpoint
+from gpipe.checkpoint.format import read_metadata
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import load_checkpoint
 from gpipe.config import (
@@ -26,6 +27,7 @@ from gpipe.config import (
     OptimizerConfig,
     PartitionBy,
     RunConfig,
+    TrainerConfig,
     to_plain,
 )
 from gpipe.launch import stops
@@ -59,7 +61,7 @@ _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "track
 
 
 def check_checkpoints(run: RunConfig) -> None:
-    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another training.
+    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another or a finished training.
 
     Raises ConfigError, which names the settings that differ.
     """
@@ -67,12 +69,30 @@ def check_checkpoints(run: RunConfig) -> None:
         if value is not None:
             find_checkpoint(setting, value)
     if (value := run.trainer.resume_from) is not None:
-        saved = Manifest.read(find_checkpoint("trainer.resume_from", value)).config
-        if found := differences(saved, to_plain(run), RESUMED_MAY_DIFFER):
+        saved = Manifest.read(find_checkpoint("trainer.resume_from", value))
+        if found := differences(saved.config, to_plain(run), RESUMED_MAY_DIFFER):
             raise ConfigError(
                 f"trainer.resume_from is {value}, which was trained with other settings ({'; '.join(found)}): set them "
                 "as they are there, or start from its weights alone with init_from."
             )
+        _refuse_nothing_to_train(value, saved, run.trainer)
+
+
+def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig) -> None:
+    """Refuse to resume from a state at which the training would be over at once, without a checkpoint of its own."""
+    position, patience = saved.position, trainer.evaluation.patience
+    reached = {
+        f"trainer.num_epochs={trainer.num_epochs}: raise it": position.epoch >= trainer.num_epochs,
+        f"trainer.max_steps={trainer.max_steps}: raise it": trainer.max_steps is not None
+        and position.step >= trainer.max_steps,
+        f"trainer.evaluation.patience={patience}: raise it, or set it to null": patience is not None
+        and saved.results.get("num_worse", 0) >= patience,
+    }
+    if limits := [limit for limit, is_reached in reached.items() if is_reached]:
+        raise ConfigError(
+            f"trainer.resume_from is {value}, which has finished step {position.step}: nothing is left to train "
+            f"with {limits[0]}."
+        )
 
 
 def check_earlier(run: RunConfig, folder: Path) -> None:
@@ -332,7 +352,7 @@ def build_trainer(
         progress.message(f"warning: {sentence}")
     kept = workload.keep(None)
     if (earlier := _newest_manifest(folder)) is not None:
-        _refuse_other_files(f"{folder} has a checkpoint", earlier, kept)
+        _refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
     workload.keep(folder if place.is_main else None)
     trainer = Trainer(
         pipeline=pipeline,
@@ -449,14 +469,15 @@ def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], Abstr
 def _find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
     """Find a checkpoint, and refuse one that was saved with other files than this run has."""
     path = find_checkpoint(setting, value)
-    _refuse_other_files(f"{setting} is {value}", Manifest.read(path), kept)
+    saved = read_metadata(path) if path.is_file() else Manifest.read(path).config
+    _refuse_other_files(f"{setting} is {value}", saved, kept)
     return path
 
 
-def _refuse_other_files(subject: str, manifest: Manifest, kept: Mapping[str, str]) -> None:
-    """Raise ConfigError where a checkpoint, which `subject` names, was saved with other files than `kept`."""
+def _refuse_other_files(subject: str, saved: Mapping[str, Any], kept: Mapping[str, str]) -> None:
+    """Raise ConfigError where a checkpoint, which `subject` names, was `saved` with other files than `kept`."""
     for name, digest in kept.items():
-        if (other := manifest.config.get(name)) != digest:
+        if (other := saved.get(name)) != digest:
             what = name.removesuffix("_sha256")
             raise ConfigError(
                 f"{subject}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
@@ -465,10 +486,25 @@ def _refuse_other_files(subject: str, manifest: Manifest, kept: Mapping[str, str
 
 
 def find_checkpoint(setting: str, value: str) -> Path:
-    """Return a checkpoint's folder, given that, the run's folder, the folder of checkpoints, or `best` in it.
+    """Return the checkpoint that the value of a setting means, or for init_from an exported file.
 
-    setting: the name of the setting that has the value. Raises ConfigError where there is no checkpoint.
+    `checkpoint` is what a program is to use, so it means a run's best checkpoint; a training begins with the latest.
+
+    Args:
+        setting: its name: checkpoint, init_from or trainer.resume_from.
+        value: see `gpipe.checkpoint.folder.find_checkpoint`.
+
+    Raises:
+        ConfigError: there is no checkpoint.
     """
-    if (path := checkpoints.find_checkpoint(Path(value))) is None:
+    path = Path(value)
+    if path.suffix == ".safetensors" and path.is_file():
+        if setting == "init_from":
+            return path
+        raise ConfigError(
+            f"{setting} is {value}, a file that has weights alone, expected a run's folder or a checkpoint's: "
+            "name that, or start a training from the file with init_from."
+        )
+    if (found := checkpoints.find_checkpoint(path, prefer_best=setting == "checkpoint")) is None:
         raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
-    return path
+    return found

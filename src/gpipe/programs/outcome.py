@@ -1,13 +1,21 @@
 """Write the record and the timeline of a finished run, and print its outcome."""
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpipe.config import AmoebaNetConfig, PipelineConfig, RunConfig, TranslationModelConfig, to_plain
+from gpipe.config import (
+    AmoebaNetConfig,
+    PipelineConfig,
+    RunConfig,
+    TransformerLMConfig,
+    TranslationModelConfig,
+    to_plain,
+)
 from gpipe.durable_files import replacing
 from gpipe.launch.processes import Place
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
@@ -22,6 +30,11 @@ from gpipe.training.tracking import Tracker
 
 TRACE_FILE = "timeline.json"
 PICTURE_FILE = "timeline.png"
+_PAPERS = {  # the experiment of the paper with a model of the same family
+    AmoebaNetConfig: "amoebanet_imagenet",
+    TransformerLMConfig: "table2_transformer_lm",
+    TranslationModelConfig: "transformer_multilingual",
+}
 
 
 def record_outcome(
@@ -45,7 +58,7 @@ def record_outcome(
         summary: what training came to.
         timeline: the last step that was recorded; None if none was.
         place: this process.
-        overrides: the words of the command line.
+        overrides: the words of the command line that choose the settings.
         tracker: gets the picture and the table of the outcome.
         hints: whether to say what to try next.
     """
@@ -72,7 +85,7 @@ def record_outcome(
     if timeline is not None:
         tracker.log_picture(summary.num_steps, "timeline", folder / PICTURE_FILE)
     tracker.log_outcome(summary.num_steps, _flatten(summary.as_dict()))
-    more = f"\n{_suggest(folder, run, overrides)}" if hints else ""
+    more = f"\n{suggest(folder, run, summary, overrides)}" if hints else ""
     print(f"\n{_describe(run.name, summary)}{bubbles}{more}", flush=True)
 
 
@@ -121,29 +134,42 @@ def _describe(name: str, summary: Summary) -> str:
     return f"{name}: {result} after {summary.num_steps} steps in {took}.{replaced}"
 
 
-def _suggest(folder: Path, run: RunConfig, overrides: Sequence[str]) -> str:
+def suggest(folder: Path, run: RunConfig, summary: Summary, overrides: Sequence[str]) -> str:
     """Return the names of the run's files, and commands to try next."""
-    length = "num_epochs" if run.trainer.max_steps is None else "max_steps"
-    longer = f"trainer.{length}={2 * getattr(run.trainer, length)}"
+    commands = {}
+    if run.trainer.checkpoints.keep is not None:
+        commands["train on"] = _command(overrides, *_lengthen(run, summary), f"trainer.resume_from={folder}")
+        if isinstance(run.model, TranslationModelConfig):
+            commands["translate"] = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
+    if run.pipeline.num_stages > 1:
+        commands["without pipeline"] = _command(overrides, *_merge_stages(run))
+    if (experiment := _PAPERS[type(run.model)]) != run.name:
+        commands["the paper's plan"] = f"python train.py +experiment={experiment} trainer.dry_run=true"
+    files = ", ".join(sorted(path.name for path in folder.glob("[!.]*")))
+    return f"Files in {folder}: {files}\nTry next:\n" + "\n".join(f"  {to:<17} {what}" for to, what in commands.items())
+
+
+def _lengthen(run: RunConfig, summary: Summary) -> list[str]:
+    """Return the overrides with which the training goes on: twice the length, or no end by patience."""
+    trainer = run.trainer
+    is_whole = summary.num_epochs >= trainer.num_epochs or summary.num_steps >= (trainer.max_steps or sys.maxsize)
+    if not is_whole:
+        return ["trainer.evaluation.patience=null"]
+    # Both: the shorter one counts.
+    steps = [] if trainer.max_steps is None else [f"trainer.max_steps={2 * trainer.max_steps}"]
+    return [f"trainer.num_epochs={2 * trainer.num_epochs}", *steps]
+
+
+def _merge_stages(run: RunConfig) -> list[str]:
+    """Return the overrides with which the model is trained in one process, in one stage."""
     alone = ["pipeline.num_stages=1", "launch.num_processes=1"]
     if run.launch.num_replicas > 1:
         alone.append("launch.num_replicas=1")
+    if run.pipeline.partitions is not None:
+        alone.append("pipeline.partitions=null")
     if run.pipeline.stages_per_device > 1:  # 1F1B has the same gradients, to the last bit
         alone += ["pipeline.schedule=1f1b", "pipeline.stages_per_device=1"]
-    is_translation = isinstance(run.model, TranslationModelConfig)
-    experiment = "amoebanet_imagenet" if isinstance(run.model, AmoebaNetConfig) else "transformer_multilingual"
-    commands = {
-        "train on": _command(overrides, longer, f"trainer.resume_from={folder}"),
-        "translate": shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"]),
-        "without pipeline": _command(overrides, *alone),
-        "the paper's plan": f"python train.py +experiment={experiment} trainer.dry_run=true",
-    }
-    if run.trainer.checkpoints.keep is None:
-        del commands["train on"]
-    if run.trainer.checkpoints.keep is None or not is_translation:
-        del commands["translate"]
-    files = ", ".join(sorted(path.name for path in folder.glob("[!.]*")))
-    return f"Files in {folder}: {files}\nTry next:\n" + "\n".join(f"  {to:<17} {what}" for to, what in commands.items())
+    return alone
 
 
 def _command(overrides: Sequence[str], *changes: str) -> str:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -119,6 +120,17 @@ def _remove_if_empty(folder: Path) -> None:
 
 def _has_saved(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*"))
+
+
+def name_runs(run: RunConfig) -> RunConfig:
+    """Return the settings with the run, where they name a folder of runs to start from: the one that saved last."""
+    named = (run.init_from, run.trainer.resume_from)
+    if named == (None, None):
+        return run
+    from gpipe.checkpoint.folder import find_run  # loads torch
+
+    init_from, resume_from = (None if value is None else str(find_run(Path(value))) for value in named)
+    return replace(run, init_from=init_from, trainer=replace(run.trainer, resume_from=resume_from))
 
 
 def is_unfinished(folder: Path, run: RunConfig) -> bool:

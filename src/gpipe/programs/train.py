@@ -32,7 +32,7 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
     Args:
         run: the settings.
         folder: the run's folder.
-        overrides: the words of the command line.
+        overrides: the words of the command line that choose the settings.
         hints: whether to suggest at the end what to try next.
     """
     with report_errors(debug=run.launch.debug):

@@ -31,7 +31,9 @@ class TrainedModel:
 
 
 def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
-    """Load the model of a run's folder, or of a checkpoint's, with the moving averages of its weights if there are any.
+    """Load the model of a checkpoint, a run (its best checkpoint) or a folder of runs (the one that saved last).
+
+    The moving averages of the weights are loaded if there are any.
 
     Raises ConfigError where there is no checkpoint, for one of another family of models, and for a tokenizer that the
     model was not trained with; CheckpointError for a damaged one.

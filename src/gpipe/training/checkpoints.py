@@ -51,6 +51,7 @@ class Checkpoints:
 
     Raises:
         ValueError: keep is not positive.
+        TypeError: the optimiser, which is to be saved, does not know its parameters' names.
 
     Attributes:
         saved_step: the step of the folder's newest checkpoint; None if there is none.
@@ -67,6 +68,8 @@ class Checkpoints:
         config: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
+        if folder is not None:
+            named_parameters_of(optimizer)
         self.saved_step: int | None = None
         self._folder, self._pipeline, self._optimizer, self._ema = folder, pipeline, optimizer, ema
         self._keep, self._config, self._say = keep, config, say

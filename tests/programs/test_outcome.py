@@ -1,0 +1,70 @@
+"""The commands that a run suggests at its end do what they say."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose
+
+from gpipe.config import RunConfig, to_run
+from gpipe.programs.outcome import suggest
+from gpipe.training.summary import Summary, Totals
+
+pytestmark = pytest.mark.usefixtures("composer")
+TOKENS = ("model=transformer_lm_small", "data=random_tokens")
+TRANSLATION = ("model=translation_small", "data=multilingual_embedded")
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return to_run(compose("train", overrides=[*overrides]))
+
+
+def summary_of(num_steps: int, num_epochs: int) -> Summary:
+    return Totals().summarize(num_steps, num_epochs, None, "images", 1)
+
+
+def suggested(run: RunConfig, summary: Summary, *overrides: str) -> dict[str, str]:
+    lines = suggest(Path("runs/a"), run, summary, overrides).partition("Try next:\n")[2].splitlines()
+    return {line[:19].strip(): line[20:].strip() for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "experiment"),
+    [((), "amoebanet_imagenet"), (TOKENS, "table2_transformer_lm"), (TRANSLATION, "transformer_multilingual")],
+)
+def test_the_papers_plan_is_that_of_the_same_family_of_models(overrides: tuple[str, ...], experiment: str) -> None:
+    run, summary = run_of(*overrides), summary_of(3, 3)
+    found = suggested(run, summary)
+    assert found["the paper's plan"] == f"python train.py +experiment={experiment} trainer.dry_run=true"
+    assert ("translate" in found) == (overrides == TRANSLATION)
+    assert "the paper's plan" not in suggested(replace(run, name=experiment), summary)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "summary", "lengthened"),
+    [
+        (["trainer.num_epochs=3"], summary_of(12, 3), "trainer.num_epochs=6"),
+        (["trainer.max_steps=9"], summary_of(9, 2), "trainer.num_epochs=6 trainer.max_steps=18"),
+        (["trainer.max_steps=99"], summary_of(12, 3), "trainer.num_epochs=6 trainer.max_steps=198"),
+        (
+            ["trainer.max_steps=9", "trainer.evaluation.patience=1"],
+            summary_of(4, 1),
+            "trainer.max_steps=9 trainer.evaluation.patience=null",
+        ),
+    ],
+)
+def test_to_train_on_is_to_train_more(overrides: list[str], summary: Summary, lengthened: str) -> None:
+    """Also where the epochs ended before `max_steps`, and after early stopping."""
+    command = suggested(run_of(*overrides), summary, *overrides)["train on"]
+    assert command == f"python train.py {lengthened} trainer.resume_from=runs/a"
+
+
+def test_what_a_command_needs_to_find_its_settings_stays() -> None:
+    words = ["--config-dir", "my conf", "data=cats", "pipeline.num_stages=3"]
+    command = suggested(run_of(), summary_of(3, 3), *words)["without pipeline"]
+    assert command.startswith("python train.py --config-dir 'my conf' data=cats pipeline.num_stages=1 ")
+
+
+def test_a_run_without_a_pipeline_or_checkpoints_suggests_neither() -> None:
+    run = run_of("pipeline.num_stages=1", "trainer.checkpoints.keep=null")
+    assert list(suggested(run, summary_of(3, 3))) == ["the paper's plan"]
