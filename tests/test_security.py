@@ -14,8 +14,9 @@ import cloudpickle
 import pytest
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.singleton import Singleton
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError
@@ -131,6 +132,70 @@ def test_the_command_line_may_name_a_folder(word: str) -> None:
     composed = compose("train", overrides=[word], return_hydra_config=True)
     place, _, value = word.partition("=")
     assert str(OmegaConf.select(composed, place)).lower() == value.lower()
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ['hydra.launcher.setup=["module load cuda"]', "hydra/launcher=slurm"],
+        ["+hydra.callbacks.mine._target_=hydra.experimental.callback.Callback"],
+        ["hydra.launcher._target_=somewhere.Launcher"],
+        ["+hydra.job.env_set.OMP_PROC_BIND=close"],
+    ],
+    ids=" ".join,
+)
+def test_the_users_own_command_line_may_name_code_and_a_file_may_not(words: list[str], elsewhere: Path) -> None:
+    compose("train", overrides=words)
+    compose_with(elsewhere, "seed: 1", *words)
+    with pytest.raises(HydraException, match=_REFUSAL):
+        compose_with(elsewhere, CODE["logging_factory"], *words)
+    with pytest.raises(HydraException, match=r"env_set is LD_PRELOAD, .*no configuration may name code"):
+        compose_with(elsewhere, CODE["environment"], *words)
+
+
+@pytest.mark.usefixtures("composer")
+def test_another_launcher_that_is_installed_may_be_chosen_on_the_command_line(elsewhere: Path) -> None:
+    plugin = {"_target_": "hydra_plugins.other.OtherLauncher", "folder": "/scratch"}
+    ConfigStore.instance().store(group="hydra/launcher", name="other", node=plugin, provider="other")
+    composed = compose_with(elsewhere, "seed: 1", "hydra/launcher=other")
+    assert composed.hydra.launcher == plugin
+    with pytest.raises(HydraException, match=r"launcher.folder is '/home', expected nothing"):
+        compose_with(elsewhere, "hydra: {launcher: {folder: /home}}", "hydra/launcher=other")
+    with pytest.raises(HydraException, match=r"launcher._target_ is hydra_plugins.other.OtherLauncher, expected none"):
+        compose_with(elsewhere, "defaults: [_self_, override /hydra/launcher: other]")
+
+
+BOMB = "\n".join(["a0: &a0 [1, 2]", *(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}, *a{n}]" for n in range(30))])
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "a: &a [1, {b: *a}]",
+            r"evil.yaml has an alias to what is around it in line 2, so it never ends: remove \*a\.",
+        ),
+        (BOMB, r"evil.yaml stands for more than 10,000 values, with its aliases: shorten it\."),
+        (f"a: {'[' * 3000}", r"evil.yaml is nested more than 50 levels deep: flatten it\."),
+        ("#" * 2**20, r"evil.yaml has 1,048,\d+ bytes, expected at most 1,048,576: it holds no settings\."),
+        ("defaults: [evil]", r"extra/evil is one of more than 500 files that defaults lists name, perhaps in a circle"),
+    ],
+    ids=["cycle", "bomb", "deep", "long", "includes"],
+)
+def test_a_file_without_end_is_one_sentence(text: str, said: str, elsewhere: Path) -> None:
+    with pytest.raises(ConfigCompositionException, match=said) as refused:
+        compose_with(elsewhere, text)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_file_that_is_no_text_is_named(elsewhere: Path) -> None:
+    write_config(elsewhere, "")
+    (elsewhere / "conf" / "extra" / "evil.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigCompositionException, match=r"evil.yaml is not UTF-8, expected a YAML file: convert it"):
+        compose("train", overrides=[f"hydra.searchpath=[file://{elsewhere / 'conf'}]", "+extra=evil"])
 
 
 def test_settings_that_were_saved_are_not_interpolated() -> None:

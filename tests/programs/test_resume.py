@@ -202,3 +202,9 @@ def test_a_file_that_has_no_settings_is_no_run(tmp_path: Path, text: str) -> Non
 def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
     leave(tmp_path / "1")
     assert read_yaml(tmp_path / "1" / "config.yaml") == to_plain(run_of())
+
+
+def test_the_root_of_the_disk_is_no_runs_folder() -> None:
+    refused = pytest.raises(ConfigError, match=r"hydra.run.dir is /, expected a folder of the run's own")
+    with refused, resume_folder(run_of(), Path("/"), is_dated=False):
+        pass

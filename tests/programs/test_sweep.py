@@ -250,3 +250,12 @@ def test_a_reproduction_that_is_not_here_is_refused_before_the_first_job(tmp_pat
     (tmp_path / "reproductions" / "claim").mkdir(parents=True)
     (tmp_path / "reproductions" / "claim" / "runs.jsonl").touch()
     SweepEnd().on_multirun_start(config)
+
+
+def test_a_cluster_that_is_not_here_is_refused_before_the_first_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    config = compose("train", overrides=["hydra/launcher=slurm"], return_hydra_config=True)
+    with pytest.raises(
+        SystemExit, match=r"this machine has no srun: start train.py on a login node of the cluster, or"
+    ):
+        SweepEnd().on_multirun_start(config)

@@ -3,33 +3,38 @@
 Hydra makes folders and log files, makes objects of `_target_`s and of the logging's settings, sets environment
 variables, and writes what was composed into files, all before train.py gets a word in. So what it composes is checked
 where it composes: of Hydra's own settings only those pass that are known to be harmless, unless the command line has
-them.
+them, which is the user's own.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe.config.checks import ConfigError, why
 from gpipe.config.choices import drop_replaced_values
 from gpipe.config.group_files import explain_file
+from gpipe.config.yaml_files import MAX_FILES, refuse_hostile_yaml
 from gpipe.environment_secrets import find_secret, is_secret
 
 _NAMES_CODE = ("_target_", "()", "class", "factory")  # the first is Hydra's, the others are logging's
 _TEXT = r"(?s:.*)"  # where it is only shown, is a value of a setting that is checked elsewhere, or Hydra overwrites it
 _WORD = r"[\w.,:=+@*&|()\[\]-]*"
 _NAME = r"(?!\.)[\w.,=+-]+"
-_EXPERIMENT = r"[A-Za-z0-9][\w.-]*"
+_EXPERIMENT = r"[A-Za-z0-9][\w.-]{0,99}"
 _FOLDER = r"\.|(runs|multirun)(/(?!\.{1,2}(/|$))[\w.,=+%-]+)*(/\.)?"  # ending as that of torchrun's later processes
 _EXPECTED = {
     _WORD: "a word without blanks or slashes",
@@ -79,6 +84,7 @@ _NOT_GIVEN = "<not given>"
 _compose = ConfigLoaderImpl.load_configuration
 _merge = ConfigLoaderImpl._compose_config_from_defaults_list
 _search = ConfigLoaderImpl._process_config_searchpath
+_load_once = CachingConfigRepository.load_config
 
 
 def guard_composition() -> None:
@@ -89,6 +95,7 @@ def guard_composition() -> None:
     ConfigLoaderImpl.load_configuration = _composed_and_checked  # type: ignore[method-assign]
     ConfigLoaderImpl._compose_config_from_defaults_list = _merged_by_choice  # type: ignore[method-assign]
     ConfigLoaderImpl._process_config_searchpath = _searched_and_checked  # type: ignore[method-assign, assignment]
+    CachingConfigRepository.load_config = _counted_and_loaded  # type: ignore[method-assign]
     OmegaConf.register_new_resolver("oc.env", _Environment(), replace=True)
 
 
@@ -122,16 +129,10 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
 
     overrides: the command line's, which may name files. Raises ConfigCompositionException.
     """
-    for place in _EMPTY:
-        if value := OmegaConf.select(composed, place):
-            # Of variables their names alone: hydra.job.env_copy has put there what the environment says.
-            shown = ", ".join(value) if OmegaConf.is_config(value) else value
-            raise ConfigCompositionException(
-                f"{place} is {shown}, expected nothing: no configuration may name code to run; do it in the shell that "
-                "starts the program."
-            )
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)
+    for place in _EMPTY:
+        _refuse_unsaid_code(place, OmegaConf.select(OmegaConf.create(plain), place), overrides)
     _refuse_name(plain.get("name"))
     for place, key, value in sorted(_entries(plain), key=lambda entry: entry[0].startswith("hydra.")):
         _refuse_secret(place, f"{key} {value}")
@@ -139,22 +140,49 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
             _resolved(composed, place, value)
         if (expected := _expected(composed, place, key, value, overrides)) is None:
             continue
+        if any(_is_said(place, override) for override in overrides) or _is_chosen(composed, place, value, overrides):
+            continue
         if _names_code(key, value):
             raise ConfigCompositionException(
-                f"{place} is {value}, expected none: no configuration may name code to run; remove it."
+                f"{place} is {value}, expected none: no configuration may name code to run; remove it, or say it on "
+                "the command line."
             )
-        if not any(_is_said(place, override) for override in overrides):
-            raise ConfigCompositionException(
-                f"{place} is {value!r}, expected {expected}, because a configuration may name no file and no code: "
-                "correct it, or say it on the command line."
-            )
+        raise ConfigCompositionException(
+            f"{place} is {value!r}, expected {expected}, because a configuration may name no file and no code: "
+            "correct it, or say it on the command line."
+        )
+
+
+def _refuse_unsaid_code(place: str, value: Any, overrides: Sequence[str]) -> None:
+    """Refuse lines of a shell, variables and functions that the command line does not have."""
+    plain = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+    inside = [entry for entry, _, _ in _entries(plain, place)] or ([place] if plain else [])
+    if unsaid := [entry for entry in inside if not any(_is_said(entry, override) for override in overrides)]:
+        # Of variables their names alone: hydra.job.env_copy has put there what the environment says.
+        shown = plain if isinstance(plain, str) else ", ".join(map(str, plain or ()))
+        raise ConfigCompositionException(
+            f"{place} is {shown}, expected nothing: no configuration may name code to run; remove {unsaid[0]}, and say "
+            "it on the command line or in the shell that starts the program."
+        )
+
+
+def _is_chosen(composed: DictConfig, place: str, value: Any, overrides: Sequence[str]) -> bool:
+    """Say whether an installed plugin of Hydra, which the command line chooses, has this value itself."""
+    for group in ("launcher", "sweeper"):
+        choice = (OmegaConf.select(composed, "hydra.runtime.choices") or {}).get(f"hydra/{group}")
+        if place.startswith(f"hydra.{group}.") and f"hydra/{group}={choice}" in overrides:
+            with suppress(ConfigLoadError):
+                own = OmegaConf.to_container(ConfigStore.instance().load(f"hydra/{group}/{choice}.yaml").node)
+                return any(f"hydra.{group}.{at}" == place and known == value for at, _, known in _entries(own))
+    return False
 
 
 def _refuse_name(name: Any) -> None:
     """Refuse the name of an experiment that is no folder's, before what follows from it is refused."""
     if isinstance(name, str) and name != "???" and "${" not in name and not re.fullmatch(_EXPERIMENT, name):
         raise ConfigCompositionException(
-            f"name is {name!r}, expected letters, digits, and _ . - between them: it becomes a folder's name."
+            f"name is {name!r}, expected at most 100 letters, digits, and _ . - between them: it becomes a folder's "
+            "name."
         )
 
 
@@ -222,6 +250,21 @@ def _searched_and_checked(
             "remove it, or say it on the command line."
         )
     _search(self, config_name, overrides, repo)
+
+
+@wraps(_load_once)
+def _counted_and_loaded(self: CachingConfigRepository, config_path: str) -> ConfigResult | None:
+    """Load a file, unless it is hostile, or defaults lists name files without end: in a circle, or each several."""
+    self.num_named = getattr(self, "num_named", 0) + 1  # type: ignore[attr-defined]
+    if self.num_named > MAX_FILES:  # type: ignore[attr-defined]
+        raise ConfigCompositionException(
+            f"{config_path} is one of more than {MAX_FILES} files that defaults lists name, perhaps in a circle: "
+            "remove it from a list that leads to itself."
+        )
+    for source in self.delegate.get_sources():
+        if source.scheme() == "file" and f"config_path={config_path}" not in self.cache:
+            refuse_hostile_yaml(Path(source.path) / f"{config_path.removesuffix('.yaml').strip('/')}.yaml")
+    return _load_once(self, config_path)
 
 
 def _entries(node: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:

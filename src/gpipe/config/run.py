@@ -71,8 +71,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be saved, and settings that do not fit each other."""
         countable(self)
-        plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name) is not None
-        require(plain, "name", repr(self.name), "letters, digits, and _ . - between them: it becomes a folder's name")
+        plain = re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", self.name) is not None
+        require(
+            plain,
+            "name",
+            repr(self.name),
+            "at most 100 letters, digits, and _ . - between them: it becomes a folder's name",
+        )
         at_least("seed", self.seed, 0)
         kind, such_as = _SEES.get(type(self.model), (DataConfig, ""))
         if not isinstance(self.data, kind):

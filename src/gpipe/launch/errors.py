@@ -113,6 +113,10 @@ def _sentence(error: Exception) -> str:
         return (
             f"no access to {error.filename} ({error.strerror}): change its permissions, or start where you may write."
         )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return (
+            f"{str(error.filename)[:60]}... is too long for the name of a file: shorten the setting that it comes from."
+        )
     if type(error).__name__ == "DistStoreError":  # torch's class, which takes seconds to import
         remedy = "find out what delays it, or raise pipeline.timeout_seconds"
         return f"another process did not come in time ({error}): {remedy}."

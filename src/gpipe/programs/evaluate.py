@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from gpipe.config import RunConfig, newest_run
+from gpipe.config import RunConfig
 from gpipe.config.evaluated import to_evaluated
 from gpipe.launch import garbage_collection, processes
 from gpipe.launch.devices import check_devices
@@ -29,7 +29,7 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
         from gpipe.data import check_data
         from gpipe.programs.build import find_checkpoint
 
-        path = find_checkpoint("evaluate", newest_run(composed.evaluate))
+        path = find_checkpoint("evaluate", composed.evaluate)
         run = to_evaluated(composed, Manifest.read(path).config, overrides)
         check_data(run.data.name, run.data.root)
         launch = run.launch

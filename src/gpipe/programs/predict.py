@@ -18,7 +18,7 @@ from torch import nn
 
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import load_layers
-from gpipe.config import AmoebaNetConfig, ConfigError, newest_run
+from gpipe.config import AmoebaNetConfig, ConfigError
 from gpipe.config.predict import PredictConfig
 from gpipe.config.saved import from_plain
 from gpipe.data import BrokenImage, ImageFiles, Transform
@@ -88,12 +88,12 @@ def start(settings: PredictConfig) -> None:
 
 
 def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
-    """Load the model of a run's folder, or of a checkpoint's, with the moving averages of its weights if there are any.
+    """Load the model of a checkpoint, or of a run (its best one), with the averages of its weights if there are any.
 
     Raises ConfigError where there is no checkpoint, and for one of another family of models; CheckpointError for a
     damaged one.
     """
-    path = find_checkpoint("checkpoint", newest_run(checkpoint))
+    path = find_checkpoint("checkpoint", checkpoint)
     manifest = Manifest.read(path)
     family = manifest.config.get("model", {}).get("family")
     if family != AmoebaNetConfig.family:

@@ -88,6 +88,8 @@ def _hold_new(folder: Path, held: ExitStack) -> Path:
 
 def _hold_named(run: RunConfig, folder: Path, held: ExitStack) -> None:
     """Lock the folder that the user has named. Raises ConfigError if it has another run."""
+    if folder.resolve() == Path(folder.anchor or "/"):
+        raise ConfigError(f"hydra.run.dir is {folder.resolve()}, expected a folder of the run's own: name a new one.")
     held.callback(_remove_if_empty, folder)
     try:
         held.enter_context(hold(folder))

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any, Protocol
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, to_plain
 from gpipe.data import DataMissing
@@ -103,7 +104,13 @@ class SweepEnd(Callback):
     """Print and write the table of a sweep after its last job; add its records to a reproduction."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a reproduction that is not here before the first job starts, instead of after the last one."""
+        """Refuse a cluster or a reproduction that is not here before the first job starts."""
+        launcher = str(OmegaConf.select(config, "hydra.launcher._target_"))
+        if launcher.endswith(".SlurmLauncher") and which("srun") is None:
+            raise SystemExit(
+                "error: hydra/launcher starts jobs of SLURM, but this machine has no srun: start train.py on a login "
+                "node of the cluster, or set hydra/launcher=submitit_local to try it here."
+            )
         runs = Path(config.hydra.runtime.cwd) / "reproductions" / f"{config.reproduction}" / "runs.jsonl"
         if config.reproduction is not None and not (find_spec("reproductions") and runs.exists()):
             raise SystemExit(

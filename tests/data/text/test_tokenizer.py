@@ -82,3 +82,8 @@ def test_other_special_ids_are_refused(tmp_path: Path) -> None:
         match=r"other.model has the special ids bos 1, pad -1, eos 2, unk 0, expected bos 0, pad 1, eos 2, unk 3: ",
     ):
         Tokenizer(tmp_path / "other.model")
+
+
+def test_a_device_without_an_end_is_no_tokenizer() -> None:
+    with pytest.raises(ValueError, match="/dev/zero is not a SentencePiece model"):
+        Tokenizer("/dev/zero")

@@ -1,5 +1,6 @@
 """Text to token ids and back, by a SentencePiece model with this project's special ids."""
 
+import stat
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -14,6 +15,7 @@ NUM_SPECIAL = 4
 # The share of the characters that get an id; the rest are spelt in bytes. All characters of the embedded corpus, mostly
 # rare Chinese ones, would take 2,600 of its 4,000 ids and leave few for words.
 CHARACTER_COVERAGE = 0.998
+_MAX_BYTES = 2**28
 
 
 def clean_line(text: str) -> str:
@@ -36,9 +38,10 @@ class Tokenizer:
 
         self.path = Path(path).expanduser()
         try:
+            status = self.path.stat()
+            if not stat.S_ISREG(status.st_mode) or not 0 < status.st_size <= _MAX_BYTES:
+                raise RuntimeError(f"expected a file of 1 to {_MAX_BYTES:,} bytes")  # /dev/zero has no end
             model = self.path.read_bytes()
-            if not model:
-                raise RuntimeError("it is empty")
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except FileNotFoundError as error:
             raise ValueError(f"the tokenizer {self.path} does not exist: set data.tokenizer=<model file>") from error
