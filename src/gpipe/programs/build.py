@@ -303,7 +303,7 @@ def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, ena
 
 def _shorten(overrides: Sequence[str]) -> str:
     """Return what distinguishes a run from the others of its experiment, on at most 64 characters."""
-    pairs = [item.lstrip("+~").partition("=") for item in overrides]
+    pairs = [item.lstrip("+~").partition("=") for item in overrides if "=" in item]
     said = [(key, value) for key, _, value in pairs if key.partition(".")[0] not in _NOT_IN_NAMES]
     words = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in said)
     return words if len(words) <= _NAME_LENGTH else words[: _NAME_LENGTH - 3] + "..."
