@@ -1,5 +1,6 @@
 """What a started interpreter loads; the contracts and bans of pyproject.toml have the rest of who may import whom."""
 
+import os
 import re
 import subprocess
 import sys
@@ -67,6 +68,28 @@ def test_the_config_can_be_read_without_torch() -> None:
 def test_the_engine_loads_torch_and_nothing_else() -> None:
     torchs = run("import sys, torch, torch._dynamo, torch.distributed.tensor; print(*sys.modules)")
     assert packages_of("pipeline") - torchs - set(sys.stdlib_module_names) == {"gpipe"}
+
+
+@pytest.mark.parametrize("program", ["train", "predict", "translate", "plan"])
+def test_threads_sleep_while_they_wait_in_a_torch_that_a_program_loads(program: str) -> None:
+    """OpenMP reads its environment when torch is loaded."""
+    code = f"""
+import os, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder)
+sys.path.insert(0, {str(ROOT)!r})
+import {program}
+import gpipe.programs.{program}
+import torch
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout + done.stderr == "PASSIVE\n"
 
 
 def test_what_starts_a_run_loads_no_table_of_a_page() -> None:

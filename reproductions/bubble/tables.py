@@ -14,6 +14,7 @@ CHECKPOINT_COST = "checkpoint_cost"
 OURS, DCP_SYNCHRONOUS, DCP_ASYNCHRONOUS = "ours", "torch.distributed.checkpoint, save", "the same, async_save"
 _CHECKPOINT_PROGRAM = f"python -m experiments.{CHECKPOINT_COST}"
 _MOST_STILL = 0.1  # of the time of the synchronous save
+_WAITS = ("spinning", "sleeping")  # how threads wait for each other
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG001 - every page's claims take both
@@ -98,6 +99,29 @@ def one_stage_overhead(records: Sequence[Record]) -> str:
         ["ours, K = 1", f"{results['ours_seconds'] * 1e3:.1f}", f"{results['ratio']:.3f}"],
     ]
     return markdown([setting, "ms per step", "of the loop, median of pairs"], rows)
+
+
+def threads_under_load(records: Sequence[Record]) -> str:
+    """Return how long a step takes with a thread per core, beside one thread, on an idle and on a busy machine."""
+    record = newest(records, "threads_under_load")
+    if record is None:
+        return not_run("python -m experiments.threads_under_load")
+    num_cores, config, results = record.hardware["num_cores"], record.config, record.results
+    rows = [
+        [
+            f"AmoebaNet-D ({config['num_layers']},{row['num_filters']})",
+            str(row["num_busy"]),
+            f"{row['one_thread_seconds']:.2f}",
+            *(f"{row[kind]['median']:.2f} ({row[kind]['least']:.2f} to {row[kind]['most']:.2f})" for kind in _WAITS),
+        ]
+        for row in results["rows"]
+    ]
+    header = ["model", "busy processes", "seconds per step, 1 thread", *(f"{num_cores} threads, {w}" for w in _WAITS)]
+    ends = (
+        f"\nSteps of {config['batch_size']} images on {num_cores} cores, {config['rounds']} rounds. The last columns "
+        f"are in units of one thread's step, median (least to most). Load average before: {results['load_before']:.1f}."
+    )
+    return markdown(header, rows) + ends
 
 
 def schedule_simulation(records: Sequence[Record]) -> str:
@@ -203,6 +227,7 @@ TABLES = (
     engine_overhead,
     engine_overhead_run,
     one_stage_overhead,
+    threads_under_load,
     schedule_simulation,
     schedule_simulation_run,
     schedule_memory,

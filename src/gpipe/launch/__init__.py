@@ -1,5 +1,9 @@
 """Start the processes of a run, and end them together."""
 
+import os
 import time
 
 BEGAN = time.monotonic()  # nearly the start of this process: slow modules are imported later
+# Threads that wait for each other sleep, rather than take the cores from other work. OpenMP reads it when torch is
+# loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
