@@ -171,6 +171,9 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
         ("data.crop_aspect=[2,1]", "data.crop_aspect is [2.0, 1.0], expected [smallest, largest]"),
         ("data.cutout=1", "data.cutout is 1.0, expected a number from 0 to less than 1"),
         ("data.cutout=-0.1", "data.cutout is -0.1, expected a number from 0 to less than 1"),
+        ("data.mixup=-1", "data.mixup is -1.0, expected 0 or more, or null"),
+        ("data.cutmix=-0.5", "data.cutmix is -0.5, expected 0 or more, or null"),
+        ("data.random_erasing=1.1", "data.random_erasing is 1.1, expected a probability from 0 to 1, or null"),
         ("optimizer.learning_rate=0", "optimizer.learning_rate is 0.0, expected a number above 0"),
         ("optimizer.name=sgd", "optimizer.name is sgd"),
         ("schedule.decay_rate=0", "schedule.decay_rate is 0.0, expected a factor in (0, 1]"),
@@ -329,6 +332,16 @@ def test_the_throughput_tables_mini_batch_grows_with_m_unless_it_is_given() -> N
 
 def test_a_mini_batch_must_divide_over_the_replicas() -> None:
     assert "a multiple of launch.num_replicas=3" in refusal_of("launch.num_replicas=3", "trainer.batch_size=64")
+
+
+@pytest.mark.parametrize("method", ["mixup", "cutmix"])
+@pytest.mark.parametrize(("batch_size", "num_replicas"), [(17, 1), (34, 2)])
+def test_images_are_mixed_in_pairs_on_each_replica(method: str, batch_size: int, num_replicas: int) -> None:
+    sizes = [f"trainer.batch_size={batch_size}", f"launch.num_replicas={num_replicas}", "pipeline.num_microbatches=1"]
+    message = refusal_of(f"data.{method}=0.2", *sizes)
+    assert f"trainer.batch_size is {batch_size}, expected a multiple of 2 x launch.num_replicas=" in message
+    assert "\n" not in message.strip()
+    assert run_of(f"data.{method}=0", *sizes) and run_of(*sizes)
 
 
 def test_another_models_key_is_refused() -> None:

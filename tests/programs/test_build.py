@@ -195,6 +195,28 @@ def test_autocast_and_the_memory_format_reach_the_layers(tmp_path: Path) -> None
     assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)
 
 
+def test_training_images_are_mixed_and_counted_and_test_images_are_left_alone(tmp_path: Path) -> None:
+    overrides = ["data.mixup=0.8", "data.cutmix=1", "data.random_erasing=0.25"]
+    trainer = trainer_of(tmp_path, *overrides)
+    for loader in (trainer.train_loader, trainer.statistics_loader):
+        images, targets = next(iter(loader))
+        assert images.shape == (16, 1, 32, 32) and targets.shape == (16, 10) and targets.is_floating_point()
+        assert trainer.count_targets(targets) == 16
+    assert trainer.count_targets(torch.arange(16)) == 16
+    test_images, labels = next(iter(trainer.evaluation_loaders["test"]))
+    plain_images, plain_labels = next(iter(trainer_of(tmp_path).evaluation_loaders["test"]))
+    assert torch.equal(test_images, plain_images) and torch.equal(labels, plain_labels)
+
+
+def test_a_mixed_run_is_planned_as_it_trains() -> None:
+    run = run_of("data.mixup=0.8")
+    targets = workload_of(run).targets(4)
+    assert (targets.shape, targets.dtype, targets.device.type) == ((4, 10), torch.float32, "meta")
+    measured = run_of("data.mixup=0.8", "pipeline.partition_by=measured_seconds", "model.num_layers=3")
+    assert sum(share_partitions(measured, build_layers(measured), ALONE)[0]) == len(build_layers(measured))
+    assert plan_of(run).partitions == plan_of(run_of()).partitions
+
+
 def test_a_number_of_classes_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.num_classes is 9, but fashion_mnist_embedded has 10"):
         trainer_of(tmp_path, "data.num_classes=9")

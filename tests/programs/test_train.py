@@ -78,6 +78,19 @@ def test_one_process_trains_the_same_to_the_last_bit(
     assert_same_results(tmp_path, two_processes[0])
 
 
+@pytest.mark.usefixtures("composer")
+def test_mixed_images_train_the_same_in_two_processes(tmp_path: Path) -> None:
+    """The process of the last stage draws without images."""
+    mixed = ["data.mixup=0.8", "data.cutmix=1", "data.random_erasing=0.5", "trainer.label_smoothing=0.1"]
+    short = ["trainer.max_steps=2", "trainer.evaluation.every_epochs=null", "model.num_layers=3"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    two.mkdir()
+    done = start(two, *TINY, *mixed, *short, "launch=process_per_stage")
+    assert (done.returncode, done.stderr) == (0, "")
+    train_here(one, *TINY, *mixed, *short, "pipeline.num_stages=1")
+    assert_same_results(one, two)
+
+
 def test_the_first_hint_goes_on_from_the_runs_checkpoint(
     two_processes: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -6,6 +6,9 @@ import torch
 from gpipe.training.evaluation import find_correct
 from gpipe.training.losses import ClassificationLoss
 
+# isort: split
+from timm.data.mixup import mixup_target
+
 
 def random_logits(num_examples: int, num_classes: int, seed: int = 0) -> torch.Tensor:
     """Logits in double precision."""
@@ -35,6 +38,36 @@ def test_the_auxiliary_head_has_its_share() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_of_mixed_images_the_loss_is_the_soft_cross_entropy_smoothed_once(smoothing: float) -> None:
+    """The same targets smoothed by timm, written out."""
+    logits, auxiliary, labels = random_logits(6, 7), random_logits(6, 7, seed=1), torch.tensor([0, 1, 6, 3, 3, 2])
+    wanted = mixup_target(labels, 7, 0.3, smoothing).double()
+
+    def soft_cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+        return -(wanted * (logits - logits.exp().sum(dim=1, keepdim=True).log())).sum(dim=1).mean()
+
+    loss, _ = ClassificationLoss(smoothing, auxiliary_weight=0.4)((logits, auxiliary), mixup_target(labels, 7, 0.3))
+    expected = soft_cross_entropy(logits) + 0.4 * soft_cross_entropy(auxiliary)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+def test_an_image_of_one_class_has_the_same_loss_and_accuracy_as_its_label() -> None:
+    logits, labels = random_logits(6, 7), torch.tensor([0, 1, 6, 3, 3, 2])
+    loss = ClassificationLoss(label_smoothing=0.1)
+    (hard, hard_metrics), (soft, soft_metrics) = loss(logits, labels), loss(logits, mixup_target(labels, 7, 1.0))
+    torch.testing.assert_close(soft, hard, rtol=1e-12, atol=0)
+    assert soft_metrics == hard_metrics
+
+
+def test_a_mixed_image_counts_as_one_of_its_larger_share() -> None:
+    logits, labels = random_logits(50, 9), torch.arange(50) % 9
+    assert ClassificationLoss()(logits, mixup_target(labels, 9, 0.7))[1] == ClassificationLoss()(logits, labels)[1]
+    assert (
+        ClassificationLoss()(logits, mixup_target(labels, 9, 0.2))[1] == ClassificationLoss()(logits, labels.flip(0))[1]
+    )
+
+
 def test_accuracies_count_as_sorting_does() -> None:
     logits, targets = random_logits(50, 9), torch.arange(50) % 9
     _, metrics = ClassificationLoss()(logits, targets)
@@ -61,6 +94,9 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     loss, _ = ClassificationLoss(0.1)(logits, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), smoothed_cross_entropy(logits.double(), targets, 0.1))
+    mixed, _ = ClassificationLoss(0.1)(logits, mixup_target(targets, 100, 1.0))
+    assert mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed, loss)
 
 
 def test_undefined_logits_are_not_correct_by_luck() -> None:

@@ -39,6 +39,9 @@ class ImagesConfig(DataConfig):
         crop_scale: the smallest and the largest share of the area in the training crop; null resizes the whole image.
         crop_aspect: the smallest and the largest ratio of the crop's width to its height.
         cutout: the side of the square that is cut out of a training image, as a share of the image's side; 0 is off.
+        mixup, cutmix: training images are mixed in pairs, by weights that are more even for a larger value; 0 or null
+            is off. With both, each mini-batch takes one of them.
+        random_erasing: the probability that noise replaces a rectangle of a training image; 0 or null is off.
         center_crop: the evaluation crop's share of the side.
         num_workers: processes that decode images; 0 decodes in the training process.
         prefetch_factor: mini-batches that each worker prepares ahead.
@@ -54,6 +57,9 @@ class ImagesConfig(DataConfig):
     flip: bool = MISSING
     policy: AugmentationPolicy = MISSING
     cutout: float = MISSING
+    mixup: float | None = MISSING
+    cutmix: float | None = MISSING
+    random_erasing: float | None = MISSING
     center_crop: float = MISSING
     num_workers: int = MISSING
     prefetch_factor: int = MISSING
@@ -69,10 +75,21 @@ class ImagesConfig(DataConfig):
             require(self.crop_scale[1] <= 1, "data.crop_scale", self.crop_scale, "shares of the area, at most 1")
         require(0 <= self.color_jitter <= 1, "data.color_jitter", self.color_jitter, "a strength from 0 to 1")
         rate("data.cutout", self.cutout)
+        optional_at_least("data.mixup", self.mixup, 0)
+        optional_at_least("data.cutmix", self.cutmix, 0)
+        erasing = self.random_erasing
+        require(
+            erasing is None or 0 <= erasing <= 1, "data.random_erasing", erasing, "a probability from 0 to 1, or null"
+        )
         require(0 < self.center_crop <= 1, "data.center_crop", self.center_crop, "a share of the side in (0, 1]")
         at_least("data.num_workers", self.num_workers, 0)
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
         at_least("data.max_broken_images", self.max_broken_images, 0)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training images are mixed in pairs."""
+        return bool(self.mixup or self.cutmix)
 
 
 @dataclass

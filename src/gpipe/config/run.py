@@ -102,6 +102,9 @@ class RunConfig:
             )
         size = self.trainer.batch_size
         require(size % replicas == 0, "trainer.batch_size", size, f"a multiple of launch.num_replicas={replicas}")
+        if isinstance(self.data, ImagesConfig) and self.data.mixes:
+            pairs = f"a multiple of 2 x launch.num_replicas={replicas} to mix images in pairs (data.mixup, data.cutmix)"
+            require(size % (2 * replicas) == 0, "trainer.batch_size", size, pairs)
         if isinstance(self.model, AmoebaNetConfig):
             self._check_microbatches(self.model.min_microbatch_size)
 

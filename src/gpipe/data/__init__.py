@@ -22,6 +22,7 @@ from gpipe.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from gpipe.data.images.augmentation import Transform, evaluation_transform, training_transform
     from gpipe.data.images.loader import Batch, ImageLoader
+    from gpipe.data.images.mixing import Mixing
     from gpipe.data.text.sentence_walk import sampling_probabilities
     from gpipe.data.text.tokens import RandomTokens, TokenLoader, TokenSet
     from gpipe.data.text.translation_loader import TranslationBatch, TranslationLoader
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "images.augmentation": ("Transform", "evaluation_transform", "training_transform"),
     "images.loader": ("Batch", "ImageLoader"),
+    "images.mixing": ("Mixing",),
     "text.sentence_walk": ("sampling_probabilities",),
     "text.tokens": ("RandomTokens", "TokenLoader", "TokenSet"),
     "text.translation_loader": ("TranslationBatch", "TranslationLoader"),
@@ -37,9 +39,9 @@ _MODULES = {
 
 __all__ = [
     "CORPORA", "IMAGE_SETS", "SPLITS", "Batch", "BrokenImage", "DataMissing", "ImageArray", "ImageFiles", "ImageLoader",
-    "ImageSet", "LanguagePairs", "ParallelCorpus", "RandomTokens", "Source", "TableCounts", "TokenLoader", "TokenSet",
-    "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader", "check_corpus", "check_data", "check_image_set",
-    "count_differences", "evaluation_transform", "open_corpus", "open_image_set", "open_tokenizer",
+    "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens", "Source", "TableCounts", "TokenLoader",
+    "TokenSet", "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader", "check_corpus", "check_data",
+    "check_image_set", "count_differences", "evaluation_transform", "open_corpus", "open_image_set", "open_tokenizer",
     "sampling_probabilities", "split_of", "training_transform",
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The data's randomness as a function of the seed.
 
-The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index). The number of workers, the
-batch size and a resume change no sample.
+The order depends on (seed, epoch), the augmentation of an image on (seed, epoch, index), the mixing of a mini-batch on
+(seed, epoch, number). The number of workers and a resume change no sample, and the batch size none that is not mixed.
 """
 
 import random
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 # SeedSequence pads short keys with zeros, so (seed, epoch) alone would be the key of sample 0 of that epoch.
-_ORDER, _AUGMENTATION, _WALK = 1, 2, 3
+_ORDER, _AUGMENTATION, _WALK, _MIXING = 1, 2, 3, 4
 
 
 def draw_epoch_order(seed: int, epoch: int, num_examples: int) -> NDArray[np.int64]:
@@ -39,11 +39,20 @@ def make_walk_generator(seed: int, *key: int) -> np.random.Generator:
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the global CPU generators of torch, numpy and random for the transform of one sample."""
-    words = np.random.SeedSequence([seed, _AUGMENTATION, epoch, index]).generate_state(2)
-    sample_seed = int(words[0]) << 32 | int(words[1])
-    torch.default_generator.manual_seed(sample_seed)  # torch.manual_seed would also seed the accelerators
+    _seed_generators(seed, _AUGMENTATION, epoch, index)
+
+
+def seed_mini_batch(seed: int, epoch: int, number: int) -> None:
+    """Seed the global CPU generators of torch, numpy and random for the mixing of one mini-batch."""
+    _seed_generators(seed, _MIXING, epoch, number)
+
+
+def _seed_generators(*key: int) -> None:
+    words = np.random.SeedSequence(key).generate_state(2)
+    seed = int(words[0]) << 32 | int(words[1])
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the accelerators
     np.random.seed(words[0])
-    random.seed(sample_seed)
+    random.seed(seed)
 
 
 @contextmanager

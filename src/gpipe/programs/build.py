@@ -381,7 +381,7 @@ def build_trainer(
         set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,
-        count_targets=workload.loss_weight or torch.numel,
+        count_targets=workload.loss_weight or len,  # an image is one target, mixed or not
         statistics_loader=statistics_loader,
         num_statistics_batches=settings.evaluation.statistics_batches,
         max_evaluation_batches=settings.evaluation.max_batches,

@@ -13,6 +13,8 @@ from gpipe.training.evaluation import find_correct, has_top5
 class ClassificationLoss:
     """Cross-entropy with smoothed labels, plus a share of the auxiliary head's where the model has one.
 
+    Targets are classes or, for mixed images, probabilities of classes. Both are smoothed here, and nowhere else.
+
     Source: Real et al. 2019, which section 4 of the paper follows: label smoothing 0.1, auxiliary weight 0.4. Both
     heads are smoothed.
     """
@@ -28,19 +30,23 @@ class ClassificationLoss:
         """Return the mean loss of a micro-batch and the fractions {"top1", "top5"}, all 0-dimensional.
 
         The metrics are detached and stay on the device: nothing here waits for it. "top5" exists from 5 classes on.
+        A mixed image counts as one of the class that has the larger share of it.
 
         Args:
             outputs: logits [..., classes], or (logits, auxiliary logits).
-            targets: class indices [...], one per image or per token.
+            targets: class indices [...], one per image or per token; or their probabilities [..., classes].
         """
         logits, auxiliary_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
         loss = self._cross_entropy(logits, targets)
         if auxiliary_logits is not None:
             loss = loss + self.auxiliary_weight * self._cross_entropy(auxiliary_logits, targets)
-        return loss, _measure_accuracies(logits.detach(), targets)
+        classes = targets.argmax(-1) if targets.is_floating_point() else targets
+        return loss, _measure_accuracies(logits.detach(), classes)
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(_widen(logits).flatten(0, -2), targets.flatten(), label_smoothing=self.label_smoothing)
+        rows = _widen(logits).flatten(0, -2)
+        rows_of_targets = targets.flatten(0, -2).to(rows.dtype) if targets.is_floating_point() else targets.flatten()
+        return F.cross_entropy(rows, rows_of_targets, label_smoothing=self.label_smoothing)
 
 
 def _measure_accuracies(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:

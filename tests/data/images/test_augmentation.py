@@ -12,6 +12,7 @@ from gpipe.data import evaluation_transform, training_transform
 from gpipe.data.randomness import preserve_generators, seed_sample
 
 # isort: split
+from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import v2
 
 GREY = Image.fromarray(np.arange(28 * 28, dtype=np.uint16).reshape(28, 28).astype(np.uint8))
@@ -174,6 +175,20 @@ def test_cutout_is_a_square_of_mid_grey_after_everything_else(share: float, side
     assert len(corners) > (2 if share > 0.9 else 10)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_random_erasing_is_timms(channels: int) -> None:
+    plain = evaluation_transform(28, channels=channels, center_crop=1.0)(COLOUR)
+    erase = RandomErasing(0.25, mode="pixel", device="cpu")
+    num_erased = 0
+    for index in range(200):
+        found = draw(training_transform(28, channels=channels, random_erasing=0.25, **NOTHING_RANDOM), COLOUR, index)
+        with preserve_generators():
+            seed_sample(0, 0, index)
+            assert torch.equal(found, erase(plain.clone()))
+        num_erased += not torch.equal(found, plain)
+    assert 30 < num_erased < 70
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "complaint"),
     [
@@ -185,6 +200,8 @@ def test_cutout_is_a_square_of_mid_grey_after_everything_else(share: float, side
         (training_transform, {"cutout": 1.0}, "cutout 1.0 of 8 pixels must be 0 or a side of 1 to 7 pixels"),
         (training_transform, {"cutout": -0.5}, "cutout -0.5"),
         (training_transform, {"cutout": 0.01}, "cutout 0.01"),
+        (training_transform, {"random_erasing": 1.5}, "random_erasing 1.5"),
+        (training_transform, {"random_erasing": -0.5}, "random_erasing -0.5"),
         (training_transform, {"channels": 4}, "channels 4"),
         (training_transform, {"image_size": 0}, "image_size 0"),
         (evaluation_transform, {"center_crop": 0.0}, "center_crop 0.0"),

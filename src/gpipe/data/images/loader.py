@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
-from typing import Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -22,15 +22,18 @@ from gpipe.data.images.augmentation import Transform
 from gpipe.data.images.image_set import BrokenImage, ImageSet
 from gpipe.data.randomness import preserve_generators, seed_sample
 
+if TYPE_CHECKING:
+    from gpipe.data.images.mixing import Mixing  # timm takes seconds to load, and most workers never need it
+
 Batch: TypeAlias = tuple[torch.Tensor | None, torch.Tensor]
-_Request: TypeAlias = tuple[int, NDArray[np.int64]]  # epoch, indices
+_Request: TypeAlias = tuple[int, int, NDArray[np.int64]]  # epoch, number of the mini-batch, indices
 _Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # the images, and why some indices are broken
 
 
 class ImageLoader(EpochLoader):
     """Yield the mini-batches of an epoch: (images float32 [n, channels, h, w] or None, labels int64 [n]).
 
-    A new iteration ends the previous one.
+    A new iteration ends the previous one. Where images are mixed, float32 targets [n, classes] replace the labels.
 
     The next good image of the same class, in the set's order, replaces a broken image. It is augmented as the broken
     one would be. The replacement depends on the files alone, so it is the same in every process and epoch and for every
@@ -45,9 +48,10 @@ class ImageLoader(EpochLoader):
         pin_memory: put images into page-locked memory.
         prefetch_factor: mini-batches that each worker prepares ahead.
         max_broken_images: how many files may be broken.
+        mixing: mixes the images of this replica's part of each mini-batch; None leaves them as they are.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range, or mixing would meet an odd number of images.
         BrokenImage: raised by an iteration that meets more broken images than allowed.
 
     Attributes:
@@ -66,6 +70,7 @@ class ImageLoader(EpochLoader):
         pin_memory: bool = False,
         prefetch_factor: int = 2,
         max_broken_images: int = 0,
+        mixing: "Mixing | None" = None,
         **options: Unpack[EpochOptions],
     ) -> None:
         super().__init__(len(image_set), batch_size, seed, noun="image", **options)
@@ -73,6 +78,9 @@ class ImageLoader(EpochLoader):
             raise ValueError(f"num_workers {num_workers} must not be negative: 0 decodes in this process")
         if max_broken_images < 0:
             raise ValueError(f"max_broken_images {max_broken_images} must not be negative: 0 allows none")
+        if mixing is not None and (batch_size % 2 or not options.get("drop_last")):
+            raise ValueError(f"batch_size {batch_size} must be even, with drop_last=True, to mix images in pairs")
+        self._mixing = mixing
         self._labels = image_set.labels
         self._max_broken_images = max_broken_images
         self.broken_images: dict[int, str] = {}
@@ -80,7 +88,7 @@ class ImageLoader(EpochLoader):
         self._requests: list[_Request] = []
         self._images: Iterable[_Answer] | None = None
         if load_images:
-            samples = _TransformedImages(image_set, transform, seed, max_broken_images)
+            samples = _TransformedImages(image_set, transform, seed, max_broken_images, mixing)
             self._open = partial(_make_data_loader, samples, self._requests, num_workers, pin_memory, prefetch_factor)
             self._images = self._open()
         # Kept here: an abandoned iteration must not keep the worker processes alive.
@@ -88,17 +96,21 @@ class ImageLoader(EpochLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the mini-batches from start_batch on."""
-        requests = [(self.epoch, indices) for indices in self._parts()]
+        parts = zip(self._batch_numbers(), self._parts(), strict=True)
+        requests = [(self.epoch, number, indices) for number, indices in parts]
         self.wait_seconds = 0.0
         self.num_replaced = 0
         self._requests[:] = requests
         if self._images is not None:
             self._answers = iter(self._images)
-        for _, indices in requests:
+        for epoch, number, indices in requests:
             started = time.perf_counter()
             answer = None if self._images is None else next(self._answers)
             self.wait_seconds += time.perf_counter() - started
-            yield self._accept(answer, indices), torch.from_numpy(self._labels[indices])
+            targets = torch.from_numpy(self._labels[indices])
+            if self._mixing is not None:
+                targets = self._mixing.mix_labels(targets, self._seed, epoch, number)
+            yield self._accept(answer, indices), targets
 
     def close(self) -> None:
         """End the worker processes; the next iteration starts new ones.
@@ -133,23 +145,34 @@ class ImageLoader(EpochLoader):
 
 
 class _TransformedImages(Dataset[_Answer]):
-    """Decode and transform the images of one request."""
+    """Decode, transform and mix the images of one request."""
 
-    def __init__(self, image_set: ImageSet, transform: Transform, seed: int, max_broken_images: int) -> None:
+    def __init__(
+        self,
+        image_set: ImageSet,
+        transform: Transform,
+        seed: int,
+        max_broken_images: int,
+        mixing: "Mixing | None",
+    ) -> None:
         self.image_set = image_set
         self.transform = transform
         self.seed = seed
         self.max_broken_images = max_broken_images
+        self.mixing = mixing
 
     def __getitem__(self, request: _Request) -> _Answer:
         """Return float32 [n, channels, h, w], or the error: raised in a worker, it would be a nested traceback."""
-        epoch, indices = request
+        epoch, number, indices = request
         broken: dict[int, str] = {}
         try:
             with preserve_generators():
-                return _stack((self._sample(epoch, int(index), broken) for index in indices), len(indices)), broken
+                images = _stack((self._sample(epoch, int(index), broken) for index in indices), len(indices))
         except BrokenImage as error:
             return error
+        if self.mixing is not None:
+            self.mixing.mix_images(images, self.seed, epoch, number)
+        return images, broken
 
     def _sample(self, epoch: int, index: int, broken: dict[int, str]) -> torch.Tensor:
         image = self._decode(index, broken)

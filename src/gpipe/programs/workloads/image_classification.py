@@ -11,6 +11,7 @@ from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig
 from gpipe.data import (
     ImageLoader,
     ImageSet,
+    Mixing,
     Transform,
     count_differences,
     evaluation_transform,
@@ -69,7 +70,9 @@ class ImageClassification(Workload):
         return torch.empty(num_examples, data.channels, data.image_size, data.image_size, device="meta")
 
     def targets(self, num_examples: int) -> Tensor:
-        """Describe the classes of so many images on the meta device."""
+        """Describe the classes of so many images, or the probabilities of classes of mixed ones, on the meta device."""
+        if self.data.mixes:
+            return torch.empty(num_examples, self.data.num_classes, device="meta")
         return torch.empty(num_examples, dtype=torch.int64, device="meta")
 
     def loss(self) -> LossFunction:
@@ -80,6 +83,8 @@ class ImageClassification(Workload):
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
         """Return the loaders of the training and the test images; only the first stage's decode images.
+
+        Only training images are mixed.
 
         Training leaves out an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over
         a few images, or over one. Each epoch leaves out other images.
@@ -102,6 +107,7 @@ class ImageClassification(Workload):
             replica_index=pipeline.job.replica_index,
             num_replicas=pipeline.job.num_replicas,
             drop_last=True,
+            mixing=self._mixing(),
         )
         test_batch_size = run.trainer.evaluation.batch_size
         test_loader = loader(self._sets["test"], test_batch_size, self.evaluation_transform(), shuffle=False)
@@ -151,4 +157,17 @@ class ImageClassification(Workload):
             flip=data.flip,
             policy=data.policy.value,
             cutout=data.cutout,
+            random_erasing=data.random_erasing or 0.0,
+        )
+
+    def _mixing(self) -> Mixing | None:
+        """Return what mixes the training images."""
+        data = self.data
+        if not data.mixes:
+            return None
+        return Mixing(
+            mixup=data.mixup or 0.0,
+            cutmix=data.cutmix or 0.0,
+            num_classes=data.num_classes,
+            image_size=data.image_size,
         )
