@@ -437,11 +437,20 @@ def test_the_transfer_table_is_every_set_of_table_4_with_five_seeds(scale: str) 
     assert params["seed"] == "0,1,2,3,4"
 
 
-def test_the_folder_of_a_job_follows_from_its_overrides() -> None:
-    assert job_folder("data=digits,seed=0") == "data=digits,seed=0"
-    assert re.fullmatch(r"init_from=runs_a_b-[0-9a-f]{8}", job_folder("init_from=runs/a/b"))
-    names = [job_folder(f"{'k' * 150}={value}") for value in (1, 2)]
-    assert names[0] != names[1] and all(len(name) <= 120 for name in names)
+def test_the_folder_of_a_job_can_be_typed_and_is_found_again(tmp_path: Path) -> None:
+    def folder(number: int, *task: str) -> str:
+        hydra = {"sweep": {"dir": str(tmp_path)}, "job": {"num": number}, "overrides": {"task": list(task)}}
+        root = OmegaConf.create({"hydra": hydra})
+        return job_folder(",".join(sorted(word for word in task if "launch" not in word)), command, _root_=root)
+
+    command = "-m\0seed=0,1\0trainer.max_steps=3"
+    first = folder(3, "trainer.max_steps=3", "data=digits", "seed=1", "launch.num_threads=1")
+    assert re.fullmatch(r"03_digits_seed1_[0-9a-f]{8}", first)
+    (tmp_path / first).mkdir()
+    assert folder(0, "seed=1", "launch.num_threads=2", "trainer.max_steps=3", "data=digits") == first
+    assert re.fullmatch(r"00_runs-a-b_[0-9a-f]{8}", folder(0, "init_from=runs/a/b"))
+    assert re.fullmatch(r"00_job_[0-9a-f]{8}", folder(0, "trainer.max_steps=3"))
+    assert len({folder(0, f"{'k' * 150}.x={value * 150}") for value in "12"}) == 2
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

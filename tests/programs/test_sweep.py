@@ -13,7 +13,7 @@ from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.launch import devices
 from gpipe.programs.folder_lock import hold
-from gpipe.programs.jobs import SUMMARY_FILE, Job, Outcome, read_jobs, summarize, write_outcome
+from gpipe.programs.jobs import SUMMARY_FILE, Job, Outcome, describe_best, read_jobs, summarize, write_outcome
 from gpipe.programs.sweep import SweepEnd, run_job
 from gpipe.records import RECORD_FILE, make_record, write_record
 
@@ -168,10 +168,10 @@ def test_the_table_of_speeds_has_the_figures_that_there_are(tmp_path: Path) -> N
     lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     names = ["examples/s", "s per step, data apart", "bubble", "bubble, equal stages", "MiB, peak", "minutes"]
-    assert cells[0] == ["stages", *names, "outcome"]
+    assert cells[0] == ["stages", *names, "outcome", "folder"]
     assert cells[2:] == [
-        ["1", "12.35", "0.988", "", "0.0%", "3", "0.5", "done"],
-        ["2", "12.35", "0.988", "25.0%", "20.0%", "3", "0.5", "done"],
+        ["1", "12.35", "0.988", "", "0.0%", "3", "0.5", "done", "stages=1"],
+        ["2", "12.35", "0.988", "25.0%", "20.0%", "3", "0.5", "done", "stages=2"],
     ]
 
 
@@ -195,12 +195,17 @@ def test_the_table_shows_what_differs_in_the_order_of_its_values(
     summarize(tmp_path, read_jobs(tmp_path))
     lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["seed", "top-1", "top-5", "loss", "minutes", "outcome"]
-    assert cells[2:] == [
-        ["2", "", "", "", "", "failed: no memory"],
-        ["9", "9.00%", "50.00%", "0.2500", "1.5", "done"],
-        ["10", "10.00%", "50.00%", "0.2500", "1.5", "done"],
+    assert cells[0] == ["seed", "top-1", "top-5", "loss", "minutes", "outcome", "folder"]
+    assert cells[2:5] == [
+        ["2", "", "", "", "", "failed: no memory", "seed=2"],
+        ["9", "9.00%", "50.00%", "0.2500", "1.5", "done", "seed=9"],
+        ["10", "10.00%", "50.00%", "0.2500", "1.5", "done", "seed=10"],
     ]
+    figures = "top-1 9.50% ± 0.71%, top-5 50.00% ± 0.00%, loss 0.2500 ± 0.0000"
+    assert lines[5:] == ["", f"{figures} (mean and deviation over 2 seeds)"]
+    assert (
+        describe_best(read_jobs(tmp_path)) == "the best trial is seed=10, with top-1 10.00%: seed=10 +experiment=some"
+    )
     printed = capsys.readouterr().out
     assert all(line in printed for line in lines) and "2 done, 1 failed" in printed
 
@@ -214,7 +219,7 @@ def test_jobs_that_lack_the_same_data_share_a_row(tmp_path: Path) -> None:
     summarize(tmp_path, read_jobs(tmp_path))
     lines = (tmp_path / SUMMARY_FILE).read_text().splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert rows == [["", data, "not run: data missing (2 runs)"] for data in ("cifar10", "food101")]
+    assert rows == [["", data, "not run: data missing (2 runs)", ""] for data in ("cifar10", "food101")]
 
 
 def test_a_table_over_experiments_names_the_ones_that_ran(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
-_LONGEST_NAME = 120
+from omegaconf import DictConfig, OmegaConf
+
+_LONGEST_LABEL = 40
 
 
 def date_folder() -> str:
@@ -23,12 +26,38 @@ def sweep_id() -> str:
     return _digest("\0".join(sorted(word for word in sys.argv[1:] if word not in ("-m", "--multirun"))))
 
 
-def job_folder(overrides: str) -> str:
-    """Return the folder name of a sweep's job from its overrides, key=value joined by commas."""
-    name = re.sub(r"[^\w.,=+-]+", "_", overrides) or "job"
-    if name == overrides and len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[: _LONGEST_NAME - 9]}-{_digest(overrides)}"
+def command_words() -> str:
+    """Return the words of the command line; a job that a launcher starts elsewhere has those of its sweep."""
+    return "\0".join(sys.argv[1:])
+
+
+def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
+    """Return the folder name of a sweep's job, such as 03_seed1_c6408c82, which can be typed and passed to Hydra.
+
+    It has the job's number, the settings in which it differs from the others, and a digest of its overrides. The digest
+    finds a folder of an earlier time, when the job may have had another number.
+
+    Args:
+        overrides: the job's, key=value joined by commas, without those that change no result.
+        command: what `command_words` returned.
+        _root_: the job's settings, and Hydra's.
+    """
+    digest, hydra = _digest(overrides), _root_.hydra
+    for earlier in sorted(Path(hydra.sweep.dir).glob(f"*_{digest}")):
+        return earlier.name
+    number = OmegaConf.select(hydra, "job.num")
+    words = set(command.split("\0"))
+    label = "_".join(
+        _label(word) for word in hydra.overrides.task if word not in words and word.lstrip("+") in overrides
+    )
+    return f"{number or 0:02d}_{label[:_LONGEST_LABEL] or 'job'}_{digest}"
+
+
+def _label(override: str) -> str:
+    """Return a few letters on a setting: its value, after the last word of its key if the value is a number."""
+    key, _, value = override.partition("=")
+    short = key.rpartition(".")[2].lstrip("+") if re.fullmatch(r"[\d.e+-]+|true|false|null", value) else ""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{short}{value}").strip("-.")
 
 
 def _digest(text: str) -> str:

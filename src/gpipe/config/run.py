@@ -14,7 +14,7 @@ from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
 from gpipe.config.checks import ConfigError, at_least, countable, require, why
 from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
-from gpipe.config.folders import date_folder, job_folder, sweep_id
+from gpipe.config.folders import command_words, date_folder, job_folder, sweep_id
 from gpipe.config.gate import guard_composition
 from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, TranslationModelConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
@@ -156,6 +156,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     # Cached: the jobs of a sweep get the values that the sweep has.
     OmegaConf.register_new_resolver("date_folder", date_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_id", sweep_id, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("command_words", command_words, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
     OmegaConf.register_new_resolver("by_size", by_size, replace=True)
     OmegaConf.register_new_resolver("by_name", by_name, replace=True)

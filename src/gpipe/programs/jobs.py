@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from rich.box import MARKDOWN
@@ -19,7 +20,7 @@ OUTCOME_FILE = "outcome.json"
 SUMMARY_FILE = "summary.md"
 # The engine's message about a step whose loss or gradient is not finite.
 _NOT_FINITE = re.compile(r"\bthe loss of step \d+ is -?(nan|inf)\b|\bthe gradient of \S+ has the norm -?(nan|inf)\b")
-_WIDTH = 200  # characters; no cell is broken on a pipe or in the file
+_WIDTH = 320  # characters; no cell is broken on a pipe or in the file
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,44 @@ def summarize(folder: Path, jobs: Sequence[Job]) -> None:
     with console.capture() as capture:
         console.print(_table(jobs))
     text = "".join(line.rstrip() + "\n" for line in capture.get().splitlines() if line.strip())
+    text += "".join(f"\n{line}\n" for line in _average_seeds(jobs))
     path = folder / SUMMARY_FILE
     write_flushed(path, text)
     print(f"\n{text}")
     counts = ", ".join(f"{sum(job.outcome.status == status for job in jobs)} {status}" for status in _statuses(jobs))
     print(f"{counts}; the table is in {path}", flush=True)
+
+
+def describe_best(jobs: Sequence[Job]) -> str:
+    """Return a line on the job of a search with the largest top-1; empty if none has one."""
+    scores = {job.folder.name: (job.record.results.get("top1"), job) for job in jobs if job.record is not None}
+    known = {name: (top1, job) for name, (top1, job) in scores.items() if top1 is not None}
+    if not known:
+        return ""
+    name = max(known, key=lambda name: known[name][0])
+    top1, job = known[name]
+    return f"the best trial is {name}, with top-1 {top1:.2%}: {' '.join(job.outcome.overrides)}"
+
+
+def _average_seeds(jobs: Sequence[Job]) -> list[str]:
+    """Return a line per group of jobs that differ in their seeds alone: mean and standard deviation of each figure."""
+    groups: dict[str, list[Record]] = {}
+    for job in jobs:
+        if job.record is not None:
+            others = (f"{key}={value}" for key, value in _settings(job).items() if key != "seed")
+            groups.setdefault(" ".join(sorted(others)), []).append(job.record)
+    shared = set.intersection(*(set(name.split()) for name in groups)) if len(groups) > 1 else set()
+    lines = []
+    for name, records in groups.items():
+        parts = []
+        for figure in _FIGURES[:3]:
+            values = [value for record in records if (value := figure.value(record)) is not None]
+            if len(values) > 1:
+                parts.append(f"{figure.name} {figure.written(mean(values))} ± {figure.written(stdev(values))}")
+        if parts:
+            own = " ".join(word for word in name.split() if word not in shared) if len(groups) > 1 else ""
+            lines.append(f"{own}{': ' if own else ''}{', '.join(parts)} (mean and deviation over {len(records)} seeds)")
+    return lines
 
 
 def _statuses(jobs: Sequence[Job]) -> list[str]:
@@ -106,10 +140,16 @@ def _table(jobs: Sequence[Job]) -> Table:
     for figure in shown:
         table.add_column(figure.name, justify="right")
     table.add_column("outcome")
+    table.add_column("folder")
     for group in _group_jobs(jobs):
         parts = [_settings(job) for job in group]
         shared = [values.pop() if len(values := {part.get(key, "") for part in parts}) == 1 else "" for key in keys]
-        table.add_row(*shared, *(figure.cell(group[0].record) for figure in shown), _describe_outcome(group))
+        table.add_row(
+            *shared,
+            *(figure.cell(group[0].record) for figure in shown),
+            _describe_outcome(group),
+            group[0].folder.name if len(group) == 1 else "",
+        )
     return table
 
 

@@ -1,7 +1,8 @@
 """Sweeps: each job of a grid or a search runs once, and a table shows the results of all.
 
     runs/sweep-<id>/                   the id follows from the command line: the same command again goes on here
-      data=digits,seed=0/              a run's folder, named by the job's overrides
+      03_seed1_c6408c82/               a run's folder: the job's number, what is its own, a digest of its overrides
+        overrides.txt                  its overrides, one per line
         outcome.json                   done, failed or not run, and why
         record.json, checkpoints/ ...  where it is done
       set_aside/                       folders of jobs whose settings have changed since
@@ -23,13 +24,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import RunConfig, to_plain
 from gpipe.data import DataMissing
+from gpipe.durable_files import write_flushed
 from gpipe.environment_secrets import redact
 from gpipe.launch.devices import DevicesMissing, check_devices
 from gpipe.launch.errors import ERROR_FILE
 from gpipe.programs.folder_lock import FolderHeld, hold
-from gpipe.programs.jobs import Outcome, read_jobs, summarize, write_outcome
+from gpipe.programs.jobs import Outcome, describe_best, read_jobs, summarize, write_outcome
 from gpipe.programs.resume import clear
 from gpipe.records import RECORD_FILE, Record, command_line, is_reusable, read_records
+
+OVERRIDES_FILE = "overrides.txt"
 
 
 class Train(Protocol):
@@ -89,6 +93,7 @@ def _run_held_job(
     if record is None:
         try:
             clear(folder, run)
+            write_flushed(folder / OVERRIDES_FILE, "".join(f"{override}\n" for override in overrides))
             train(run, folder, overrides, hints=False)
         except SystemExit as end:
             if end.code != 1:
@@ -123,6 +128,8 @@ class SweepEnd(Callback):
         folder = Path(config.hydra.sweep.dir)
         jobs = read_jobs(folder)
         summarize(folder, jobs)
+        if str(OmegaConf.select(config, "hydra.sweeper._target_")).endswith(".OptunaSweeper"):
+            print(describe_best(jobs), flush=True)
         if config.reproduction is not None:
             from reproductions.additions import add_jobs  # no training waits for the tables of all pages
 
