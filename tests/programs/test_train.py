@@ -23,7 +23,15 @@ def test_a_run_in_two_processes_leaves_its_files(
 ) -> None:
     folder, done = two_processes
     assert (done.returncode, done.stderr) == (0, "")
-    files = {"checkpoints", "config.yaml", "metrics.jsonl", "record.json", "timeline.json", "timeline.png"}
+    files = {
+        "checkpoints",
+        "classes.txt",
+        "config.yaml",
+        "metrics.jsonl",
+        "record.json",
+        "timeline.json",
+        "timeline.png",
+    }
     assert {path.name for path in run_folder(folder).iterdir()} == files
     (record,) = read_records(run_folder(folder))
     assert (record.kind, record.experiment, record.config["pipeline"]["num_stages"]) == ("measured", "train", 2)
