@@ -123,8 +123,8 @@ def test_vlc_adds_to_the_embedded_pairs_under_the_same_rule(tmp_path: Path) -> N
     tokenizer = embedded_tokenizer()
     for split in SPLITS:
         opened = [
-            open_corpus(name, split, tmp_path, tokenizer=tokenizer, languages=["de", "fr", "zh"], max_tokens=999)
-            for name in ("multilingual_vlc", "multilingual_embedded")
+            open_corpus(name, split, root, tokenizer=tokenizer, languages=["de", "fr", "zh"], max_tokens=999)
+            for name, root in (("multilingual_vlc", tmp_path), ("multilingual_embedded", None))
         ]
         new = [line for line in lines if split_of(line) == split]
         known_in_zh = split_of(known.target) == split and known not in PAIRS["zh"]
