@@ -1,7 +1,4 @@
-"""The first hour of a stranger: what one types after the README, in a folder of one's own, on a busy machine.
-
-The tests are steps of one walk, in this order: later ones use what earlier ones left.
-"""
+"""The first hour of a stranger: what one types after the README, in a folder of one's own, on a busy machine."""
 
 import json
 import re
@@ -25,7 +22,7 @@ COLUMNS = 80
 # Half of the photographs' size, so that the walk takes minutes.
 LAPTOP = ("+experiment=amoebanet_imagenet_laptop", "data.image_size=32", "launch.device=cpu")
 BUSY = "while True: pass"
-pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("first hour")]
+pytestmark = pytest.mark.reliability
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,14 @@ def newest_run(home: Path, name: str = "amoebanet_imagenet_laptop") -> Path:
     return max((home / "runs" / name).iterdir())
 
 
-def test_a_stopped_training_shows_the_step_and_the_time_left_in_80_columns(home: Path) -> None:
+def test_a_training_is_stopped_resumed_evaluated_and_used(home: Path) -> None:
+    stop_a_training(home)
+    resume_it(home)
+    evaluate_and_predict(home)
+
+
+def stop_a_training(home: Path) -> None:
+    """Press Ctrl-C; the terminal of 80 columns showed the step and the time left."""
     asked = False
 
     def stop_at_step_10(text: str, process: subprocess.Popen[bytes]) -> None:
@@ -76,7 +80,8 @@ def test_a_stopped_training_shows_the_step_and_the_time_left_in_80_columns(home:
     assert list((newest_run(home) / "checkpoints").glob("step-*"))
 
 
-def test_the_same_command_resumes_and_tells_what_was_reached(home: Path) -> None:
+def resume_it(home: Path) -> None:
+    """Type the same command, which goes on and tells what was reached."""
     folder = newest_run(home)
     done = run(home, "train.py", *LAPTOP, "trainer.max_steps=40")
     assert done.returncode == 0, done.stderr
@@ -87,16 +92,8 @@ def test_the_same_command_resumes_and_tells_what_was_reached(home: Path) -> None
     assert evaluation["top1"] > 0.3, "forty steps are enough to see that it learns"
 
 
-def test_sixteen_steps_are_judged_by_the_weights_that_they_reached(home: Path) -> None:
-    done = run(home, "train.py", *LAPTOP, "trainer.max_steps=16", "name=short")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (newest_run(home, "short") / "metrics.jsonl").read_text().splitlines()]
-    (evaluation,) = [line for line in lines if "test/top1" in line]
-    chance = 0.1
-    assert evaluation["test/top1"] > 2 * chance and evaluation["test/raw_top1"] > 2 * chance
-
-
-def test_what_was_trained_is_evaluated_and_classifies_a_folder(home: Path) -> None:
+def evaluate_and_predict(home: Path) -> None:
+    """Evaluate what was trained, and let it classify a folder."""
     record = json.loads((newest_run(home) / "record.json").read_text())
     name = "runs/amoebanet_imagenet_laptop"
     done = run(home, "train.py", f"evaluate={name}", "launch.device=cpu")
@@ -109,6 +106,15 @@ def test_what_was_trained_is_evaluated_and_classifies_a_folder(home: Path) -> No
     assert len(done.stdout.splitlines()) == 5, done.stderr
     with Image.open(home / "grid.png") as grid:
         assert grid.width > 500
+
+
+def test_sixteen_steps_are_judged_by_the_weights_that_they_reached(home: Path) -> None:
+    done = run(home, "train.py", *LAPTOP, "trainer.max_steps=16", "name=short")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (newest_run(home, "short") / "metrics.jsonl").read_text().splitlines()]
+    (evaluation,) = [line for line in lines if "test/top1" in line]
+    chance = 0.1
+    assert evaluation["test/top1"] > 2 * chance and evaluation["test/raw_top1"] > 2 * chance
 
 
 @pytest.mark.parametrize("name", ["one_step", "overfit", "profile"])
