@@ -227,7 +227,7 @@ def test_a_model_that_does_not_translate_is_refused(language_model: Path, transl
     other = language_model
     assert translate("text=Hallo", f"checkpoint={other}") == (
         f"error: checkpoint is {other}, which has a model of the family transformer_lm, expected "
-        "translation_transformer: name a run that trained a translation model.\n"
+        "translation_transformer: name a run that trained such a model.\n"
     )
 
 

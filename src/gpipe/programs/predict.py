@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
-from gpipe.checkpoint.manifest import Manifest
 from gpipe.checkpoint.read import load_layers
 from gpipe.config import AmoebaNetConfig, ConfigError
 from gpipe.config.predict import PredictConfig
@@ -24,8 +23,9 @@ from gpipe.config.saved import from_plain
 from gpipe.data import BrokenImage, ImageFiles, Transform
 from gpipe.durable_files import replacing
 from gpipe.launch.errors import report_errors
-from gpipe.programs.build import build_layers, find_checkpoint
-from gpipe.programs.translate import find_device
+from gpipe.programs.build import build_layers
+from gpipe.programs.trained import find_trained
+from gpipe.programs.translate import check_output, find_device
 from gpipe.programs.workloads import workload_of
 from gpipe.programs.workloads.image_classification import CLASSES_FILE, ImageClassification
 
@@ -69,7 +69,7 @@ def start(settings: PredictConfig) -> None:
         assert settings.checkpoint is not None and settings.images is not None
         paths = _find_images(Path(settings.images))
         for name in ("output", "grid"):
-            _check_output(name, getattr(settings, name))
+            check_output(name, getattr(settings, name))
         model = open_classifier(settings.checkpoint, find_device(settings.device))
         shown: list[Answer] = []
         num_broken = 0
@@ -93,14 +93,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     Raises ConfigError where there is no checkpoint, and for one of another family of models; CheckpointError for a
     damaged one.
     """
-    path = find_checkpoint("checkpoint", checkpoint)
-    manifest = Manifest.read(path)
-    family = manifest.config.get("model", {}).get("family")
-    if family != AmoebaNetConfig.family:
-        raise ConfigError(
-            f"checkpoint is {checkpoint}, which has a model of the family {family}, expected {AmoebaNetConfig.family}: "
-            "name a run that was trained on images."
-        )
+    path, manifest = find_trained(checkpoint, AmoebaNetConfig.family)
     run = from_plain(manifest.config)
     workload = workload_of(run)
     assert isinstance(workload, ImageClassification)
@@ -126,13 +119,6 @@ def _find_images(place: Path) -> list[Path]:
             "name another."
         )
     return found
-
-
-def _check_output(name: str, value: str | None) -> None:
-    """Refuse, before the work, a place where no file can be written."""
-    if value is not None and (Path(value).is_dir() or not Path(value).parent.is_dir()):
-        what = "a folder" if Path(value).is_dir() else f"in {Path(value).parent}, which does not exist"
-        raise ConfigError(f"{name} is {value}, {what}, expected a file in a folder that exists: name another.")
 
 
 def _answers(model: Classifier, paths: Sequence[Path], settings: PredictConfig) -> Iterator[Answer | None]:

@@ -38,14 +38,7 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
     Raises ConfigError where there is no checkpoint, for one of another family of models, and for a tokenizer that the
     model was not trained with; CheckpointError for a damaged one.
     """
-    path = find_checkpoint("checkpoint", checkpoint)
-    manifest = Manifest.read(path)
-    family = manifest.config.get("model", {}).get("family")
-    if family != TranslationModelConfig.family:
-        raise ConfigError(
-            f"checkpoint is {checkpoint}, which has a model of the family {family}, expected "
-            f"{TranslationModelConfig.family}: name a run that trained a translation model."
-        )
+    path, manifest = find_trained(checkpoint, TranslationModelConfig.family)
     run = from_plain(manifest.config)
     assert isinstance(run.data, TranslationDataConfig)
     tokenizer = _find_tokenizer(path, run.data)
@@ -53,6 +46,21 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
     layers = build_layers(run)
     load_layers(path, layers)
     return TrainedModel(run, run.data, layers.to(device).eval(), tokenizer, path, manifest.position.step)
+
+
+def find_trained(checkpoint: str, family: str) -> tuple[Path, Manifest]:
+    """Return the folder of the checkpoint that is meant, and its manifest.
+
+    Raises ConfigError where there is none, and for one of another family of models.
+    """
+    path = find_checkpoint("checkpoint", checkpoint)
+    manifest = Manifest.read(path)
+    if (found := manifest.config.get("model", {}).get("family")) != family:
+        raise ConfigError(
+            f"checkpoint is {checkpoint}, which has a model of the family {found}, expected {family}: name a run that "
+            "trained such a model."
+        )
+    return path, manifest
 
 
 def _find_tokenizer(checkpoint: Path, data: TranslationDataConfig) -> Tokenizer:

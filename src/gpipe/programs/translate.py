@@ -23,7 +23,7 @@ def start(settings: TranslateConfig) -> None:
     """Translate and print, or write a file; an error is one message and an exit with status 1."""
     with report_errors(debug=settings.debug):
         assert settings.checkpoint is not None
-        output = None if settings.output is None else _check_output(Path(settings.output))
+        output = check_output("output", settings.output)
         lines = _read(settings)
         device = find_device(settings.device)
         model = open_trained(settings.checkpoint, device)
@@ -106,9 +106,10 @@ def _encode(tokenizer: Tokenizer, lines: Sequence[str], settings: TranslateConfi
     return tokens
 
 
-def _check_output(path: Path) -> Path:
-    """Refuse, before the work, a place where no file can be written."""
-    if path.is_dir() or not path.parent.is_dir():
+def check_output(name: str, value: str | None) -> Path | None:
+    """Return the file that a setting names; refuse, before the work, a place where no file can be written."""
+    path = None if value is None else Path(value)
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
         what = "a folder" if path.is_dir() else f"in {path.parent}, which does not exist"
-        raise ConfigError(f"output is {path}, {what}, expected a file in a folder that exists: name another.")
+        raise ConfigError(f"{name} is {value}, {what}, expected a file in a folder that exists: name another.")
     return path
