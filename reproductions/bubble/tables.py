@@ -118,8 +118,9 @@ def threads_under_load(records: Sequence[Record]) -> str:
     ]
     header = ["model", "busy processes", "seconds per step, 1 thread", *(f"{num_cores} threads, {w}" for w in _WAITS)]
     ends = (
-        f"\nSteps of {config['batch_size']} images on {num_cores} cores, {config['rounds']} rounds. The last columns "
-        f"are in units of one thread's step, median (least to most). Load average before: {results['load_before']:.1f}."
+        f"\nSteps of {config['batch_size']} images on {num_cores} cores, {config['rounds']} rounds. The last "
+        "columns are in units of one thread's step, median (least to most). Load average before: "
+        f"{results['load_before']:.1f}.\n"
     )
     return markdown(header, rows) + ends
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,9 @@ def test_too_few_devices_are_no_failure_and_the_job_tells_its_settings(
     assert "not run: pipeline.num_stages=8: needs 8 cores, 2 are here" in capsys.readouterr().out
 
 
-def test_the_table_of_speeds_has_the_figures_that_there_are(tmp_path: Path) -> None:
+def test_the_table_of_speeds_has_the_figures_that_there_are_and_a_narrow_terminal_the_first_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for num_stages, bubble in ((1, None), (2, 0.25)):
         folder = tmp_path / f"stages={num_stages}"
         folder.mkdir()
@@ -173,6 +176,15 @@ def test_the_table_of_speeds_has_the_figures_that_there_are(tmp_path: Path) -> N
         ["1", "12.35", "0.988", "", "0.0%", "3", "0.5", "done", "stages=1"],
         ["2", "12.35", "0.988", "25.0%", "20.0%", "3", "0.5", "done", "stages=2"],
     ]
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    summarize(tmp_path, read_jobs(tmp_path))
+    assert (tmp_path / SUMMARY_FILE).read_text().splitlines() == lines, "the file has all figures"
+    printed = capsys.readouterr().out.splitlines()
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed if line.startswith("|")]
+    assert shown[0] == ["stages", "examples/s", "s per step, data apart", "bubble", "outcome", "folder"]
+    assert all(len(line) <= 80 for line in printed if line.startswith("|"))
 
 
 def test_settings_that_are_refused_are_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,3 +276,12 @@ def test_a_cluster_that_is_not_here_is_refused_before_the_first_job(monkeypatch:
         SystemExit, match=r"this machine has no srun: start train.py on a login node of the cluster, or"
     ):
         SweepEnd().on_multirun_start(config)
+
+
+def test_a_launcher_without_a_sweep_is_refused() -> None:
+    SweepEnd().on_run_start(compose("train", return_hydra_config=True))
+    config = compose("train", overrides=["hydra/launcher=submitit_local"], return_hydra_config=True)
+    with pytest.raises(
+        SystemExit, match=r"hydra/launcher=submitit_local starts the jobs of a sweep, .*: add -m, which"
+    ):
+        SweepEnd().on_run_start(config)

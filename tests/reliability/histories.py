@@ -1,4 +1,4 @@
-"""Random histories of runs, and what must hold of them.
+"""Play random histories of runs, and check what must hold of them.
 
     histories.py FOLDER SEED [SEED]
 
@@ -9,7 +9,6 @@ a count of how the starts ended, as JSON; exits with status 1 where a history we
 """
 
 import json
-import random
 import shutil
 import signal
 import sys
@@ -24,35 +23,11 @@ from typing import Any
 import yaml
 from hydra._internal.hydra import Hydra
 
+from tests.reliability.drawn_history import REQUESTS, SETTINGS, Command, Step, draw_history
 from tests.reliability.session import assert_same, log_of, run_folder, saved_steps
 from tests.reliability.starts import LONG_SECONDS, Start, fill_disk, signal_of
 from tests.support import program_server
 
-BASE = (
-    "model=transformer_lm_small", "model.num_layers=2", "model.model_size=8", "model.num_heads=2",
-    "model.feedforward_size=8", "data=random_tokens", "data.vocabulary_size=20", "data.sequence_length=6",
-    "data.num_train=32", "trainer.batch_size=8", "trainer.evaluation.batch_size=8", "trainer.num_epochs=2",
-    "trainer.checkpoints.every_steps=2", "trainer.timeline_every_steps=null", "schedule.name=constant",
-    "schedule.warm_up_epochs=0", "pipeline.num_microbatches=2", "launch.num_threads=1", "launch.device=cpu",
-    "tracking=disabled",
-)  # fmt: skip
-MORE = ("trainer.num_epochs=3", "optimizer.learning_rate=0.01")
-SETTINGS = {
-    "plain": (),
-    "another seed": ("seed=1",),
-    "more data": ("data.num_train=40",),
-    "longer": MORE,
-    "trained on": (*MORE, "trainer.resume_from={plain}"),
-    "endless": ("trainer.num_epochs=1000000",),
-}
-PLACES = {
-    "its own folder": (),
-    "one folder": ("hydra.run.dir=runs/by_hand/one",),
-    "a sweep": ("-m", "seed=0,1"),
-}
-IN_SWEEP = ("plain", "another seed")
-LAUNCHED = ("launch=process_per_stage",)
-EVERY_LAUNCHED = 50  # of so many histories one has a process per stage, for each of its starts takes seconds
 DEAF_SECONDS = 6.0
 ORPHAN_SECONDS = 10.0
 STOPPED = 75
@@ -69,109 +44,6 @@ DEEDS: dict[str, Callable[[int], None]] = {
     "KILL": signal_of(signal.SIGKILL),
     "full disk": fill_disk,
 }
-REQUESTS = ("TERM", "INT", "USR1")
-PAUSE = ("STOP", "CONT")
-# How often each is done to a start; a request stands for any of the three.
-FATES = {(): 3, ("request",): 4, ("KILL",): 5, PAUSE: 1, (*PAUSE, "request"): 4, ("full disk",): 4}
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line. settings: a name of SETTINGS; of a sweep, that of its first job. place: a name of PLACES."""
-
-    settings: str
-    place: str
-    launched: bool = False
-    never: bool = False
-
-    @property
-    def results(self) -> Sequence[str]:
-        """The settings of the runs that it makes."""
-        return IN_SWEEP if self.place == "a sweep" else (self.settings,)
-
-    @property
-    def folders(self) -> str:
-        """Its runs' folders, as a pattern."""
-        return {"its own folder": "runs/train/*", "one folder": "runs/by_hand/*", "a sweep": "runs/sweep-*/*"}[
-            self.place
-        ]
-
-    def arguments(self, plain: Path) -> list[str]:
-        """Return the words after train.py; plain: the folder of the run of these settings that can be gone on from."""
-        settings = [word.format(plain=plain) for word in SETTINGS[self.settings]]
-        more = [*(LAUNCHED if self.launched else ()), *(["trainer.resume=never"] if self.never else ())]
-        return [*PLACES[self.place], *BASE, *settings, *more]  # train.py wants the flag of a sweep first
-
-    def __str__(self) -> str:
-        """Name it for a person."""
-        marks = "".join([", a process per stage" * self.launched, ", resume=never" * self.never])
-        return f"{self.settings} in {self.place}{marks}"
-
-
-@dataclass(frozen=True)
-class Step:
-    """A start and what is done to it.
-
-    deeds: moments and names of DEEDS; from -1 to 0 the moment is one of its start-up, from 0 to 1 one of its training.
-    delay: seconds after the start that it is at once with.
-    """
-
-    command: Command
-    deeds: tuple[tuple[float, str], ...] = ()
-    delay: float = 0.0
-
-    @property
-    def done(self) -> set[str]:
-        """What is done to it."""
-        return {name for _, name in self.deeds}
-
-    def __str__(self) -> str:
-        """Name it for a person."""
-        deeds = ", ".join(f"{name} at {moment:.2f}" for moment, name in self.deeds)
-        return f"{self.command}" + (f", {self.delay:.2f} s later" if self.delay else "") + (f": {deeds}" * bool(deeds))
-
-
-def draw_history(seed: int) -> list[list[Step]]:
-    """Return what happens in the history of a seed: starts one after the other, some of them two at once."""
-    chance = random.Random(seed)
-    launched = seed % EVERY_LAUNCHED == 0
-    place = "its own folder" if launched else _choose(chance, dict(zip(PLACES, (6, 3, 1), strict=True)))
-    settings = chance.choice(list(SETTINGS)[:-1])
-    events = [_draw_event(chance, settings, place) for _ in range(chance.choice([1, 2, 2]))]
-    if launched:
-        return [[Step(Command("plain", place, launched=True), _draw_deeds(chance, ("request",)))]]
-    return events
-
-
-def _draw_event(chance: random.Random, settings: str, place: str) -> list[Step]:
-    twice = chance.random() < 0.25
-    steps = [_draw_step(chance, settings, place) for _ in range(1 + twice)]
-    if twice:
-        steps[1] = replace(steps[1], delay=chance.choice([0.0, chance.uniform(0, 0.2)]))
-    return steps
-
-
-def _draw_step(chance: random.Random, settings: str, place: str) -> Step:
-    if chance.random() < 0.3 and place != "a sweep":
-        settings = chance.choice(list(SETTINGS))
-    fate = _choose(chance, FATES)
-    if settings == "endless" and not {"request", "KILL", "full disk"} & set(fate):
-        fate = (*PAUSE, "request")
-    if place == "a sweep":
-        settings = IN_SWEEP[0]
-    return Step(
-        Command(settings, place, never=chance.random() < 0.05 and place != "a sweep"), _draw_deeds(chance, fate)
-    )
-
-
-def _draw_deeds(chance: random.Random, fate: Sequence[str]) -> tuple[tuple[float, str], ...]:
-    names = [chance.choice(REQUESTS) if name == "request" else name for name in fate]
-    moments = sorted(chance.uniform(-0.5, 1) for _ in names)
-    return tuple(zip(moments, names, strict=True))
-
-
-def _choose(chance: random.Random, weights: dict[Any, int]) -> Any:
-    return chance.choices(list(weights), list(weights.values()))[0]
 
 
 @dataclass(frozen=True)

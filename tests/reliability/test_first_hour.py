@@ -165,3 +165,77 @@ def test_a_wrong_name_is_answered_with_what_there_is(home: Path, word: str, said
     done = run(home, "train.py", word)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_sweep_ends_with_a_table_that_the_terminal_has_room_for(home: Path) -> None:
+    words = (*LAPTOP, "seed=0,1", "trainer.max_steps=1", "name=seeds")
+    status, written = in_terminal(TRAIN, "-m", *words, folder=home)
+    assert status == 0, screen(written)[-5:]
+    table = [line for line in screen(written) if line.startswith("|")]
+    assert len(table) == 4 and all(len(line) <= COLUMNS for line in table)
+    assert any("(mean and deviation over 2 seeds)" in line for line in screen(written))
+    job = table[-1].strip("| ").rpartition(" ")[2]
+    done = run(home, "train.py", f"evaluate={next(home.glob('runs/sweep-*'))}/{job}", "launch.device=cpu")
+    assert done.returncode == 0 and "top1" in done.stdout, done.stderr
+
+
+def test_a_data_file_of_ones_own_is_used_and_stays_in_the_command(home: Path) -> None:
+    (home / "my_conf" / "data").mkdir(parents=True)
+    own = "defaults: [fashion_mnist_embedded, _self_]\nnum_train: 128\nimage_size: 32\n"
+    (home / "my_conf" / "data" / "few.yaml").write_text(own)
+    words = ("--config-dir", "my_conf", LAPTOP[0], "launch.device=cpu", "data=few", "trainer.num_epochs=1", "name=few")
+    done = run(home, "train.py", *words)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((newest_run(home, "few") / "record.json").read_text())
+    assert record["results"]["steps"] == 2
+    assert record["command"] == f"python train.py {' '.join(words)}"
+
+
+def test_what_is_compiled_is_shown_and_not_taken_for_a_hang(home: Path) -> None:
+    words = ("+experiment=table2_transformer_lm_laptop", "model.num_layers=1", "trainer.compile=true", "name=compiled")
+    short = ("trainer.max_steps=1", "trainer.num_untimed_steps=0", "pipeline.timeout_seconds=10")
+    status, written = in_terminal(TRAIN, *words, *short, folder=home)
+    assert status == 0, screen(written)[-5:]
+    assert any(re.search(r"compiling layer \d of 3", line) for line in screen(written)), screen(written)
+
+
+def test_tensorboard_has_the_figures_of_a_run(home: Path) -> None:
+    done = run(home, "train.py", *LAPTOP, "tracking=tensorboard", "trainer.max_steps=2", "name=board")
+    assert done.returncode == 0, done.stderr
+    (events,) = newest_run(home, "board").rglob("events.out.tfevents.*")
+    assert b"test/top1" in events.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*LAPTOP, "tracking=online"), "wandb login"),
+        ((*LAPTOP, "data.root=/photographs"), "data.root is /photographs, but fashion_mnist_embedded"),
+        ((*LAPTOP, "hydra/launcher=submitit_local"), "starts the jobs of a sweep"),
+        (("-m", *LAPTOP, "seed=0,1", "hydra/launcher=slurm"), "this machine has no srun"),
+        ((*LAPTOP, "hydra.run.dir=/"), "hydra.run.dir"),
+        ((*LAPTOP, f"name={'x' * 300}"), "expected at most 100 letters"),
+        (("--config-dir", "bad", "+extra=tabs"), "tabs.yaml"),
+        (("--config-dir", "bad", "+extra=bomb"), "stands for more than 10,000 values"),
+        (("--config-dir", "bad", "+extra=doublings"), "whose interpolations stand for too many values"),
+        (("--config-dir", "bad", "+extra=circle"), "perhaps in a circle"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, tuple) else "",
+)
+def test_what_a_run_cannot_do_is_said_in_a_sentence_before_it_is_built(
+    home: Path, words: tuple[str, ...], said: str
+) -> None:
+    extra = home / "bad" / "extra"
+    extra.mkdir(parents=True, exist_ok=True)
+    (extra / "tabs.yaml").write_text("seed:\n\t1\n")
+    (extra / "bomb.yaml").write_text(
+        "\n".join(["a0: &a0 [1]", *(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]" for n in range(30))])
+    )
+    names = [f"    p{n + 1}: ${{hydra.sweeper.params.p{n}}}${{hydra.sweeper.params.p{n}}}" for n in range(30)]
+    (extra / "doublings.yaml").write_text(
+        "\n".join(["# @package _global_", "hydra:", "  sweeper:", "   params:", "    p0: x", *names])
+    )
+    (extra / "circle.yaml").write_text("defaults: [circle]\n")
+    done = run_program(TRAIN, *words, folder=home, WANDB_API_KEY="", HOME=str(home))
+    assert said in error_of(done)
+    assert "stages" not in done.stdout, "it was not built"

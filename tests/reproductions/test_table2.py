@@ -198,6 +198,8 @@ def test_a_cell_that_was_measured_several_times_shows_its_spread() -> None:
         ["10.0", "0.91", "1.00"],
         ["11.0 (9.0 to 12.0 in 3 runs)", "1.00", "1.10"],
     ]
+    again = small_run(1, 1, 4, 8.0, 1)
+    assert cells(table2_laptop([*runs, again]))[1][6] == "1.22 (0.90 to 1.50)", "11 over 9, the law allows 1.14"
 
 
 def test_the_tasks_of_a_real_step_are_told_for_each_model() -> None:

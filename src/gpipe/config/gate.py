@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpipe.config.checks import ConfigError, why
 from gpipe.config.choices import drop_replaced_values
 from gpipe.config.group_files import explain_file
+from gpipe.config.interpolations import refuse_endless_interpolations
 from gpipe.config.yaml_files import MAX_FILES, refuse_hostile_yaml
 from gpipe.environment_secrets import find_secret, is_secret
 
@@ -131,8 +132,9 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
     """
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)
+    refuse_endless_interpolations(composed)
     for place in _EMPTY:
-        _refuse_unsaid_code(place, OmegaConf.select(OmegaConf.create(plain), place), overrides)
+        _refuse_unsaid_code(place, _at(plain, place), overrides)
     _refuse_name(plain.get("name"))
     for place, key, value in sorted(_entries(plain), key=lambda entry: entry[0].startswith("hydra.")):
         _refuse_secret(place, f"{key} {value}")
@@ -155,11 +157,10 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
 
 def _refuse_unsaid_code(place: str, value: Any, overrides: Sequence[str]) -> None:
     """Refuse lines of a shell, variables and functions that the command line does not have."""
-    plain = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
-    inside = [entry for entry, _, _ in _entries(plain, place)] or ([place] if plain else [])
+    inside = [entry for entry, _, _ in _entries(value, place)] or ([place] if value else [])
     if unsaid := [entry for entry in inside if not any(_is_said(entry, override) for override in overrides)]:
         # Of variables their names alone: hydra.job.env_copy has put there what the environment says.
-        shown = plain if isinstance(plain, str) else ", ".join(map(str, plain or ()))
+        shown = value if isinstance(value, str) else ", ".join(map(str, value or ()))
         raise ConfigCompositionException(
             f"{place} is {shown}, expected nothing: no configuration may name code to run; remove {unsaid[0]}, and say "
             "it on the command line or in the shell that starts the program."
@@ -265,6 +266,13 @@ def _counted_and_loaded(self: CachingConfigRepository, config_path: str) -> Conf
         if source.scheme() == "file" and f"config_path={config_path}" not in self.cache:
             refuse_hostile_yaml(Path(source.path) / f"{config_path.removesuffix('.yaml').strip('/')}.yaml")
     return _load_once(self, config_path)
+
+
+def _at(node: Any, place: str) -> Any:
+    """Return what is at a place in nested dicts, None for nothing."""
+    for key in place.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
 def _entries(node: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -3,8 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe.checkpoint import folder as checkpoints
-from gpipe.checkpoint.errors import DamagedCheckpoint
-from gpipe.checkpoint.format import read_metadata
-from gpipe.checkpoint.manifest import Manifest
-from gpipe.checkpoint.read import load_checkpoint
 from gpipe.config import (
     AmoebaNetConfig,
     Autocast,
@@ -27,7 +22,6 @@ from gpipe.config import (
     OptimizerConfig,
     PartitionBy,
     RunConfig,
-    TrainerConfig,
     to_plain,
 )
 from gpipe.launch import stops
@@ -43,11 +37,10 @@ from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
+from gpipe.programs.chosen_checkpoint import find_checkpoint, find_kindred, newest_manifest, refuse_other_files
 from gpipe.programs.workloads import workload_of
-from gpipe.records import RESUMED_MAY_DIFFER, differences, git_state, package_versions
-from gpipe.training.checkpoints import get_tensors
+from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
-from gpipe.training.evaluation import evaluate_on_all
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.overfit import RepeatedLoader
@@ -58,59 +51,6 @@ from gpipe.training.trainer import Trainer
 _TIMED_RUNS = 5  # of each layer that count
 _NAME_LENGTH = 64  # of a run, where it is mirrored
 _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "tracking")
-
-
-def check_checkpoints(run: RunConfig) -> None:
-    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another or a finished training.
-
-    Raises ConfigError, which names the settings that differ.
-    """
-    for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
-        if value is not None:
-            find_checkpoint(setting, value)
-    if (value := run.trainer.resume_from) is not None:
-        saved = Manifest.read(find_checkpoint("trainer.resume_from", value))
-        if found := differences(saved.config, to_plain(run), RESUMED_MAY_DIFFER):
-            raise ConfigError(
-                f"trainer.resume_from is {value}, which was trained with other settings ({'; '.join(found)}): set them "
-                "as they are there, or start from its weights alone with init_from."
-            )
-        _refuse_nothing_to_train(value, saved, run.trainer)
-
-
-def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig) -> None:
-    """Refuse to resume from a state at which the training would be over at once, without a checkpoint of its own."""
-    position, patience = saved.position, trainer.evaluation.patience
-    reached = {
-        f"trainer.num_epochs={trainer.num_epochs}: raise it": position.epoch >= trainer.num_epochs,
-        f"trainer.max_steps={trainer.max_steps}: raise it": trainer.max_steps is not None
-        and position.step >= trainer.max_steps,
-        f"trainer.evaluation.patience={patience}: raise it, or set it to null": patience is not None
-        and saved.results.get("num_worse", 0) >= patience,
-    }
-    if limits := [limit for limit, is_reached in reached.items() if is_reached]:
-        raise ConfigError(
-            f"trainer.resume_from is {value}, which has finished step {position.step}: nothing is left to train "
-            f"with {limits[0]}."
-        )
-
-
-def check_earlier(run: RunConfig, folder: Path) -> None:
-    """Refuse a run's folder that has checkpoints of another training: raises ConfigError naming what differs."""
-    earlier = _newest_manifest(folder)
-    if earlier is not None and (found := differences(earlier.config, to_plain(run))):
-        raise ConfigError(
-            f"{folder} has checkpoints that were trained with other settings ({'; '.join(found)}): set them as they "
-            "are there, or choose another folder."
-        )
-
-
-def _newest_manifest(folder: Path) -> Manifest | None:
-    """Return what the newest good checkpoint in a run's folder says, None where there is none."""
-    for path in checkpoints.list_newest_first(folder / "checkpoints"):
-        with suppress(DamagedCheckpoint):  # the trainer names it
-            return Manifest.read(path)
-    return None
 
 
 def build_layers(run: RunConfig) -> nn.Sequential:
@@ -149,7 +89,7 @@ def _measure_seconds(
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
     device = torch.empty(0, device=device_type).device
     example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
-    with _build_autocast(run.trainer.autocast, device_type)():
+    with build_autocast(run.trainer.autocast, device_type)():
         timings = LayerTimer(device, _TIMED_RUNS).time(layers, workload.loss(), example, on_layer)
     return [timing.seconds for timing in timings]
 
@@ -230,7 +170,7 @@ def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
     """Return what describes the run's layers with a micro-batch of a given size."""
     workload = workload_of(run)
     layers, loss = workload.layers(), workload.loss()
-    autocast = _build_autocast(run.trainer.autocast, "cpu")
+    autocast = build_autocast(run.trainer.autocast, "cpu")
 
     def profile(size: int) -> list[LayerProfile]:
         return profile_layers(layers, loss, (workload.inputs(size), workload.targets(size)), autocast=autocast)
@@ -351,8 +291,8 @@ def build_trainer(
     for sentence in (*workload.warnings(), *_check_warm_up(run, len(train_loader), num_steps)):
         progress.message(f"warning: {sentence}")
     kept = workload.keep(None)
-    if (earlier := _newest_manifest(folder)) is not None:
-        _refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
+    if (earlier := newest_manifest(folder)) is not None:
+        refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
     workload.keep(folder if place.is_main else None)
     trainer = Trainer(
         pipeline=pipeline,
@@ -376,8 +316,8 @@ def build_trainer(
         seed=run.seed,
         ema=None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay, warm_up=run.ema.warm_up),
         max_gradient_norm=run.optimizer.clip_norm,
-        autocast=_build_autocast(settings.autocast, place.device_type),
-        evaluation_autocast=_build_autocast(settings.evaluation.autocast, place.device_type),
+        autocast=build_autocast(settings.autocast, place.device_type),
+        evaluation_autocast=build_autocast(settings.evaluation.autocast, place.device_type),
         set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,
@@ -406,32 +346,12 @@ def build_trainer(
         progress.message(f"going on after step {pipeline.step}")
         return trainer
     if settings.resume_from is not None:
-        trainer.resume(_find_kindred("trainer.resume_from", settings.resume_from, kept))
+        trainer.resume(find_kindred("trainer.resume_from", settings.resume_from, kept))
         return trainer
     tracker.rewind(0)  # what an earlier session did before it saved anything is done again
     if run.init_from is not None:
-        trainer.start_from(_find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
+        trainer.start_from(find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
     return trainer
-
-
-def evaluate_checkpoint(
-    run: RunConfig, pipeline: Pipeline, place: Place, path: Path
-) -> tuple[Manifest, dict[str, dict[str, float]]]:
-    """Load a checkpoint and evaluate it on the evaluation sets, as its batch-norm statistics were saved.
-
-    Raises CheckpointError for a damaged one, or another model's.
-    """
-    workload = workload_of(run)
-    _, loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
-    ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)
-    manifest = load_checkpoint(path, pipeline, get_tensors(pipeline, ema))
-    averages = None if ema is None else ema.module
-    autocast = _build_autocast(run.trainer.evaluation.autocast, place.device_type)
-    limit = run.trainer.evaluation.max_batches
-    found = evaluate_on_all(pipeline, loaders, averages, workload.make_metrics(), max_batches=limit, autocast=autocast)
-    for loader in loaders.values():
-        loader.close()
-    return manifest, found
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:
@@ -460,51 +380,8 @@ def _build_optimizer(
     return build_optimizer(settings.name, parameters, rate, **own)
 
 
-def _build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+def build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of forward passes in a precision."""
     if precision is Autocast.none:
         return nullcontext
     return partial(torch.autocast, device_type, getattr(torch, precision.value))
-
-
-def _find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
-    """Find a checkpoint, and refuse one that was saved with other files than this run has."""
-    path = find_checkpoint(setting, value)
-    saved = read_metadata(path) if path.is_file() else Manifest.read(path).config
-    _refuse_other_files(f"{setting} is {value}", saved, kept)
-    return path
-
-
-def _refuse_other_files(subject: str, saved: Mapping[str, Any], kept: Mapping[str, str]) -> None:
-    """Raise ConfigError where a checkpoint, which `subject` names, was `saved` with other files than `kept`."""
-    for name, digest in kept.items():
-        if (other := saved.get(name)) != digest:
-            what = name.removesuffix("_sha256")
-            raise ConfigError(
-                f"{subject}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
-                f"{digest[:12]}...: set data.{what} to the one that lies in the folder of the checkpoint's run."
-            )
-
-
-def find_checkpoint(setting: str, value: str) -> Path:
-    """Return the checkpoint that the value of a setting means, or for init_from an exported file.
-
-    `checkpoint` is what a program is to use, so it means a run's best checkpoint; a training begins with the latest.
-
-    Args:
-        setting: its name: checkpoint, init_from or trainer.resume_from.
-        value: see `gpipe.checkpoint.folder.find_checkpoint`.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-    """
-    path = Path(value)
-    if path.suffix == ".safetensors" and path.is_file():
-        if setting == "init_from":
-            return path
-        raise ConfigError(
-            f"{setting} is {value}, a file that has weights alone, expected a run's folder or a checkpoint's: "
-            "name that, or start a training from the file with init_from."
-        )
-    if (found := checkpoints.find_checkpoint(path, prefer_best=setting == "checkpoint")) is None:
-        raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
-    return found

@@ -27,7 +27,7 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
     with report_errors(debug=composed.launch.debug):
         from gpipe.checkpoint.manifest import Manifest
         from gpipe.data import check_data
-        from gpipe.programs.build import find_checkpoint
+        from gpipe.programs.chosen_checkpoint import find_checkpoint
 
         path = find_checkpoint("evaluate", composed.evaluate)
         run = to_evaluated(composed, Manifest.read(path).config, overrides)
@@ -38,16 +38,37 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
 
 
 def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path) -> None:
-    """Build the run's part of this process and evaluate it; the first process prints."""
+    """Build the run's part of this process, load a checkpoint and evaluate it; the first process prints.
+
+    Batch norms have the statistics that were saved. Raises CheckpointError for a damaged checkpoint, or a foreign one.
+    """
+    from gpipe.checkpoint.read import load_checkpoint
     from gpipe.programs import build
+    from gpipe.programs.workloads import workload_of
+    from gpipe.training.checkpoints import get_tensors
+    from gpipe.training.ema import Ema
+    from gpipe.training.evaluation import evaluate_on_all
 
     garbage_collection.resume()
     layers = build.build_layers(run)
     partitions, _planner = build.share_partitions(run, layers, place)
     pipeline = build.build_pipeline(run, layers, partitions, place)
-    manifest, evaluation = build.evaluate_checkpoint(run, pipeline, place, checkpoint)
+    workload, settings = workload_of(run), run.trainer.evaluation
+    loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")[1]
+    ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)
+    manifest = load_checkpoint(checkpoint, pipeline, get_tensors(pipeline, ema))
+    evaluation = evaluate_on_all(
+        pipeline,
+        loaders,
+        None if ema is None else ema.module,
+        workload.make_metrics(),
+        max_batches=settings.max_batches,
+        autocast=build.build_autocast(settings.autocast, place.device_type),
+    )
     if place.is_main:
         print(f"{checkpoint}: {run.name} after {manifest.position.step} steps, on {run.data.name}")
         for name, figures in evaluation.items():
             print(f"  {name}: " + "  ".join(f"{figure} {value:.4f}" for figure, value in figures.items()))
+    for loader in loaders.values():
+        loader.close()
     pipeline.close()

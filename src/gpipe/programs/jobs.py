@@ -3,9 +3,12 @@
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
+from shutil import get_terminal_size
 from statistics import mean, stdev
 from typing import Any
 
@@ -75,17 +78,26 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def summarize(folder: Path, jobs: Sequence[Job]) -> None:
-    """Print the table of a sweep, and write it into the sweep's folder."""
-    console = Console(width=_WIDTH, highlight=False, markup=False)  # [sw] is a language, no markup
-    with console.capture() as capture:
-        console.print(_table(jobs))
-    text = "".join(line.rstrip() + "\n" for line in capture.get().splitlines() if line.strip())
-    text += "".join(f"\n{line}\n" for line in _average_seeds(jobs))
+    """Write the table of a sweep into the sweep's folder, and print it; a narrow terminal shows fewer figures."""
+    shown = [figure for figure in _FIGURES if any(job.record and figure.value(job.record) is not None for job in jobs)]
+    means = "".join(f"\n{line}\n" for line in _average_seeds(jobs))
+    table = _written(_table(jobs, shown))
     path = folder / SUMMARY_FILE
-    write_flushed(path, text)
-    print(f"\n{text}")
+    write_flushed(path, table + means)
+    if sys.stdout.isatty():
+        columns = get_terminal_size().columns
+        while shown and len(table.partition("\n")[0]) > columns:
+            table = _written(_table(jobs, shown := shown[:-1]))
+    print(f"\n{table}{means}")
     counts = ", ".join(f"{sum(job.outcome.status == status for job in jobs)} {status}" for status in _statuses(jobs))
     print(f"{counts}; the table is in {path}", flush=True)
+
+
+def _written(table: Table) -> str:
+    """Return a table as lines of text."""
+    text = StringIO()  # no terminal: else the file would have its colours
+    Console(file=text, width=_WIDTH, highlight=False, markup=False).print(table)  # [sw] is a language, no markup
+    return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines() if line.strip())
 
 
 def describe_best(jobs: Sequence[Job]) -> str:
@@ -125,10 +137,10 @@ def _statuses(jobs: Sequence[Job]) -> list[str]:
     return [status for status in ("done", "not run", "failed") if status in found] or ["done"]
 
 
-def _table(jobs: Sequence[Job]) -> Table:
-    """Return one row per job: the overrides in which the jobs differ, its figures, and its outcome.
+def _table(jobs: Sequence[Job], shown: Sequence["_Figure"]) -> Table:
+    """Return one row per job: the overrides in which the jobs differ, some of its figures, and its outcome.
 
-    Jobs that lack the same data or devices share a row; a figure that no job has is left out.
+    Jobs that lack the same data or devices share a row.
     """
     settings = [_settings(job) for job in jobs]
     known = dict.fromkeys(key for part in settings for key in part)
@@ -136,7 +148,6 @@ def _table(jobs: Sequence[Job]) -> Table:
     table = Table(box=MARKDOWN)
     for key in keys:
         table.add_column(key)
-    shown = [figure for figure in _FIGURES if any(job.record and figure.value(job.record) is not None for job in jobs)]
     for figure in shown:
         table.add_column(figure.name, justify="right")
     table.add_column("outcome")

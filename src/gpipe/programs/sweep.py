@@ -108,6 +108,14 @@ def _run_held_job(
 class SweepEnd(Callback):
     """Print and write the table of a sweep after its last job; add its records to a reproduction."""
 
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse a launcher where there is no sweep: it would start nothing."""
+        if (launcher := config.hydra.runtime.choices.get("hydra/launcher")) not in (None, "basic"):
+            raise SystemExit(
+                f"error: hydra/launcher={launcher} starts the jobs of a sweep, but this is a single run: add -m, which "
+                "makes it a sweep of one job."
+            )
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse a cluster or a reproduction that is not here before the first job starts."""
         launcher = str(OmegaConf.select(config, "hydra.launcher._target_"))

@@ -37,7 +37,7 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
     """
     with report_errors(debug=run.launch.debug):
         if (run.trainer.resume_from, run.init_from) != (None, None):
-            from gpipe.programs.build import check_checkpoints
+            from gpipe.programs.chosen_checkpoint import check_checkpoints
 
             check_checkpoints(run)
         if run.trainer.dry_run:
@@ -59,9 +59,10 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     """
     from gpipe.planning.report import print_plan
     from gpipe.programs import build, outcome
+    from gpipe.programs.chosen_checkpoint import check_earlier
 
     garbage_collection.resume()
-    build.check_earlier(run, folder)
+    check_earlier(run, folder)
     layers = build.build_layers(run)
     partitions, planner = build.share_partitions(run, layers, place)
     plan = None

@@ -11,7 +11,8 @@ from gpipe.checkpoint.read import load_layers
 from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, TranslationModelConfig
 from gpipe.config.saved import from_plain
 from gpipe.data import Tokenizer, open_tokenizer
-from gpipe.programs.build import build_layers, find_checkpoint
+from gpipe.programs.build import build_layers
+from gpipe.programs.chosen_checkpoint import find_checkpoint
 from gpipe.programs.workloads.translation import TOKENIZER_FILE
 
 

@@ -1,0 +1,56 @@
+"""Refuse interpolations that would fill the memory or never end, before anything else asks for their values.
+
+OmegaConf finds the value of an interpolation anew each time. So thirty lines that each name the one before twice stand
+for a billion.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+from hydra.errors import ConfigCompositionException
+from omegaconf import Container, ListConfig
+from omegaconf.errors import OmegaConfBaseException
+
+_MAX_COST = 200_000  # half a second; our own settings cost 2,000 at most
+_COST_OF_ONE = 100  # finding a value takes as long as a hundred characters of it
+
+
+def refuse_endless_interpolations(node: Container, place: str = "") -> None:
+    """Raise ConfigCompositionException for a value whose interpolations stand for too much; ignore other faults."""
+    keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
+    for key in keys:
+        inside = f"{place}.{key}" if place else str(key)
+        child: Any = node._get_node(key)
+        value = child._value()
+        if isinstance(value, str) and value.count("${") > 1:  # a chain of single ones is as long as the files
+            with _limited(inside, value), suppress(OmegaConfBaseException):
+                node[key]
+        elif isinstance(child, Container) and isinstance(value, dict | list):
+            refuse_endless_interpolations(child, inside)
+
+
+@contextmanager
+def _limited(place: str, value: str) -> Iterator[None]:
+    """Let the body find the values of some interpolations, not of endless ones."""
+    find = Container.resolve_parse_tree
+    cost = 0
+
+    @wraps(find)
+    def find_and_count(self: Container, *args: Any, **settings: Any) -> Any:
+        nonlocal cost
+        found = None if cost > _MAX_COST else find(self, *args, **settings)
+        cost += _COST_OF_ONE + (len(found) if isinstance(found, str) else 0)
+        return found
+
+    Container.resolve_parse_tree = find_and_count  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Container.resolve_parse_tree = find  # type: ignore[method-assign]
+    if cost > _MAX_COST:
+        shown = value if len(value) < 100 else f"{value[:100]}..."
+        raise ConfigCompositionException(
+            f"{place} is {shown}, whose interpolations stand for too many values or characters: write the value itself."
+        )

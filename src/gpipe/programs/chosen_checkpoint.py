@@ -1,0 +1,110 @@
+"""The checkpoint that a setting names: found, and refused where it does not belong to the run."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gpipe.checkpoint import folder as checkpoints
+from gpipe.checkpoint.errors import DamagedCheckpoint
+from gpipe.checkpoint.format import read_metadata
+from gpipe.checkpoint.manifest import Manifest
+from gpipe.config import ConfigError, RunConfig, TrainerConfig, to_plain
+from gpipe.records import RESUMED_MAY_DIFFER, differences
+
+
+def check_checkpoints(run: RunConfig) -> None:
+    """Refuse a checkpoint to begin from that is not there, or to go on from that is of another or a finished training.
+
+    Raises ConfigError, which names the settings that differ.
+    """
+    for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
+        if value is not None:
+            find_checkpoint(setting, value)
+    if (value := run.trainer.resume_from) is not None:
+        saved = Manifest.read(find_checkpoint("trainer.resume_from", value))
+        if found := differences(saved.config, to_plain(run), RESUMED_MAY_DIFFER):
+            raise ConfigError(
+                f"trainer.resume_from is {value}, which was trained with other settings ({'; '.join(found)}): set them "
+                "as they are there, or start from its weights alone with init_from."
+            )
+        _refuse_nothing_to_train(value, saved, run.trainer)
+
+
+def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig) -> None:
+    """Refuse to resume from a state at which the training would be over at once, without a checkpoint of its own."""
+    position, patience = saved.position, trainer.evaluation.patience
+    reached = {
+        f"trainer.num_epochs={trainer.num_epochs}: raise it": position.epoch >= trainer.num_epochs,
+        f"trainer.max_steps={trainer.max_steps}: raise it": trainer.max_steps is not None
+        and position.step >= trainer.max_steps,
+        f"trainer.evaluation.patience={patience}: raise it, or set it to null": patience is not None
+        and saved.results.get("num_worse", 0) >= patience,
+    }
+    if limits := [limit for limit, is_reached in reached.items() if is_reached]:
+        raise ConfigError(
+            f"trainer.resume_from is {value}, which has finished step {position.step}: nothing is left to train "
+            f"with {limits[0]}."
+        )
+
+
+def check_earlier(run: RunConfig, folder: Path) -> None:
+    """Refuse a run's folder that has checkpoints of another training: raises ConfigError naming what differs."""
+    earlier = newest_manifest(folder)
+    if earlier is not None and (found := differences(earlier.config, to_plain(run))):
+        raise ConfigError(
+            f"{folder} has checkpoints that were trained with other settings ({'; '.join(found)}): set them as they "
+            "are there, or choose another folder."
+        )
+
+
+def newest_manifest(folder: Path) -> Manifest | None:
+    """Return what the newest good checkpoint in a run's folder says, None where there is none."""
+    for path in checkpoints.list_newest_first(folder / "checkpoints"):
+        with suppress(DamagedCheckpoint):  # the trainer names it
+            return Manifest.read(path)
+    return None
+
+
+def find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
+    """Find a checkpoint, and refuse one that was saved with other files than this run has."""
+    path = find_checkpoint(setting, value)
+    saved = read_metadata(path) if path.is_file() else Manifest.read(path).config
+    refuse_other_files(f"{setting} is {value}", saved, kept)
+    return path
+
+
+def refuse_other_files(subject: str, saved: Mapping[str, Any], kept: Mapping[str, str]) -> None:
+    """Raise ConfigError where a checkpoint, which `subject` names, was `saved` with other files than `kept`."""
+    for name, digest in kept.items():
+        if (other := saved.get(name)) != digest:
+            what = name.removesuffix("_sha256")
+            raise ConfigError(
+                f"{subject}, whose {what} has the SHA-256 {str(other)[:12]}..., but this run's has "
+                f"{digest[:12]}...: set data.{what} to the one that lies in the folder of the checkpoint's run."
+            )
+
+
+def find_checkpoint(setting: str, value: str) -> Path:
+    """Return the checkpoint that the value of a setting means, or for init_from an exported file.
+
+    `checkpoint` is what a program is to use, so it means a run's best checkpoint; a training begins with the latest.
+
+    Args:
+        setting: its name: checkpoint, init_from or trainer.resume_from.
+        value: see `gpipe.checkpoint.folder.find_checkpoint`.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+    """
+    path = Path(value)
+    if path.suffix == ".safetensors" and path.is_file():
+        if setting == "init_from":
+            return path
+        raise ConfigError(
+            f"{setting} is {value}, a file that has weights alone, expected a run's folder or a checkpoint's: "
+            "name that, or start a training from the file with init_from."
+        )
+    if (found := checkpoints.find_checkpoint(path, prefer_best=setting == "checkpoint")) is None:
+        raise ConfigError(f"{setting} is {value}, which has no checkpoint: name a run's folder or a checkpoint's.")
+    return found
