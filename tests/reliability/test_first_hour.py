@@ -181,13 +181,13 @@ def test_a_sweep_ends_with_a_table_that_the_terminal_has_room_for(home: Path) ->
 
 def test_a_data_file_of_ones_own_is_used_and_stays_in_the_command(home: Path) -> None:
     (home / "my_conf" / "data").mkdir(parents=True)
-    own = "defaults: [fashion_mnist_embedded, _self_]\nnum_train: 128\nimage_size: 32\n"
-    (home / "my_conf" / "data" / "few.yaml").write_text(own)
-    words = ("--config-dir", "my_conf", LAPTOP[0], "launch.device=cpu", "data=few", "trainer.num_epochs=1", "name=few")
+    own = "defaults: [fashion_mnist_embedded, _self_]\nimage_size: 32\ncutout: 0.25\n"
+    (home / "my_conf" / "data" / "cut.yaml").write_text(own)
+    words = ("--config-dir", "my_conf", LAPTOP[0], "launch.device=cpu", "data=cut", "trainer.max_steps=1", "name=cut")
     done = run(home, "train.py", *words)
     assert done.returncode == 0, done.stderr
-    record = json.loads((newest_run(home, "few") / "record.json").read_text())
-    assert record["results"]["steps"] == 2
+    record = json.loads((newest_run(home, "cut") / "record.json").read_text())
+    assert record["config"]["data"]["cutout"] == 0.25
     assert record["command"] == f"python train.py {' '.join(words)}"
 
 
@@ -210,7 +210,7 @@ def test_tensorboard_has_the_figures_of_a_run(home: Path) -> None:
     ("words", "said"),
     [
         ((*LAPTOP, "tracking=online"), "wandb login"),
-        ((*LAPTOP, "data.root=/photographs"), "data.root is /photographs, but fashion_mnist_embedded"),
+        ((*LAPTOP, "data.root=/photographs"), "data.root is /photographs, but data.name is fashion_mnist_embedded"),
         ((*LAPTOP, "hydra/launcher=submitit_local"), "starts the jobs of a sweep"),
         (("-m", *LAPTOP, "seed=0,1", "hydra/launcher=slurm"), "this machine has no srun"),
         ((*LAPTOP, "hydra.run.dir=/"), "hydra.run.dir"),
