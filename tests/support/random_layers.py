@@ -36,7 +36,7 @@ class Branch(nn.Module):
     def forward(self, payload: Any) -> Any:
         main, rest = _parts(payload)
         main = main + sum(rest) if rest else main
-        count = torch.arange(len(main)).view(-1, 1, 1, 1)
+        count = torch.arange(len(main), device=main.device).view(-1, 1, 1, 1)
         return main, main, {"count": count, "mask": count % 2 == 0, "nothing": None}
 
 

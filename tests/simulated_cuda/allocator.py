@@ -1,0 +1,84 @@
+"""The rules of CUDA's caching allocator: memory belongs to the stream that it was asked for on.
+
+Freed memory goes to the next tensor of that stream at once, while other streams may still work on what was there:
+unless `record_stream` told the allocator of them, or the stream itself waits for them. And whoever reads or writes
+memory must be ordered after the last write, and a write after all uses.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+
+from tests.simulated_cuda import ledger, streams
+from tests.simulated_cuda.ledger import complain, lock
+from tests.simulated_cuda.streams import Stream
+
+
+class Block:
+    """Memory that the allocator handed out.
+
+    Attributes:
+        home: the stream on which it was asked for.
+        recorded: streams that the allocator was told of.
+    """
+
+    def __init__(self, home: Stream) -> None:
+        self.home = home
+        self.recorded: set[Stream] = set()
+        self._written: tuple[Stream, int, str] | None = None
+        self._used: dict[int, tuple[Stream, int, str]] = {}  # the last use by each stream
+
+    def use(self, stream: Stream, number: int, operation: str, *, writes: bool) -> None:
+        """Note that operation `number` of a stream uses the block, which must be ordered after what others did."""
+        place = ledger.find_place()
+        at = f"{operation} on {stream.name} at {place}"
+        if self._written is not None and (before := _unordered(self._written, stream)):
+            complain(f"race: {at} does not wait for the write on {before}")
+        for use in self._used.values():
+            if writes and (before := _unordered(use, stream)):
+                complain(f"race: {at} overwrites what is still in use on {before}")
+        if writes:
+            self._written = stream, number, place
+        self._used[stream.number] = stream, number, place
+
+    def free(self) -> None:
+        """Take the block back."""
+        known = dict(self.home.clock)
+        streams.merge(known, streams.find_host_clock())
+        for stream in self.recorded:
+            streams.merge(known, stream.clock)
+        for stream, number, place in self._used.values():
+            if stream is not self.home and known.get(stream.number, 0) < number:
+                complain(f"freed too early: memory of {self.home.name}, in use on {stream.name} at {place}")
+
+
+def _unordered(use: tuple[Stream, int, str], stream: Stream) -> str:
+    """Return in words a use that a stream is not ordered after; nothing where it is."""
+    other, number, place = use
+    return "" if other is stream or stream.clock.get(other.number, 0) >= number else f"{other.name} at {place}"
+
+
+_blocks: dict[int, Block] = {}
+
+
+def allocate(tensor: Tensor, home: Stream) -> Block:
+    """Return the block of a tensor's memory, which is a new one of a stream where nobody asked for it before."""
+    storage = tensor.untyped_storage()
+    with lock:
+        if storage._cdata not in _blocks:
+            _blocks[storage._cdata] = Block(home)
+            weakref.finalize(storage, _free, storage._cdata)
+        return _blocks[storage._cdata]
+
+
+def _free(key: int) -> None:
+    with lock:
+        if (block := _blocks.pop(key, None)) is not None:
+            block.free()
+
+
+def find_block(tensor: Tensor) -> Block:
+    """Return the block of a tensor's memory."""
+    return _blocks[tensor.untyped_storage()._cdata]

@@ -1,0 +1,94 @@
+// What torch's C++ side asks of CUDA, for a build that has none. Tensors that say cuda:N then pass through indexing,
+// autocast and autograd, which starts one thread per device, and host memory can be pinned. What happens on the streams
+// is judged in Python.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+
+namespace {
+constexpr c10::DeviceIndex kNumDevices = 8;
+thread_local c10::DeviceIndex current_device = 0;
+
+std::mutex pinned_mutex;
+std::unordered_set<const void*> pinned;
+
+struct PinnedAllocator final : public at::Allocator {
+  static void release(void* data) {
+    {
+      std::lock_guard<std::mutex> guard(pinned_mutex);
+      pinned.erase(data);
+    }
+    c10::GetCPUAllocator()->raw_deallocate(data);
+  }
+  at::DataPtr allocate(size_t num_bytes) override {
+    void* data = c10::GetCPUAllocator()->raw_allocate(num_bytes);
+    std::lock_guard<std::mutex> guard(pinned_mutex);
+    pinned.insert(data);
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t num_bytes) const override { default_copy_data(to, from, num_bytes); }
+};
+PinnedAllocator pinned_allocator;
+
+struct Guard final : public c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = c10::DeviceType::CUDA;
+  Guard() = default;
+  explicit Guard(c10::DeviceType) {}
+  static c10::Stream stream_of(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::DeviceType type() const override { return static_type; }
+  c10::Device getDevice() const override { return c10::Device(static_type, current_device); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return c10::Device(static_type, std::exchange(current_device, device.index()));
+  }
+  void setDevice(c10::Device device) const override { current_device = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
+  c10::Stream getStream(c10::Device device) const override { return stream_of(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return stream_of(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return stream_of(stream.device()); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeEvent(void*) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+};
+
+struct Hooks final : public at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+  int getNumGPUs() const override { return kNumDevices; }
+  c10::DeviceIndex current_device() const override { return ::current_device; }
+  c10::DeviceIndex getCurrentDevice() const override { return ::current_device; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { ::current_device = device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return std::exchange(::current_device, device);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  void deviceSynchronize(c10::DeviceIndex) const override {}
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard<std::mutex> guard(pinned_mutex);
+    return pinned.count(data) > 0;
+  }
+};
+}  // namespace
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+namespace at {
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks);
+}

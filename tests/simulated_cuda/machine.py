@@ -1,0 +1,175 @@
+"""A machine with GPUs, simulated or real, on which tests run functions in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+from typing import Any, NamedTuple
+
+# Nothing here imports torch: the simulation must be loaded before.
+from tests.simulated_cuda import device_threads
+from tests.simulated_cuda.mutants import Mutant, apply
+
+
+class Answer(NamedTuple):
+    """What became of a call in one process."""
+
+    value: Any = None
+    error: str = "it never returned"  # a traceback; empty where the call returned
+    faults: tuple[str, ...] = ()  # that the simulation noticed
+    reached: frozenset[tuple[str, str]] = frozenset()  # functions of gpipe that ran: their modules and names
+
+
+class _Call(NamedTuple):
+    number: int
+    num_processes: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    mutant: Mutant | None
+    trace: bool
+
+
+class Machine:
+    """A process that has loaded what takes seconds and, for simulated GPUs, the simulation; each call is a fork of it.
+
+    A function is called as function(rank, *args) and must be importable by name. Several processes are a Gloo group; on
+    real GPUs, each has its own.
+    """
+
+    def __init__(self, *, simulated: bool) -> None:
+        import torch.distributed as dist
+
+        context = multiprocessing.get_context("spawn")
+        self.simulated = simulated
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._num_calls = 0
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, simulated, self._store.port))
+        self._process.start()
+        theirs.close()
+
+    def run(self, num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what each process's call returned, by rank; fail if one raised, or if the simulation found a fault."""
+        answers = self.attempt(num_processes, function, *args)
+        found = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
+        found += [f"rank {rank}: {fault}" for rank, answer in enumerate(answers) for fault in answer.faults]
+        assert not found, "\n".join(found)
+        return [answer.value for answer in answers]
+
+    def attempt(
+        self,
+        num_processes: int,
+        function: Callable[..., Any],
+        *args: Any,
+        mutant: Mutant | None = None,
+        seconds: float = 60,
+        trace: bool = False,
+    ) -> list[Answer]:
+        """Return what became of each process's call after at most some seconds, by rank.
+
+        mutant: what to change in the code under test. trace: whether to note which functions ran.
+        """
+        self._num_calls += 1
+        call = _Call(self._num_calls, num_processes, function, args, mutant, trace)
+        self._pipe.send((call, seconds))
+        answers: list[Answer] = self._pipe.recv()
+        return answers
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+
+def _serve(pipe: Connection, simulated: bool, port: int) -> None:
+    """Be the process that all calls are forks of."""
+    if simulated:
+        device_threads.load()
+    import torch
+
+    if simulated:
+        from tests.simulated_cuda import runtime
+
+        runtime.install()
+    import torch._dynamo  # which DDP loads
+
+    import gpipe  # noqa: F401
+    import tests.support.random_layers  # noqa: F401 - timm
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            call, seconds = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        pipe.send(_fork(call, simulated, port, seconds))
+
+
+def _fork(call: _Call, simulated: bool, port: int, seconds: float) -> list[Answer]:
+    context = multiprocessing.get_context("fork")
+    processes, pipes = [], {}
+    for rank in range(call.num_processes):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_answer, args=(theirs, rank, call, simulated, port)))
+        processes[-1].start()
+        theirs.close()
+        pipes[ours] = rank
+    answers = [Answer()] * call.num_processes
+    deadline = time.monotonic() + seconds
+    while pipes and (remaining := deadline - time.monotonic()) > 0:
+        for ready in wait(list(pipes), remaining):
+            try:
+                answers[pipes.pop(ready)] = ready.recv()
+            except EOFError:  # it died
+                continue
+    for process in processes:
+        process.kill()
+        process.join()
+    return answers
+
+
+def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int) -> None:
+    """Be one process of a call."""
+    import torch
+    import torch.distributed as dist
+
+    reached: set[tuple[str, str]] = set()
+    if call.num_processes > 1:
+        store = dist.PrefixStore(str(call.number), dist.TCPStore("127.0.0.1", port, is_master=False))
+        backend = "gloo" if simulated else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=call.num_processes)
+    try:
+        torch.cuda.set_device(rank % torch.cuda.device_count() if call.num_processes > 1 else 0)
+        if call.mutant is not None:
+            apply(call.mutant)
+        if call.trace:
+            note = _note_functions_in(reached)
+            threading.setprofile(note)
+            sys.setprofile(note)
+        value, error = call.function(rank, *call.args), ""
+    except Exception:  # noqa: BLE001 - a test's assertion, or the error that it is about
+        value, error = None, traceback.format_exc()
+    sys.setprofile(None)
+    faults: list[str] = []
+    if simulated:
+        from tests.simulated_cuda.ledger import faults
+    pipe.send(Answer(value, error, tuple(faults), frozenset(reached)))
+    time.sleep(3600)  # until it is killed: the others would notice an early exit
+
+
+def _note_functions_in(reached: set[tuple[str, str]]) -> Callable[..., None]:
+    """Return a profile function that notes which functions of gpipe run."""
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("gpipe."):
+            reached.add((module, frame.f_code.co_qualname.split(".<locals>")[0]))
+
+    return note

@@ -1,0 +1,191 @@
+"""NCCL in software: operations run one after the other on a stream of the communicator's own; the bytes go over Gloo.
+
+The host does not wait for them. But it needs the numbers to compute with: so it does wait, for a time that a test can
+set, and then goes on with what is in the memory, while everything ordered after the operation counts as unfinished.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from tests.simulated_cuda import ledger, streams
+from tests.simulated_cuda.allocator import find_block
+from tests.simulated_cuda.ledger import lock
+from tests.simulated_cuda.streams import Stream
+from tests.simulated_cuda.tensors import SimulatedTensor
+
+_FOREVER = timedelta(days=1)
+patience_seconds = 60.0
+"""How long the host waits for the numbers of an operation."""
+
+
+class Work(dist._Work):
+    """An operation that was enqueued; it holds the tensors until somebody waits for it, as ProcessGroupNCCL does."""
+
+    def __init__(self, stream: Stream, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._event, self._device, self._tensors = stream.record_event(), stream.device, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream of the device wait, not the host."""
+        streams.current_stream(self._device).wait_event(self._event)
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future that is done; the current stream waits at once, and not when somebody asks for the value."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        self.wait()
+        return future
+
+
+class NCCL(dist.ProcessGroup):
+    """A communicator, in the place of ProcessGroupNCCL."""
+
+    class Options:
+        """What new_group hands over."""
+
+        is_high_priority_stream = False
+        _timeout = _FOREVER
+        global_ranks_in_group: list[int] = []
+        group_name = ""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, options._timeout)
+        self._gloo._set_default_timeout(_FOREVER)  # the code under test alone ends a wait
+        self.timeout = options._timeout
+        self._stream: Stream | None = None
+        self._users: set[int] = set()
+        self._operations: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._transport, daemon=True, name="simulated NCCL").start()
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
+        return "nccl"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> NCCL:
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        (tensor,) = tensors
+        part = _hold(tensor).clone()
+        return self._enqueue("ncclSend", [tensor], [], lambda: self._gloo.send([part], peer, tag).wait(_FOREVER))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        (tensor,) = tensors
+        part = torch.empty_like(_hold(tensor))
+
+        def transport() -> None:
+            self._gloo.recv([part], peer, tag).wait(_FOREVER)
+            _hold(tensor).copy_(part)
+
+        return self._enqueue("ncclRecv", [], [tensor], transport)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
+        (tensor,) = tensors
+        part = _hold(tensor).clone()
+
+        def transport() -> None:
+            self._gloo.allreduce([part], options).wait(_FOREVER)
+            _hold(tensor).copy_(part)
+
+        return self._enqueue("ncclAllReduce", [tensor], [tensor], transport)
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Work:
+        (tensor,) = tensors
+        part = _hold(tensor).clone()
+
+        def transport() -> None:
+            options.timeout = _FOREVER
+            self._gloo.broadcast([part], options).wait(_FOREVER)
+            _hold(tensor).copy_(part)
+
+        return self._enqueue("ncclBroadcast", [tensor], [tensor], transport)
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> Work:
+        (tensor,), (into,) = tensors, outputs
+        part, found = _hold(tensor).clone(), [torch.empty_like(_hold(one)) for one in into]
+
+        def transport() -> None:
+            self._gloo.allgather([found], [part]).wait(_FOREVER)
+            for one, other in zip(into, found, strict=True):
+                _hold(one).copy_(other)
+
+        return self._enqueue("ncclAllGather", [tensor], into, transport)
+
+    def abort(self) -> None:
+        """End the operations that wait for others, as ncclCommAbort does."""
+        if self._stream is not None:
+            streams.end_unfinished(self._stream)
+
+    def _enqueue(self, name: str, reads: list[Tensor], writes: list[Tensor], transport: Callable[[], None]) -> Work:
+        self._users.add(threading.get_ident())
+        if len(self._users) > 1 and not name.startswith("ncclAll"):
+            ledger.complain(f"two threads use one communicator: {name} at {ledger.find_place()}")
+        for tensor in reads + writes:
+            if not isinstance(tensor, SimulatedTensor):
+                raise RuntimeError("No backend type associated with device type cpu")
+            if not tensor.is_contiguous():
+                raise ValueError("Tensors must be contiguous")
+        device = (reads + writes)[0].device
+        with lock:
+            self._stream = self._stream or Stream(device, name=f"NCCL's stream of {device}")
+            self._stream.wait_stream(streams.current_stream(device))
+            number = self._stream.enqueue()
+            for tensor in reads:
+                find_block(_hold(tensor)).use(self._stream, number, name, writes=False)
+            for tensor in writes:
+                find_block(_hold(tensor)).use(self._stream, number, name, writes=True)
+            ledger.counts["NCCL operations"] += 1
+            is_stuck = bool(streams.find_unfinished(self._stream.clock))
+            done = streams.add_unfinished(self._stream, number)
+
+        def carry_out() -> None:
+            transport()
+            done.set()
+
+        if not is_stuck:  # else it is queued behind a kernel that hangs
+            self._operations.put(carry_out)
+            done.wait(patience_seconds)
+        return Work(self._stream, reads + writes)
+
+    def _transport(self) -> None:
+        try:
+            while True:
+                self._operations.get()()
+        except RuntimeError:  # the other end is gone: NCCL would wait for ever
+            return
+
+
+def _hold(tensor: Tensor) -> Tensor:
+    return tensor.held if isinstance(tensor, SimulatedTensor) else tensor
+
+
+def install() -> None:
+    """Make such groups where torch is asked for NCCL."""
+    distributed_c10d.is_nccl_available = lambda: True
+    distributed_c10d.ProcessGroupNCCL = NCCL
+    dist.is_nccl_available = lambda: True

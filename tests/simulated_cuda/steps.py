@@ -1,0 +1,139 @@
+"""Training steps on GPUs: what can be seen of them afterwards, as numbers of the host."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gpipe
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from tests.simulated_cuda import ledger
+from tests.support.random_layers import build
+
+KINDS = (
+    "conv", "norm", "branch", "dropout", "channels_last", "nest", "frozen", "drop_path", "norm", "join", "conv",
+    "unused",
+)  # fmt: skip
+CUTS = {1: (13,), 2: (6, 7), 3: (3, 4, 6), 4: (1, 5, 5, 2), 6: (2, 2, 2, 2, 2, 3)}
+SYNCHRONISATIONS, WAITS = "host synchronisations", "waits of default streams"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the model of `KINDS` is trained.
+
+    Attributes:
+        device: "cuda", or "cpu" for what to compare with.
+        tied: whether the first and the last convolution share their weights.
+        first_on_cpu: whether a process that plays all stages has the first one on the CPU.
+        idle_norm: whether replica 1 leaves out a batch norm.
+    """
+
+    num_stages: int = 1
+    rematerialize: str = "never"
+    schedule: str = "gpipe"
+    stages_per_device: int = 1
+    num_microbatches: int = 4
+    device: str = "cuda"
+    synchronize_batch_norm: bool = False
+    tied: bool = False
+    first_on_cpu: bool = False
+    idle_norm: bool = False
+    autocast: bool = False
+
+    def one_stage(self) -> Setting:
+        """Return the same training without a pipeline: interleaving has the order of 1F1B in each stage."""
+        schedule = "gpipe" if self.schedule == "gpipe" else "1f1b"
+        return replace(self, num_stages=1, rematerialize="never", schedule=schedule, stages_per_device=1)
+
+
+def train(rank: int, setting: Setting) -> dict[str, Any]:
+    """Train two steps, clip, update, evaluate; return all numbers by name, and counts of the last step.
+
+    The first step records its timeline.
+    """
+    num_devices = setting.num_stages // setting.stages_per_device
+    world, mesh = dist.get_world_size() if dist.is_initialized() else 1, None
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world // num_devices, num_devices), mesh_dim_names=("replica", "stage"))
+    layers = build(KINDS)
+    if setting.tied:
+        layers[10].module.weight = layers[0].module.weight
+    if setting.idle_norm and rank == 1:
+        layers[8].module.forward = lambda x: x
+    pipeline = gpipe.Pipeline(
+        layers, nn.functional.cross_entropy, CUTS[setting.num_stages], setting.num_microbatches,
+        rematerialize=setting.rematerialize, schedule=setting.schedule, stages_per_device=setting.stages_per_device,
+        devices=_choose_devices(setting, num_devices, world), mesh=mesh, seed=3, timeout_seconds=10,
+        synchronize_batch_norm=setting.synchronize_batch_norm,
+    )  # fmt: skip
+    nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
+    optimizer = torch.optim.SGD([*pipeline.parameters(), nothing], lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(pipeline.job.replica_index)
+    states = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
+    found: dict[str, Any] = {}
+    for step in range(2):
+        inputs, targets = torch.randn(7, 4, 6, 6, generator=generator), torch.randint(5, (7,), generator=generator)
+        optimizer.zero_grad()
+        ledger.forget()
+        with torch.autocast(setting.device, torch.bfloat16, enabled=setting.autocast):
+            batch = inputs if pipeline.is_first else None, targets if pipeline.is_last else None
+            report = pipeline.train_step(batch, record_timeline=step == 0)
+        found |= {count: ledger.counts[count] for count in (SYNCHRONISATIONS, WAITS)}  # those of the last step stay
+        found |= {f"loss {step}": report.loss, f"norm {step}": pipeline.clip_gradients(0.5)}
+        optimizer.step()
+        if report.timeline is not None:
+            _check_timeline(report.timeline, setting)
+    output = pipeline.evaluate(inputs if pipeline.is_first else None)
+    found |= {f"gradient of {name}": _numbers(one.grad) for name, one in pipeline.named_parameters()}
+    found |= {f"layers.{name}": _numbers(value) for name, value in pipeline.layers.state_dict().items()}
+    found |= {} if output is None else {"evaluation": _numbers(output)}
+    after = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
+    assert all(map(torch.equal, states, after)), "the user's generators were disturbed"
+    pipeline.close()
+    return found
+
+
+def train_each(rank: int, settings: list[Setting]) -> list[dict[str, Any]]:
+    """Train in several settings, one after the other, by the same processes."""
+    return [train(rank, setting) for setting in settings]
+
+
+def _choose_devices(setting: Setting, num_devices: int, world: int) -> Any:
+    if setting.device == "cpu":
+        return "cpu"
+    if world > 1:
+        return f"cuda:{torch.cuda.current_device()}"
+    devices = [f"cuda:{stage % num_devices % torch.cuda.device_count()}" for stage in range(setting.num_stages)]
+    return ["cpu", *devices[1:]] if setting.first_on_cpu else devices
+
+
+def _check_timeline(timeline: gpipe.Timeline, setting: Setting) -> None:
+    """Check that each device ran its tasks one after the other, in the order of the schedule."""
+    mode = Rematerialize(setting.rematerialize)
+    schedule = SCHEDULES[setting.schedule](
+        setting.num_stages, setting.num_microbatches, mode, setting.stages_per_device
+    )
+    for row, tasks in enumerate(schedule):
+        events = sorted((e for e in timeline.events if timeline.row(e.task) == row), key=lambda event: event.start)
+        assert [event.task for event in events] == tasks
+        assert all(before.end <= after.start for before, after in itertools.pairwise(events))
+
+
+def _numbers(tensor: Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.detach().cpu().contiguous().numpy().copy()
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+    """Compare all that one process found; it knows only its own layers."""
+    for name, value in found.items():
+        if name not in (SYNCHRONISATIONS, WAITS):
+            assert name in expected, f"{what}: {name} is new"
+            assert np.array_equal(value, expected[name]), f"{what}: {name} differs"  # type: ignore[arg-type]

@@ -1,0 +1,268 @@
+"""Streams and events that know what they are ordered after.
+
+A kernel computes when it is called. What CUDA would have promised is kept beside it: a stream's clock says, for each
+stream, up to which of its operations everything that the stream does next is ordered. An event is a copy of that clock.
+So a wait that is missing is found in every run, not only where the timing is unlucky.
+
+The host has such a clock too. Deviation: all threads of the host share it, as if they told each other all they know.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.simulated_cuda import ledger
+from tests.simulated_cuda.ledger import lock
+
+NUM_DEVICES = 8
+Clock = dict[int, int]  # the number of a stream -> the number of its last operation
+
+_host: Clock = {}
+_local = threading.local()
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_default_streams: dict[int, Stream] = {}
+_unfinished: dict[tuple[int, int], threading.Event] = {}  # operations that have not ended: of hanging kernels, receives
+_deferred: list[tuple[int, int, Callable[[], None]]] = []  # copies to the host's memory, done when the host waits
+_broken: set[int] = set()  # devices on which a kernel failed
+
+
+class Stream:
+    """In the place of torch.cuda.Stream."""
+
+    _count = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, *, name: str | None = None) -> None:
+        with lock:
+            Stream._count += 1
+            self.number = Stream._count
+            _streams.add(self)
+        self.device = as_device(device)
+        self.name = name or f"the stream made at {ledger.find_place()}"
+        self.clock: Clock = {}
+
+    def enqueue(self) -> int:
+        """Add an operation, after all that the host knows to be done; return its number."""
+        if self.device.index in _broken:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        with lock:
+            merge(self.clock, _host)
+            self.clock[self.number] = self.clock.get(self.number, 0) + 1
+            return self.clock[self.number]
+
+    def wait_event(self, event: Event) -> None:
+        self._wait(event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self._wait(other.clock)
+
+    def _wait(self, clock: Clock) -> None:
+        with lock:
+            merge(self.clock, clock)
+            # Computing waits: too much of it costs the overlap with copies, which no wrong number would show.
+            ledger.counts["waits of default streams"] += self is _default_streams.get(self.device.index)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        wait_on_host([self.clock], self.device)
+
+    def query(self) -> bool:
+        return query(self.clock, self.device)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.number
+
+
+class Event:
+    """In the place of torch.cuda.Event."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.clock: Clock = {}
+        self._is_timed, self._device = enable_timing, torch.device("cuda", 0)
+        self._recorded: float | None = None  # when, in seconds
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        with lock:
+            self.clock = dict(_host)
+            merge(self.clock, stream.clock)
+        self._recorded, self._device = time.perf_counter(), stream.device
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        wait_on_host([self.clock], self._device)
+
+    def query(self) -> bool:
+        return query(self.clock, self._device)
+
+    def elapsed_time(self, other: Event) -> float:
+        """Return the milliseconds between two events that the host has waited for."""
+        if not (self._is_timed and other._is_timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._recorded is None or other._recorded is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        with lock:
+            if not all(covers(_host, event.clock) for event in (self, other)):
+                raise RuntimeError("CUDA error: device not ready")
+        return (other._recorded - self._recorded) * 1e3
+
+
+def merge(into: Clock, other: Clock) -> None:
+    """Order `into` after all that `other` is ordered after."""
+    for stream, number in other.items():
+        if into.get(stream, 0) < number:
+            into[stream] = number
+
+
+def covers(clock: Clock, other: Clock) -> bool:
+    """Return whether a clock is ordered after all that another one is."""
+    return all(clock.get(stream, 0) >= number for stream, number in other.items())
+
+
+def find_unfinished(clock: Clock) -> list[threading.Event]:
+    """Return what has not ended of that which a clock is ordered after."""
+    with lock:
+        found = [event for (stream, number), event in _unfinished.items() if clock.get(stream, 0) >= number]
+    return [event for event in found if not event.is_set()]
+
+
+def add_unfinished(stream: Stream, number: int) -> threading.Event:
+    """Let an operation of a stream not end before the event that is returned is set."""
+    with lock:
+        return _unfinished.setdefault((stream.number, number), threading.Event())
+
+
+def end_unfinished(stream: Stream) -> None:
+    """End what hangs on a stream, as aborting a communicator does."""
+    with lock:
+        for (number, _), event in _unfinished.items():
+            if number == stream.number:
+                event.set()
+
+
+def defer(stream: Stream, number: int, copy: Callable[[], None]) -> None:
+    """Do a copy to the host's memory when the host has waited for it: one that reads too early reads what was there."""
+    with lock:
+        _deferred.append((stream.number, number, copy))
+
+
+def learn(clocks: Iterable[Clock]) -> None:
+    """Let the host know that operations have ended."""
+    with lock:
+        for clock in clocks:
+            merge(_host, clock)
+        for entry in [entry for entry in _deferred if _host.get(entry[0], 0) >= entry[1]]:
+            _deferred.remove(entry)
+            entry[2]()
+
+
+def wait_on_host(clocks: Iterable[Clock], device: torch.device) -> None:
+    """Let the host wait; it may be for ever."""
+    clocks = [dict(clock) for clock in clocks]
+    with lock:
+        ledger.counts["host synchronisations"] += 1
+        ledger.synchronisations[ledger.find_place()] += 1
+    for clock in clocks:
+        for event in find_unfinished(clock):
+            event.wait()
+    _raise_fault(device)
+    learn(clocks)
+
+
+def query(clock: Clock, device: torch.device) -> bool:
+    """Return whether all that a clock is ordered after has ended; the host then knows it."""
+    _raise_fault(device)
+    if find_unfinished(clock):
+        return False
+    learn([clock])
+    return True
+
+
+def _raise_fault(device: torch.device) -> None:
+    if device.index in _broken:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+
+def hang(device: Any = None) -> threading.Event:
+    """Enqueue a kernel on a device's current stream that ends when the event that is returned is set."""
+    stream = current_stream(device)
+    return add_unfinished(stream, stream.enqueue())
+
+
+def break_device(device: Any = None) -> None:
+    """Let a kernel fail on a device: nobody hears of it before something else is asked of the device."""
+    _broken.add(as_device(device).index)
+
+
+def find_host_clock() -> Clock:
+    """Return what the host knows to be done."""
+    return _host
+
+
+def as_device(device: Any) -> torch.device:
+    """Return the device with its index; None is the current one."""
+    if device is None:
+        return torch.device("cuda", current_device())
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device("cuda", current_device()) if device.index is None else device
+
+
+def current_device() -> int:
+    return int(getattr(_local, "device", 0))
+
+
+def set_device(device: Any) -> None:
+    _local.device = as_device(device).index
+
+
+def default_stream(device: Any = None) -> Stream:
+    index = as_device(device).index
+    with lock:
+        if index not in _default_streams:
+            name = f"the default stream of cuda:{index}"
+            _default_streams[index] = Stream(torch.device("cuda", index), name=name)
+        return _default_streams[index]
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = as_device(device).index
+    chosen: Stream | None = getattr(_local, "streams", {}).get(index)
+    return chosen or default_stream(index)
+
+
+@contextmanager
+def stream(chosen: Stream | None) -> Iterator[None]:
+    """In the place of torch.cuda.stream: the current stream of one device, which becomes the current one."""
+    if chosen is None:
+        yield
+        return
+    if not hasattr(_local, "streams"):
+        _local.streams = {}
+    index, device_before = chosen.device.index, current_device()
+    stream_before = _local.streams.get(index)
+    _local.streams[index], _local.device = chosen, index
+    try:
+        yield
+    finally:
+        _local.streams[index], _local.device = stream_before, device_before
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait for all streams of a device."""
+    device = as_device(device)
+    with lock:
+        clocks = [one.clock for one in _streams if one.device == device]
+    wait_on_host(clocks, device)

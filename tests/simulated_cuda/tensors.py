@@ -1,0 +1,205 @@
+"""Tensors that say cuda:N, hold the CPU's memory, and compute with the CPU's kernels."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.simulated_cuda import ledger, streams
+from tests.simulated_cuda.allocator import allocate, find_block
+from tests.simulated_cuda.generators import drawing_from
+from tests.simulated_cuda.ledger import lock
+from tests.simulated_cuda.streams import Stream, current_stream
+
+aten = torch.ops.aten
+# What returns numbers to the host waits for the device.
+_HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
+_VIEWS = {aten.detach.default, aten.alias.default, aten._unsafe_view.default}
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
+_TAKE_CPU_INDICES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
+_FACTORIES = (
+    "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "full", "scalar_tensor",
+)  # fmt: skip
+
+
+class SimulatedTensor(Tensor):
+    """A tensor on a simulated GPU.
+
+    Attributes:
+        held: the CPU's tensor with its numbers.
+    """
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, device: torch.device) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            layout=held.layout, device=device, requires_grad=False,
+        )  # fmt: skip
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.held!r} on {self.device}"
+
+    def record_stream(self, stream: Stream) -> None:
+        """Tell the allocator that a stream uses the memory."""
+        with lock:
+            find_block(self.held).recorded.add(stream)
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def tolist(self) -> Any:
+        streams.wait_on_host([current_stream(self.device).clock], self.device)
+        return self.held.tolist()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default:
+            return _convert(*args, **kwargs)
+        if func is aten.copy_.default:
+            return _copy(*args, **kwargs)
+        return _launch(func, args, kwargs)
+
+
+def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation of one device on its current stream."""
+    tensors, device = _find_device(func, args, kwargs)
+    stream = current_stream(device)
+    if func in _HOST_READS:
+        streams.wait_on_host([stream.clock], device)
+    with lock:
+        number = None
+        if not (func.is_view or func in _VIEWS):
+            name = func._schema.name.removeprefix("aten::")
+            number = stream.enqueue()
+            ledger.counts[f"kernels on {device}"] += name not in _NO_KERNEL
+            mutated = _find_mutated(func, args, kwargs)
+            for tensor in tensors:
+                find_block(tensor.held).use(stream, number, name, writes=any(tensor is one for one in mutated))
+        inner = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        if "device" in inner:
+            inner["device"] = torch.device("cpu")
+        with drawing_from(device) if torch.Tag.nondeterministic_seeded in func.tags else nullcontext():
+            result = func(*_unwrap(args), **_unwrap(inner))
+        if func in _HOST_READS and not isinstance(result, Tensor):
+            return result
+        known = {id(tensor.held): tensor for tensor in tensors}
+
+        def wrap(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in known:
+                return known[id(leaf)]
+            block = allocate(leaf, stream)
+            if number is not None:
+                block.use(stream, number, func._schema.name.removeprefix("aten::"), writes=True)
+            return SimulatedTensor(leaf, device)
+
+        return tree_map(wrap, result)
+
+
+def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[SimulatedTensor], torch.device]:
+    """Return the simulated tensors among the arguments, and where the operation runs.
+
+    Raises:
+        RuntimeError: the tensors are on several devices.
+    """
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor) and leaf.ndim > 0]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1 or (devices and others and func not in _TAKE_CPU_INDICES):
+        found = ", ".join(sorted({str(tensor.device) for tensor in [*tensors, *others]}))
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {func}")
+    return tensors, devices.pop() if devices else streams.as_device(kwargs.get("device"))
+
+
+def _find_mutated(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    arguments = func._schema.arguments
+    passed = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    written = [value for argument, value in passed if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, SimulatedTensor)]
+
+
+def _unwrap(nest: Any) -> Any:
+    return tree_map(lambda leaf: leaf.held if isinstance(leaf, SimulatedTensor) else leaf, nest)
+
+
+def _convert(source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+    """Return a copy of another type, layout or device."""
+    device = source.device if device is None else torch.device(device)
+    options.pop("pin_memory", None)
+    made = aten._to_copy.default(_unwrap(source), **options)
+    if device.type != "cuda":
+        made.zero_()
+        return _copy(made, source, non_blocking)
+    device = streams.as_device(device)
+    with lock:
+        allocate(made, current_stream(device))
+        target = SimulatedTensor(made, device)
+        _order_copy(target, source)
+    return target
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy, perhaps from one device to another or to the host."""
+    numbers = _unwrap(source)
+    if isinstance(target, SimulatedTensor):
+        with lock:
+            _order_copy(target, source)
+            target.held.copy_(numbers)
+        return target
+    with lock:
+        stream, number = _order_copy(target, source)
+        numbers = numbers.clone()
+        streams.defer(stream, number, lambda: target.copy_(numbers))
+    if not (non_blocking and target.is_pinned()):
+        streams.wait_on_host([stream.clock], source.device)
+    return target
+
+
+def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:
+    """Enqueue a copy as aten/src/ATen/native/cuda/Copy.cu does; return the stream that does it, and its number."""
+    here = current_stream(source.device) if isinstance(source, SimulatedTensor) else None
+    there = current_stream(target.device) if isinstance(target, SimulatedTensor) else None
+    stream = here or there
+    assert stream is not None
+    between = here is not None and there is not None and source.device != target.device
+    if between:
+        here.wait_stream(there)
+    number = stream.enqueue()
+    if isinstance(source, SimulatedTensor):
+        find_block(source.held).use(stream, number, "copy", writes=False)
+    if isinstance(target, SimulatedTensor):
+        find_block(target.held).use(stream, number, "copy", writes=True)
+    if between:
+        there.wait_stream(here)
+        what = "copies between devices"
+    elif here is not None and there is not None:
+        what = f"kernels on {source.device}"
+    else:
+        what = "copies from the host" if here is None else "copies to the host"
+    ledger.counts[what] += 1
+    return stream, number
+
+
+def register_factories() -> torch.library.Library:
+    """Let what makes tensors on a CUDA device make simulated ones, as long as the result is kept."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _FACTORIES:
+        packet, _, overload = name.partition(".")
+        func = getattr(getattr(aten, packet), overload or "default")
+        library.impl(name, lambda *args, _func=func, **kwargs: _launch(_func, args, kwargs), "CUDA")
+    library.impl("copy_", _copy, "CUDA")  # torch.tensor(..., device=...) copies below the dispatch to Python
+    return library

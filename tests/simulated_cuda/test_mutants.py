@@ -1,0 +1,96 @@
+"""The simulation notices each wait, event, generator and move to a device that is taken out of the device path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.simulated_cuda.machine import Answer, Machine
+from tests.simulated_cuda.mutants import SOURCES, Mutant, find_mutants
+from tests.simulated_cuda.saves import save
+from tests.simulated_cuda.steps import Setting, train
+
+MODULES = sorted(
+    ".".join(path.relative_to(SOURCES).with_suffix("").parts)
+    for folder in ("pipeline", "checkpoint")
+    for path in (SOURCES / "gpipe" / folder).rglob("*.py")
+    if path.stem != "__init__"
+)
+MUTANTS = [mutant for module in MODULES for mutant in find_mutants(module)]
+SECONDS = 20.0  # after which a call counts as hanging, which is noticed
+
+
+class Scenario(NamedTuple):
+    """Something that runs on GPUs."""
+
+    num_processes: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+SCENARIOS = (
+    Scenario(1, save),
+    Scenario(1, train, (Setting(2, "always", tied=True),)),
+    Scenario(2, train, (Setting(2, "always", tied=True),)),
+    Scenario(1, train, (Setting(2, "always", first_on_cpu=True),)),
+    Scenario(2, train, (Setting(1, "always", synchronize_batch_norm=True),)),
+    Scenario(2, train, (Setting(1, "always", idle_norm=True),)),
+)
+
+# What can be taken out without effect, and why.
+EQUIVALENT = {
+    "pipeline.gradient_norm, scale_gradients: on the CPU: torch.tensor(norm, dtype=torch.float64, device=device)": (
+        "torch moves the factor, one number, to the device of the gradients itself"
+    ),
+    "pipeline.timeline, Clock.start: without torch.cuda.synchronize(device)": (
+        "times alone change, for a device that lags behind the host; here none does"
+    ),
+    "pipeline.timeline, Clock.events: without after.synchronize()": (
+        "the step has waited for its devices when it asks for the times"
+    ),
+    "pipeline.wire.streams, _End._run: without torch.cuda.set_device(self.link.device)": (
+        "all that the thread does names its device; on a GPU it spares a context on the first one"
+    ),
+}
+
+
+@functools.cache
+def run_unchanged(machine: Machine, scenario: Scenario) -> list[Answer]:
+    answers = machine.attempt(*scenario[:2], *scenario.args, trace=True)
+    for answer in answers:
+        assert not answer.error and not answer.faults, answer
+    return answers
+
+
+def is_noticed(mutant: Mutant, machine: Machine) -> bool:
+    """Return whether a scenario that reaches the change fails, hangs, has other numbers, or makes faults."""
+    num_reaching = 0
+    for scenario in SCENARIOS:
+        expected = run_unchanged(machine, scenario)
+        if not any((mutant.module, mutant.function) in answer.reached for answer in expected):
+            continue
+        num_reaching += 1
+        found = machine.attempt(*scenario[:2], *scenario.args, mutant=mutant, seconds=SECONDS)
+        if any(map(_differ, found, expected)):
+            return True
+    assert num_reaching, f"no scenario runs {mutant.function}: add one that does"
+    return False
+
+
+def _differ(found: Answer, expected: Answer) -> bool:
+    return bool(found.error or found.faults) or any(
+        not np.array_equal(value, expected.value[name]) for name, value in found.value.items()
+    )
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_what_is_taken_out_is_noticed(mutant: Mutant, simulated: Machine) -> None:
+    assert is_noticed(mutant, simulated) != (str(mutant) in EQUIVALENT), f"{mutant}: {EQUIVALENT.get(str(mutant))}"
+
+
+def test_every_equivalent_mutant_exists() -> None:
+    assert set(EQUIVALENT) <= {str(mutant) for mutant in MUTANTS}

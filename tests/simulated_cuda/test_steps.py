@@ -1,0 +1,98 @@
+"""On GPUs too, a pipeline trains what one stage trains, bit by bit: nothing races, and the host hardly waits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.simulated_cuda.machine import Machine
+from tests.simulated_cuda.saves import save
+from tests.simulated_cuda.steps import SYNCHRONISATIONS, Setting, assert_same_bits, train, train_each
+from tests.simulated_cuda.streams import NUM_DEVICES
+
+Layout = tuple[str, int, int]
+MODES = ("always", "except_last", "never")
+LAYOUTS = [
+    *((name, num_stages, 1) for name in ("gpipe", "1f1b") for num_stages in (1, 2, 3)),
+    *(("interleaved_1f1b", num_stages, 2) for num_stages in (4, 6)),
+]
+MACHINES = {"simulated": NUM_DEVICES} | ({"real": torch.cuda.device_count()} if torch.cuda.is_available() else {})
+IN_PROCESSES = [
+    (name, layout)
+    for name, num_devices in MACHINES.items()
+    for layout in LAYOUTS
+    if 1 < layout[1] // layout[2] <= num_devices
+]
+on_all_machines = pytest.mark.parametrize("machine", MACHINES, indirect=True)
+
+
+@functools.cache
+def train_one_stage(machine: Machine, setting: Setting) -> dict[str, Any]:
+    (found,) = machine.run(1, train, setting.one_stage())
+    return found
+
+
+def settings_of(layout: Layout) -> list[Setting]:
+    """Return one setting per mode; in all but the first, two layers share a weight."""
+    name, num_stages, stages_per_device = layout
+    return [Setting(num_stages, mode, name, stages_per_device, tied=mode != "always") for mode in MODES]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_simulated_gpu_computes_what_the_cpu_does(schedule: str, simulated: Machine) -> None:
+    on_cpu, on_gpu = (Setting(schedule=schedule, device=device) for device in ("cpu", "cuda"))
+    assert_same_bits(train_one_stage(simulated, on_gpu), train_one_stage(simulated, on_cpu), "cuda:0")
+
+
+@on_all_machines
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_one_process_of_several_devices_trains_as_one_stage_does(layout: Layout, machine: Machine) -> None:
+    settings = settings_of(layout)
+    (outcomes,) = machine.run(1, train_each, settings)
+    for setting, outcome in zip(settings, outcomes, strict=True):
+        assert_same_bits(outcome, train_one_stage(machine, setting), str(setting))
+
+
+@pytest.mark.parametrize(("machine", "layout"), IN_PROCESSES, indirect=["machine"], ids=str)
+def test_one_process_per_device_trains_as_one_stage_does(layout: Layout, machine: Machine) -> None:
+    settings = settings_of(layout)
+    for rank, outcomes in enumerate(machine.run(layout[1] // layout[2], train_each, settings)):
+        for setting, outcome in zip(settings, outcomes, strict=True):
+            assert_same_bits(outcome, train_one_stage(machine, setting), f"{setting}, rank {rank}")
+
+
+@pytest.mark.parametrize(("num_processes", "num_stages"), [(1, 1), (2, 2), (3, 3)])
+def test_the_host_waits_twice_per_step_at_most(num_processes: int, num_stages: int, simulated: Machine) -> None:
+    for outcome in simulated.run(num_processes, train, Setting(num_stages, "always")):
+        assert outcome[SYNCHRONISATIONS] <= 2
+
+
+@pytest.mark.parametrize("synchronize_batch_norm", [False, True])
+def test_replicas_train_as_on_the_cpu(synchronize_batch_norm: bool, simulated: Machine) -> None:
+    on_cpu, on_gpu = (
+        Setting(2, "always", device=device, synchronize_batch_norm=synchronize_batch_norm) for device in ("cpu", "cuda")
+    )
+    pairs = zip(simulated.run(4, train, on_gpu), simulated.run(4, train, on_cpu), strict=True)
+    for rank, (found, expected) in enumerate(pairs):
+        assert_same_bits(found, expected, f"rank {rank}")
+
+
+@on_all_machines
+def test_autocast_reaches_every_device(machine: Machine) -> None:
+    settings = [Setting(3, mode, autocast=True) for mode in MODES]
+    (outcomes,) = machine.run(1, train_each, settings)
+    for setting, outcome in zip(settings, outcomes, strict=True):
+        assert_same_bits(outcome, train_one_stage(machine, setting), str(setting))
+
+
+@on_all_machines
+def test_a_checkpoint_has_the_weights_of_one_moment(machine: Machine) -> None:
+    (found,) = machine.run(1, save)
+    for number, stage in itertools.product(range(2), range(2)):
+        name = f"{number} layers.{stage}.weight"
+        assert np.array_equal(found[name], found[f"expected {name}"]), name
