@@ -4,7 +4,7 @@ from importlib import import_module  # noqa: TID251 - of the names below
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe.pipeline.batch_norm import convert_batch_norm
+    from gpipe.pipeline.batch_norm import convert_batch_norm, is_recomputing
     from gpipe.pipeline.engine import Pipeline
     from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
     from gpipe.pipeline.step_report import StepReport
@@ -24,6 +24,7 @@ _PLACES = {
     "Timeline": "pipeline.timeline",
     "analyze_layers": "planning.profile",
     "convert_batch_norm": "pipeline.batch_norm",
+    "is_recomputing": "pipeline.batch_norm",
     "measure_layers": "planning.timing",
     "partition_layers": "planning.exact_cut",
 }
@@ -38,6 +39,7 @@ __all__ = [
     "Timeline",
     "analyze_layers",
     "convert_batch_norm",
+    "is_recomputing",
     "measure_layers",
     "partition_layers",
 ]

@@ -112,7 +112,7 @@ def test_an_error_names_stage_micro_batch_and_layer_and_the_pipeline_goes_on(
 def test_an_error_in_a_recomputation_says_so() -> None:
     class Second(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
+            if gpipe.is_recomputing():
                 raise OSError("not again")
             return x
 

@@ -43,7 +43,7 @@ class Scale(nn.Module):
 
 
 class Event(NamedTuple):
-    """What a layer did: "run" without a graph, "graph" with one, or "backward"."""
+    """What a layer did: "run" without a graph that keeps its input, "graph" with one, or "backward"."""
 
     what: str
     layer: int
@@ -75,12 +75,20 @@ class Record:
 
         def ran(_: nn.Module, args: Any, output: Tensor) -> None:
             micro_batch = int(output.detach()[0, 0])
-            self.note(Event("graph" if output.requires_grad else "run", index, micro_batch), output)
-            if output.requires_grad:
+            self.note(Event("graph" if keeps_input(output) else "run", index, micro_batch), output)
+            if keeps_input(output):
                 size = self.num_examples
                 output.register_hook(lambda g: self.note(Event("backward", index, round(float(g[0, 0]) * size)), g))
 
         layer.register_forward_hook(ran)
+
+
+def keeps_input(output: Tensor) -> bool:
+    """Return whether the graph of a `Scale` has what its backward needs."""
+    try:
+        return output.requires_grad and output.grad_fn._saved_self is not None
+    except RuntimeError:  # dropped
+        return False
 
 
 def dot(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -105,13 +105,14 @@ def test_the_layer_that_is_compiled_is_told_forward_and_backward_together() -> N
 
     pipeline.compile(backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))
     pipeline.train_step((torch.randn(6, 3, 6, 6), torch.arange(6) % 3))
-    recomputed = [layer for layer in (3, 2, 1) for _ in ("forward", "backward")]
-    assert told == [f"compiling layer {layer} of 3" for layer in (1, 2, 3, *recomputed)]
+    # Layer 2 has a batch norm, which does less in a recomputation; the other layers need no second variant.
+    expected = [layer for layer in (1, 2, 3, 2) for _ in ("forward", "backward")]
+    assert told == [f"compiling layer {layer} of 3" for layer in expected]
     assert pipeline.job.compiling is None
 
 
 @about_grad
-@pytest.mark.parametrize("asked_in", [1, 2, 3, 5])
+@pytest.mark.parametrize("asked_in", [1, 2, 3, 4])
 def test_a_stop_while_a_layer_is_compiled_abandons_the_step_and_compiles_no_further_layer(asked_in: int) -> None:
     torch._dynamo.reset()
     layers = compilable()

@@ -2,20 +2,21 @@
 
 A mini-batch is cut into M micro-batches, the model into K stages. One training step, K = 3, M = 3:
 
-    stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0   F: forward, without a graph
+    stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0   F: forward, which keeps no graph
     stage 1      F0 F1 F2   R2 B2 R1 . B1 R0 . B0       R: recomputation, with one (re-materialisation)
     stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0          B: backward
                     |        |                       |
                     |        loss of micro-batch 2   gradients are whole: norms, moving averages, report
                     boundary output of stage 1, micro-batch 0
 
-Read these ten files in this order. They are the engine; nothing else is needed to follow a step.
+Read these eleven files in this order. They are the engine; nothing else is needed to follow a step.
 
     microbatch.py    a mini-batch is cut; a nest of tensors is taken apart and rebuilt
     partition.py     the model is cut: which layers each stage gets
     schedule.py      the tasks of a step, device by device, drawn
     randomness.py    seeds as a function of integers
     batch_norm.py    statistics of micro-batches, moving averages of the mini-batch
+    buffers.py       other layers' averages and buffers, which a forward moves and a recomputation does not
     loss.py          the mini-batch's loss from micro-batches
     stage.py         forward, recomputation, backward; why torch's own checkpointing is not used
     transfer.py      the boundary between two stages, in one process

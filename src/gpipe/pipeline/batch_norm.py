@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.synchronized_norm import SynchronizedMicroBatch
 
-_OUTSIDE, _FORWARD, _RECOMPUTE = "outside", "forward", "recompute"
+# _REPEAT: what a forward with a graph ran runs again, in a checkpoint inside of a layer: it must save the same tensors.
+_OUTSIDE, _FORWARD, _RECOMPUTE, _REPEAT = "outside", "forward", "recompute", "repeat"
 _phase = _OUTSIDE
 _synchronized: SynchronizedMicroBatch | None = None  # the micro-batch whose statistics are those of all replicas
 
@@ -30,16 +31,22 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
     Args:
         norms: those that may run inside.
         recompute: whether the micro-batch was seen before.
+        of_forward: of a recomputation, whether it is one of parts of a forward with a graph.
         synchronized: normalises by the statistics over all replicas; None: by those of this one.
     """
 
     __slots__ = ("_before", "_norms", "_phase", "_synchronized")
 
     def __init__(
-        self, norms: Iterable[MicroBatchNorm], *, recompute: bool, synchronized: SynchronizedMicroBatch | None = None
+        self,
+        norms: Iterable[MicroBatchNorm],
+        *,
+        recompute: bool,
+        synchronized: SynchronizedMicroBatch | None = None,
+        of_forward: bool = False,
     ) -> None:
         self._norms = norms
-        self._phase = _RECOMPUTE if recompute else _FORWARD
+        self._phase = (_REPEAT if of_forward else _RECOMPUTE) if recompute else _FORWARD
         self._synchronized = synchronized
 
     def __enter__(self) -> None:
@@ -54,6 +61,14 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
             for norm in self._norms:
                 if norm.fresh:
                     norm.__dict__.update(seen=norm.seen + norm.fresh, fresh=())
+
+
+def is_recomputing() -> bool:
+    """Return whether a layer runs again on a micro-batch that it has seen in this training step.
+
+    For layers that count or remember something outside of their buffers, which must happen once.
+    """
+    return _phase is _RECOMPUTE or _phase is _REPEAT
 
 
 class MicroBatchNorm(_BatchNorm):
@@ -84,14 +99,15 @@ class MicroBatchNorm(_BatchNorm):
             unchanged: Tensor = super().forward(input, *args)
             return unchanged
         # With a momentum of 1 and buffers of zeros, the plain layer's own update writes the micro-batch's mean and
-        # unbiased variance: no second pass over the input. A recomputation needs neither.
+        # unbiased variance: no second pass over the input. A recomputation needs neither; but without weights, their
+        # type alone tells torch in which one to compute.
         statistics, mean, variance = None, None, None
-        if _phase is _FORWARD or not self.is_torchs_own:
+        weight, bias = parameters["weight"], parameters["bias"]
+        if _phase is not _RECOMPUTE or weight is None or not self.is_torchs_own:
             statistics = running_mean.new_zeros(2, len(running_mean))
             mean, variance = statistics.unbind()
         if self.is_torchs_own:
             self._check_input_dim(input)  # type: ignore[no-untyped-call]
-            weight, bias = parameters["weight"], parameters["bias"]
             output = functional.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
         else:  # the forward of any subclass
             output = self.forward_with(mean, variance, input, *args)

@@ -209,12 +209,12 @@ class Pipeline:
                 return None
 
             self._run(tasks, parts, train, clock)
-            for stage in self.stages.values():
-                stage.loss = None  # it holds the targets
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
             totals, notes = self._conclude(loss, note)
             self._commit(self._batch_norms)
+            for stage in self.stages.values():
+                stage.finish_step()
             self.step += 1
             timeline = self._gather_timeline(clock) if record_timeline else None
         return StepReport(
@@ -442,18 +442,22 @@ class Pipeline:
             noted = self.job.join_replicas(noted)
         notes = [each for each, _ in noted]
         if any(is_abandoned for _, is_abandoned in noted):
-            batch_norm.discard(self._batch_norms)
+            self._undo()
             raise StepAbandoned(self.step, notes)
         (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
         faults = gradient_norm.sort_by_layer(part["fault"] for part in parts)
         if math.isfinite(totals["loss"]) and not faults:
             return totals, notes
-        batch_norm.discard(self._batch_norms)
+        self._undo()
         if not math.isfinite(totals["loss"]):
             last = self.num_stages - 1
             raise NonFiniteError(f"the loss of step {self.step} is {totals['loss']} in stage {last}", stage=last)
         ((name, norm), *_) = faults
         raise NonFiniteError(f"the gradient of {name} in step {self.step} has the norm {norm}")
+
+    def _undo(self) -> None:
+        for stage in self.stages.values():
+            stage.undo_step()
 
     def _gather_timeline(self, clock: Clock) -> Timeline:
         own = Timeline(tuple(clock.events()), self.num_devices)

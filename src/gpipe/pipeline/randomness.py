@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -26,23 +29,37 @@ def derive_seed(*keys: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's global generators that a layer on `device` draws from."""
+    """Seed the global generators that a layer on `device` draws from: torch's, Python's and numpy's."""
     torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy_random := _numpy_random()) is not None:
+        numpy_random.seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[_index(device)].manual_seed(seed)
 
 
 @contextmanager
 def preserved_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the state of torch's global generators (the CPU's and those of `devices`) after the body."""
+    """Restore the state of the global generators (torch's for the CPU and `devices`, Python's, numpy's) afterwards."""
     generators = [torch.default_generator]
     generators += [torch.cuda.default_generators[_index(d)] for d in set(devices) if d.type == "cuda"]
     states = [generator.get_state() for generator in generators]
+    python_state = random.getstate()
+    numpy_random = _numpy_random()
+    numpy_state = None if numpy_random is None else numpy_random.get_state()
     try:
         yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        random.setstate(python_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
+
+
+def _numpy_random() -> Any:
+    """Return numpy's module of generators where something has imported it: torch does not need numpy."""
+    return sys.modules.get("numpy.random")
 
 
 def _index(device: torch.device) -> int:

@@ -6,14 +6,16 @@
 Between a forward and its backward a stage holds only the boundary input of a micro-batch, without a graph. The
 recomputation builds the graph above; or the forward keeps it at once.
 
+A forward that will be recomputed also runs with a graph, which keeps no tensor and is gone when the forward ends.
+Without one torch picks other kernels, as for LSTMs and attention, and nobody knows which outputs need a gradient.
+
 Why not torch.utils.checkpoint:
 
 - It recomputes inside backward, when the gradient is there. Here recomputation is a task of its own, which the schedule
   puts before its backward: it runs while the gradient is awaited.
-- Its forward keeps the outputs and a graph around them. Here the forward runs without a graph, and outputs are let go
-  when they have been sent.
+- Its forward keeps the outputs and a graph around them. Here both are let go when the outputs have been sent.
 - It saves and restores the state of generators. Here masks are a function of (seed, step, micro-batch, layer).
-- A batch norm cannot tell its recomputation from a forward, and moves its averages twice.
+- A layer cannot tell its recomputation from a forward, and moves its averages and other buffers twice.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
+from gpipe.pipeline.buffers import Buffers, Snapshot
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError
 from gpipe.pipeline.microbatch import Payload
@@ -73,8 +76,10 @@ class _Kept:
     """What a stage holds of a micro-batch between its forward and its backward."""
 
     inputs: Payload
+    buffers: Snapshot  # what the forward found in the buffers that it changed
     gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
     roots: list[GradientEdge | None] | None = None  # one per output; None until a graph exists
+    is_of_forward: bool = False  # whether the forward made the graph, and no recomputation
     outputs: list[Tensor] | None = None  # the outputs themselves, where the replicas' averaging must see them
     synchronized: SynchronizedMicroBatch | None = None  # statistics over all replicas, where batch norms have them
 
@@ -99,7 +104,8 @@ class Stage:
         self.step = 0
         self.seed = seed
         self._final_micro_batch = 0
-        self._trainable = False
+        self._needs_saved_tensors = False  # in a forward that will be recomputed
+        self._buffers = Buffers(self.layers)
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)
         self._kept: dict[int, _Kept] = {}
@@ -109,33 +115,52 @@ class Stage:
     def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
         """Prepare for training step number `step`, which the backward of `final_micro_batch` ends."""
         self.step, self.loss, self._final_micro_batch = step, loss, final_micro_batch
-        self._trainable = any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
+        self._buffers.start_step()
         if self.averaging is not None:
             self.averaging.start_step()
+
+    def finish_step(self) -> None:
+        """Let go of what the step had: the loss holds the targets."""
+        self.loss = None
+        self._buffers.finish_step()
+
+    def undo_step(self) -> None:
+        """Make moving averages and other buffers what they were when the step began, and finish it."""
+        discard(self._batch_norms)
+        self._buffers.undo_step()
+        self.finish_step()
 
     def reset(self) -> None:
         """Drop everything of a step that failed."""
         self._kept.clear()
-        self.loss = None
-        discard(self._batch_norms)
+        self.undo_step()
 
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         """Run the layers on a micro-batch, with a graph or for a later `recompute`; return the boundary output."""
-        kept = self._kept[micro_batch] = _Kept(inputs, [None] * sum(inputs.differentiable))
-        kept.synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
-        with microbatch_phase(self._batch_norms, recompute=False, synchronized=kept.synchronized):
+        try:
+            return self._forward(micro_batch, inputs, keep_graph=keep_graph)
+        except Exception as error:
+            if keep_graph or self._needs_saved_tensors or not wants_saved_tensors(error):
+                raise
+        self._needs_saved_tensors = True
+        for norm in self._batch_norms:
+            norm.__dict__["fresh"] = ()
+        return self._forward(micro_batch, inputs, keep_graph=False)
+
+    def _forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
+        synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
+        with (
+            self._buffers.moved(for_recomputation=not keep_graph) as buffers,
+            microbatch_phase(self._batch_norms, recompute=False, synchronized=synchronized),
+        ):
+            kept = _Kept(inputs, buffers, [None] * sum(inputs.differentiable), synchronized=synchronized)
+            self._kept[micro_batch] = kept
             if keep_graph:
+                kept.is_of_forward = True
                 return self._run_with_graph(micro_batch, kept)
-            with torch.no_grad():
-                outputs = self._run(micro_batch, inputs, self.layers, guard_inputs=True)
-        # Without a graph nobody knows which outputs depend on a parameter: ask for all gradients that could exist. The
-        # backward of the producer ignores those that turn out to be of no use.
-        held = {id(tensor): wanted for tensor, wanted in zip(inputs.tensors, inputs.differentiable, strict=True)}
-        possible = self._trainable or any(inputs.differentiable)
-        outputs.differentiable = [
-            held.get(id(tensor), possible and (tensor.is_floating_point() or tensor.is_complex()))
-            for tensor in outputs.tensors
-        ]
+            outputs = self._run_without_graph(micro_batch, inputs)
+        if synchronized is not None:
+            synchronized.anchors.clear()  # they have graphs
         return outputs
 
     def recompute(self, micro_batch: int) -> None:
@@ -143,7 +168,10 @@ class Stage:
         kept = self._kept[micro_batch]
         if kept.synchronized is not None:
             kept.synchronized.recompute()
-        with microbatch_phase(self._batch_norms, recompute=True, synchronized=kept.synchronized):
+        with (
+            self._buffers.replaced(kept.buffers),
+            microbatch_phase(self._batch_norms, recompute=True, synchronized=kept.synchronized),
+        ):
             self._run_with_graph(micro_batch, kept)
 
     def backward(self, micro_batch: int, gradients: Payload | None) -> Payload:
@@ -158,6 +186,18 @@ class Stage:
             Likewise the gradients of the input's tensors.
         """
         kept = self._kept.pop(micro_batch)
+        # Checkpoints inside of layers recompute in backward.
+        if kept.synchronized is not None:
+            kept.synchronized.repeat()
+        again = microbatch_phase(
+            self._batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
+        )
+        with self._buffers.replaced(kept.buffers), again, without_autocast(self.device):
+            self._run_backward(kept, gradients)
+        found = iter(kept.gradients)
+        return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
+
+    def _run_backward(self, kept: _Kept, gradients: Payload | None) -> None:
         assert kept.roots is not None, "the schedule forgot to recompute"
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         # The last stage's only root is the loss: a scalar needs no gradient to start from.
@@ -166,17 +206,14 @@ class Stage:
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and (is_last or s is not None)]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
         exchange: AbstractContextManager[None] = nullcontext()
-        with without_autocast(self.device):
-            if kept.outputs is not None and self.averaging is not None:
-                reached = [t for t, s in zip(kept.outputs, seeds, strict=True) if is_last or s is not None]
-                others += self.averaging.prepare_backward([t for t in reached if t.requires_grad] + others)
-                exchange = self.averaging.replicas.exchange()
-            pairs += [(get_gradient_edge(tensor), None) for tensor in others]
-            if pairs:
-                with exchange:
-                    torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-        found = iter(kept.gradients)
-        return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
+        if kept.outputs is not None and self.averaging is not None:
+            reached = [t for t, s in zip(kept.outputs, seeds, strict=True) if is_last or s is not None]
+            others += self.averaging.prepare_backward([t for t in reached if t.requires_grad] + others)
+            exchange = self.averaging.replicas.exchange()
+        pairs += [(get_gradient_edge(tensor), None) for tensor in others]
+        if pairs:
+            with exchange:
+                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
 
     def evaluate(
         self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool
@@ -196,15 +233,25 @@ class Stage:
     def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
         """Run the forward of a training step again, with the same masks, and call `look` after each layer.
 
-        There is no graph, and the layers are not compiled: the effect of each is then seen by itself.
+        The layers are not compiled: the effect of each is then seen by itself. Nothing of theirs changes.
         """
         synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
-        with torch.no_grad(), microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized):
-            return self._run(micro_batch, inputs, self.layers, look=look)
+        with (
+            self._buffers.replaced(self._buffers.copy()),
+            microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized),
+        ):
+            return self._run_without_graph(micro_batch, inputs, look)
+
+    def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
+        """Run the layers as with a graph, so that torch picks the same kernels, but let go of it."""
+        with torch.enable_grad(), nullcontext() if self._needs_saved_tensors else without_saved_tensors():
+            outputs = self._run(micro_batch, _enter_graph(inputs, []), self.layers, stored=inputs, look=look)
+        tensors = [tensor.detach() for tensor in outputs.tensors]
+        return Payload(tensors, outputs.structure, outputs.differentiable)
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept) -> Payload:
         with torch.enable_grad():
-            outputs = self._run(micro_batch, _enter_graph(kept), self.layers)
+            outputs = self._run(micro_batch, _enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
             if self.loss is not None:
                 self._enter(micro_batch, self._last + 1, None)
                 outputs = Payload.of(self.loss(outputs.value(), micro_batch))
@@ -219,11 +266,17 @@ class Stage:
         inputs: Payload,
         layers: Mapping[int, nn.Module],
         *,
-        guard_inputs: bool = False,
+        stored: Payload | None = None,
+        announce: bool = False,
         look: Look | None = None,
     ) -> Payload:
+        """Run layers one after the other.
+
+        stored: what a recomputation will start from; no layer may change it.
+        announce: whether their backward will run.
+        """
         payload, value = inputs, inputs.value()
-        versions = [tensor._version for tensor in inputs.tensors] if guard_inputs else []
+        versions = [tensor._version for tensor in stored.tensors] if stored is not None else []
         for index, layer in layers.items():
             self._enter(micro_batch, index, layer)
             passed_by = [tensor.grad_fn for tensor in payload.tensors]
@@ -231,11 +284,11 @@ class Stage:
             value = run(value)
             # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
             payload = Payload.of(value)
-            if guard_inputs:
-                _refuse_changed_inputs(inputs, versions)
-            elif look is not None:
+            if stored is not None:
+                _refuse_changed_inputs(stored, versions)
+            if look is not None:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
-            elif torch.is_grad_enabled() and (index < self._last or self.loss is not None):
+            if announce and (index < self._last or self.loss is not None):
                 self._announce_backward(payload, passed_by, index, layer)
         return payload
 
@@ -267,17 +320,40 @@ class Stage:
         return PipelineError(text, stage=self.index, micro_batch=micro_batch, layer=layer_index)
 
 
-def _enter_graph(kept: _Kept) -> Payload:
-    """Return the boundary input as the beginning of a graph."""
-    inputs = kept.inputs
+def _enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
+    """Return a boundary input as the beginning of a graph; its backward fills `gradients`."""
     wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
     if not wanted:
         return inputs
-    entered = iter(_Entry.apply(kept.gradients, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
+    entered = iter(_Entry.apply(gradients, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
     tensors = [
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]
     return Payload(tensors, inputs.structure, inputs.differentiable)
+
+
+class _NotSavedError(RuntimeError):
+    """A forward wanted a tensor back that its graph did not keep."""
+
+
+def _refuse_to_restore(_: Any) -> Tensor:
+    raise _NotSavedError("a layer differentiates in its forward, whose graph keeps no tensors")
+
+
+def without_saved_tensors() -> AbstractContextManager[None]:
+    """Let graphs that the body makes keep no tensors, so that a forward takes the memory of one without a graph.
+
+    Layers that differentiate in their forward then fail with an error that `wants_saved_tensors` knows.
+    """
+    return saved_tensors_hooks(id, _refuse_to_restore)
+
+
+def wants_saved_tensors(error: BaseException | None) -> bool:
+    """Return whether a forward failed because it differentiates itself: with torch.autograd.grad, or torch.func."""
+    if error is None:
+        return False
+    is_refused = isinstance(error, _NotSavedError) or "support saved tensor hooks" in str(error)  # torch.func's words
+    return is_refused or wants_saved_tensors(error.__cause__)
 
 
 def _refuse_changed_inputs(inputs: Payload, versions: list[int]) -> None:
@@ -292,8 +368,8 @@ def _refuse_changed_inputs(inputs: Payload, versions: list[int]) -> None:
 def uncached_autocast() -> Iterator[None]:
     """Make autocast convert a weight anew at each use.
 
-    Its cache would hand a weight that was converted without a graph, in the first forward, to the recomputation, where
-    the weight would then get no gradient.
+    Its cache may hold a weight that was converted without a graph, as in an evaluation, which would then get no
+    gradient; or before the last update.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()

@@ -29,7 +29,7 @@ class StageMemory:
         statistics_bytes: what its batch norms note of each micro-batch until the step ends.
         input_bytes: of one micro-batch's boundary input.
         kept_bytes: of one micro-batch's graph.
-        quiet_peak_bytes: of a forward without a graph.
+        quiet_peak_bytes: of a forward whose graph keeps no tensors.
         forward_peak_bytes: of a forward with a graph, or a recomputation.
         backward_peak_bytes: of a backward, with all gradients there already; they are not counted.
         first_backward_peak_bytes: of the first backward of a step, which makes the gradients; these are counted.

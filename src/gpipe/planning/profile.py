@@ -22,6 +22,7 @@ from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
+from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.repeats import Shortened
 
@@ -69,7 +70,7 @@ class LayerProfile:
         inputs: the tensors of its input, except those that outlive the step.
         kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
         forward_peak_bytes: in its forward function, with a graph.
-        quiet_peak_bytes: in its forward function, without a graph.
+        quiet_peak_bytes: in its forward function, with a graph that keeps no tensors.
         backward_peak_bytes: in its backward pass, above what the graph held when its forward function ended; a
             parameter's gradient is gone as soon as it could be added to the one of an earlier micro-batch.
         first_backward_peak_bytes: likewise in the first backward pass of a step, whose gradients stay.
@@ -232,6 +233,16 @@ class _Chain:
             self.live_after[index] = ledger.live_bytes
         return payload.tensors[0]
 
+    def forward_quietly(self, value: Any, targets: Any) -> None:
+        """Run all layers and the loss as `Stage.forward` runs what will be recomputed."""
+        try:
+            with without_saved_tensors():
+                self.forward(value, targets, "quiet")
+        except ValueError as error:
+            if not wants_saved_tensors(error):
+                raise
+            self.forward(value, targets, "quiet")
+
     def _follow(self, index: int, payload: Payload) -> int:
         """Note when each tensor of a layer's input dies; return the bytes of all."""
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in payload.tensors}
@@ -320,8 +331,8 @@ def _profile(
         inputs, targets = (_fake_payload(part) for part in example)
         with chain_.ledger, microbatch_phase(converted_batch_norms(fakes), recompute=True):
             chain_.ledger.hold(targets.tensors)
-            with autocast(), torch.no_grad():
-                chain_.forward(inputs.value(), targets.value(), "quiet")
+            with autocast(), torch.enable_grad():
+                chain_.forward_quietly(inputs.value(), targets.value())
             start = chain_.ledger.live_bytes
             with autocast(), torch.enable_grad():
                 value = chain_.forward(inputs.value(), targets.value(), "forward")

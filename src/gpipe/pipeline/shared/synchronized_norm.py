@@ -115,10 +115,15 @@ class SynchronizedMicroBatch:
         self._exchange, self._notes = exchange, notes
         self._wholes: list[tuple[MicroBatchNorm, _Moments]] = []  # in the order of the calls
         self._position: int | None = None  # in them, in a recomputation
+        self._is_backward = False
 
     def recompute(self) -> None:
         """Normalise from now on by the statistics that the forward combined, in its order."""
         self._position = 0
+
+    def repeat(self) -> None:
+        """Likewise, but in any order: checkpoints inside of layers recompute in backward."""
+        self._is_backward = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # no graph can wait for other processes
     def forward(self, norm: MicroBatchNorm, *args: Any) -> Tensor:
@@ -132,11 +137,12 @@ class SynchronizedMicroBatch:
         """
 
         def normalize(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:  # noqa: A002
-            whole = self._measure(norm, input) if self._position is None else self._repeat(norm)
+            is_first = self._position is None and not self._is_backward
+            whole = self._measure(norm, input) if is_first else self._repeat(norm)
             output, anchor = _Normalize.apply(  # type: ignore[no-untyped-call]
                 (self._exchange, norm, whole, eps), _ANCHOR, input, weight, bias
             )
-            if anchor.requires_grad:
+            if anchor.requires_grad and not self._is_backward:
                 self.anchors.append(anchor)
             normalized: Tensor = output
             return normalized
@@ -169,6 +175,14 @@ class SynchronizedMicroBatch:
         return whole
 
     def _repeat(self, norm: MicroBatchNorm) -> _Moments:
+        if self._is_backward:
+            own = [whole for found, whole in self._wholes if found is norm]
+            if len(own) == 1:
+                return own[0]
+            raise ValueError(
+                f"a batch norm inside of torch.utils.checkpoint ran {len(own)} times in this forward; where replicas "
+                "synchronise it, it can run once: give each place its own, or set synchronize_batch_norm=False"
+            )
         assert self._position is not None
         for found, whole in self._wholes[self._position : self._position + 1]:
             if found is norm:

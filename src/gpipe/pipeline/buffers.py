@@ -1,0 +1,140 @@
+"""The buffers of layers, such as moving averages: each forward of a micro-batch moves them, nothing else does.
+
+    forward of each micro-batch      starts where the one before ended; what it changes is copied before
+    recomputation, inner checkpoint  starts where the forward of its micro-batch started, and leaves nothing behind
+
+Batch norms have their own way, in `batch_norm.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gpipe.pipeline.batch_norm import MicroBatchNorm
+
+Place: TypeAlias = str
+"""The name of a buffer in the whole model."""
+
+Snapshot: TypeAlias = dict[Place, Tensor]
+"""Copies of buffers."""
+
+
+class Buffers:
+    """The buffers of some layers, by their index in the model, except those of converted batch norms.
+
+    In the first micro-batch of a step all are copied, to see which ones a forward changes. In the others only those
+    are: constants, such as masks, cost nothing.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        self._layers = layers
+        self._places: dict[Place, tuple[dict[str, Tensor | None], str]] = {}
+        self._moving: Iterable[Place] | None = None  # those that forwards change; None before a step's first forward
+        self._silent: set[Place] | None = None  # those that layers change through `.data`, which leaves no trace
+        self._start: Snapshot = {}
+
+    def start_step(self) -> None:
+        """Find the buffers anew: layers may have got others."""
+        self._places = {
+            f"layers.{index}.{name}.{key}" if name else f"layers.{index}.{key}": (module._buffers, key)
+            for index, layer in self._layers.items()
+            for name, module in layer.named_modules()
+            if module._buffers and not isinstance(module, MicroBatchNorm)
+            for key in module._buffers
+        }
+        self._moving, self._start = None, {}
+
+    @contextmanager
+    def moved(self, *, for_recomputation: bool) -> Iterator[Snapshot]:
+        """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.
+
+        After an error in the body they are as they were.
+
+        Raises:
+            ValueError: a buffer changed that did not in the step's first micro-batch, so that nobody knows its value
+                before: the forward cannot be repeated, as a recomputation has to.
+        """
+        if not self._places:
+            yield {}
+            return
+        is_first = self._moving is None
+        before = self._current(self._places)
+        versions = {place: buffer._version for place, buffer in before.items()}
+        snapshot = _copy(before if self._moving is None else {place: before[place] for place in self._moving})
+        try:
+            yield snapshot
+        except BaseException:
+            self._restore(snapshot)
+            raise
+        changed = {
+            place
+            for place, buffer in self._current(self._places).items()
+            if buffer is not before.get(place) or buffer._version != versions[place]
+        }
+        if is_first:
+            if self._silent is None:  # compared once: on a GPU it takes a wait per buffer
+                current = self._current(snapshot.keys() - changed)
+                self._silent = {p for p, buffer in current.items() if not torch.equal(buffer, snapshot[p])}
+            for place in snapshot.keys() - changed - self._silent:
+                del snapshot[place]
+            self._moving = self._start = snapshot
+        elif for_recomputation and (late := sorted(changed - snapshot.keys())):
+            raise ValueError(
+                f"the buffer {late[0]} changed in this micro-batch, but not in the step's first one; let it change in "
+                "all micro-batches or in none, or set rematerialize='never'"
+            )
+
+    @contextmanager
+    def replaced(self, snapshot: Snapshot) -> Iterator[None]:
+        """Let the body, which runs a forward again, see and change copies of a snapshot in place of the buffers."""
+        if not snapshot:
+            yield
+            return
+        before = self._current(snapshot)
+        self._put(_copy(snapshot))
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def copy(self) -> Snapshot:
+        """Return a copy of all buffers."""
+        return _copy(self._current(self._places))
+
+    def undo_step(self) -> None:
+        """Make the buffers what they were when the step began."""
+        self._restore(self._start)
+
+    def finish_step(self) -> None:
+        """Let go of what the buffers were."""
+        self._start = {}
+
+    def _current(self, places: Iterable[Place]) -> dict[Place, Tensor]:
+        found = {place: self._places[place][0].get(self._places[place][1]) for place in places}
+        return {place: buffer for place, buffer in found.items() if buffer is not None and not is_lazy(buffer)}
+
+    def _put(self, values: Mapping[Place, Tensor]) -> None:
+        for place, value in values.items():
+            buffers, key = self._places[place]
+            buffers[key] = value
+
+    @torch.no_grad()
+    def _restore(self, snapshot: Snapshot) -> None:
+        current = self._current(snapshot)
+        for place, value in snapshot.items():
+            if place in current and current[place].shape == value.shape:
+                current[place].copy_(value)
+            else:
+                self._put({place: value})
+
+
+def _copy(buffers: Mapping[Place, Tensor]) -> Snapshot:
+    """Copy buffers; one that stands in two places stays one."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+    return {place: copies[id(buffer)] for place, buffer in buffers.items()}

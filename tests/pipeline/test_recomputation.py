@@ -1,0 +1,358 @@
+"""A micro-batch that runs again computes the same bits, asks for the same gradients, and changes nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+import gpipe._compat.torchvision  # before timm and torchvision's models
+
+# isort: split
+from timm.layers import EvoNorm2dB0
+from torchvision.models.densenet import _DenseBlock
+
+MODES = ("always", "except_last", "never")
+SIZE, LENGTH = 6, 4
+
+
+class Recurrent(nn.Module):
+    """An LSTM's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(SIZE, SIZE, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Differentiates(nn.Module):
+    """Needs the gradient of an inner function in its forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.how = how
+
+    def energy(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)).square().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "torch.func":
+            return x + torch.func.grad(self.energy)(x)
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.energy(x), x, create_graph=True)
+        return x + gradient
+
+
+class Averages(nn.Module):
+    """Moves buffers in three ways, and uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.register_buffer("mean", torch.zeros(SIZE))
+        self.register_buffer("silent", torch.zeros(SIZE))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("constant", torch.ones(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+            self.silent.data.lerp_(x.detach().mean((0, 1)), 0.1)
+            self.count = self.count + 1
+        return self.linear(x) * (1 + self.mean + self.silent) / (self.constant + self.count)
+
+
+class Draws(nn.Module):
+    """Draws from the generators that torch does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random() * float(np.random.rand())
+
+
+class Counts(nn.Module):
+    """Counts forwards outside of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += not gpipe.is_recomputing()
+        return x * 2
+
+
+class Checkpointed(nn.Module):
+    """Runs a module inside of torch's own checkpointing."""
+
+    def __init__(self, module: nn.Module, *, use_reentrant: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.module, x, use_reentrant=self.use_reentrant)
+
+
+class AsImage(nn.Module):
+    """Gives a module for images [n, 4, 2, 3] what is a sequence elsewhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x.view(-1, LENGTH, 2, 3)).flatten(2)
+
+
+class Dense(nn.Module):
+    """DenseNet's block, with its own checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = _DenseBlock(2, LENGTH, 2, 2, 0.0, memory_efficient=True)
+        self.narrow = nn.Conv2d(8, LENGTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.block(x))
+
+
+STATEFUL: dict[str, Callable[[], nn.Module]] = {
+    "instance norm": lambda: nn.InstanceNorm1d(LENGTH, affine=True, track_running_stats=True),
+    "EvoNorm": lambda: AsImage(EvoNorm2dB0(LENGTH)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(SIZE, SIZE)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(SIZE, SIZE)),
+    "averages": Averages,
+    "averages in a checkpoint": lambda: Checkpointed(Averages()),
+    "spectral norm in a checkpoint": lambda: Checkpointed(parametrizations.spectral_norm(nn.Linear(SIZE, SIZE))),
+}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": Recurrent,
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(SIZE, SIZE)),
+    "autograd.grad": lambda: Differentiates("torch.autograd"),
+    "torch.func": lambda: Differentiates("torch.func"),
+    "Python's and numpy's generators": Draws,
+}
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "a checkpoint": lambda: Checkpointed(nn.BatchNorm1d(LENGTH)),
+    "an old checkpoint": lambda: Checkpointed(
+        nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(LENGTH)), use_reentrant=True
+    ),
+    "DenseNet": lambda: AsImage(Dense()),
+}
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Sequential:
+    """Return five layers, of which the second and the fourth are of a kind."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Sequential(
+            nn.Linear(SIZE, SIZE), make(), nn.Linear(SIZE, SIZE), make(), nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
+        )
+    gpipe.convert_batch_norm(layers)
+    return layers
+
+
+def batch(num_examples: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_examples, LENGTH, SIZE, generator=generator), torch.arange(num_examples) % 3
+
+
+def train(make: Callable[[], nn.Module], partitions: list[int], mode: str) -> dict[str, Any]:
+    """Train for two steps; return losses, gradients and buffers by name."""
+    layers = build(make)
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, partitions, 3, rematerialize=mode)
+    found: dict[str, Any] = {f"loss {step}": torch.tensor(pipeline.train_step(batch()).loss) for step in range(2)}
+    found |= {f"gradient of {name}": parameter.grad for name, parameter in layers.named_parameters()}
+    return found | dict(layers.named_buffers())
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value is expected[name] is None or torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, *STATEFUL])
+def test_every_mode_and_cut_has_the_same_bits(kind: str) -> None:
+    make = (OTHERS | STATEFUL)[kind]
+    expected = train(make, [5], "never")
+    for partitions, mode in (([5], "always"), ([2, 3], "except_last"), ([1, 1, 1, 2], "always"), ([2, 1, 2], "never")):
+        assert_equal(train(make, partitions, mode), expected)
+
+
+def test_batch_norm_without_weights_has_the_same_bits_under_autocast() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(LENGTH, affine=False))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = train(make, [5], "never")
+        for mode in ("always", "except_last"):
+            assert_equal(train(make, [2, 3], mode), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_buffers_move_as_in_one_forward_per_micro_batch(kind: str, mode: str) -> None:
+    layers = build(STATEFUL[kind])
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 3, rematerialize=mode)
+    pipeline.train_step(batch())
+    plain = build(STATEFUL[kind])
+    for part in batch()[0].split([3, 2, 2]):
+        plain(part)
+    for (name, found), expected in zip(layers.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_buffers_of_a_step_that_failed_are_as_before(kind: str) -> None:
+    layers = build(STATEFUL[kind])
+    before = {name: buffer.clone() for name, buffer in layers.named_buffers()}
+    pipeline = gpipe.Pipeline(layers, lambda outputs, _: outputs.sum() * torch.inf, [2, 3], 3)
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step(batch())
+    assert_equal(dict(layers.named_buffers()), before)
+    pipeline.first_non_finite(batch())
+    assert_equal(dict(layers.named_buffers()), before)
+
+
+def test_a_buffer_that_begins_to_change_within_a_step_is_refused_where_it_must_be_known() -> None:
+    class Late(Averages):
+        def forward(self, x: Tensor) -> Tensor:
+            self.training = len(x) == 2  # the first micro-batch has three examples
+            return super().forward(x)
+
+    message = (
+        r"^stage 0, micro-batch 1, layer 1 \(Late\), forward: ValueError: the buffer layers\.1\.count changed in this "
+        r"micro-batch, but not in the step's first one; .* or set rematerialize='never'$"
+    )
+    with pytest.raises(gpipe.PipelineError, match=message):
+        train(Late, [2, 3], "always")
+    train(Late, [2, 3], "never")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_knows_that_it_is_recomputing(mode: str) -> None:
+    layers = build(Counts)
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 3, rematerialize=mode)
+    pipeline.train_step(batch())
+    assert [layers[1].count, layers[3].count] == [3, 3]
+    pipeline.evaluate(batch()[0])
+    assert [layers[1].count, layers[3].count] == [6, 6]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_batch_norm_in_a_checkpoint_in_a_layer_counts_each_micro_batch_once(kind: str, mode: str) -> None:
+    found = train(NORMS[kind], [2, 3], mode)
+    assert_equal(found, train(NORMS[kind], [5], "never"))
+    counters = [value for name, value in found.items() if name.endswith("num_batches_tracked")]
+    assert counters and all(counter == 2 for counter in counters)
+
+
+class Mask(nn.Module):
+    """Adds a mask and a frozen table to the payload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.table = nn.Parameter(torch.ones(SIZE), requires_grad=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        mask = torch.linspace(-1, 1, LENGTH * LENGTH).view(LENGTH, LENGTH)
+        return {"main": self.linear(x), "mask": mask, "table": self.table * 2}
+
+
+class Attend(nn.Module):
+    """Uses them and hands them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(SIZE, 3 * SIZE)
+
+    def forward(self, payload: dict[str, Tensor]) -> dict[str, Tensor]:
+        query, key, value = self.project(payload["main"])[:, None].chunk(3, -1)
+        main = F.scaled_dot_product_attention(query, key, value, attn_mask=payload["mask"])[:, 0]
+        return payload | {"main": payload["main"] + main * payload["table"]}
+
+
+class Classify(nn.Module):
+    """Ends the sequence."""
+
+    def forward(self, payload: dict[str, Tensor]) -> Tensor:
+        return payload["main"].flatten(1)[:, :3]
+
+
+def attention() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(Mask(), Attend(), Attend(), Classify())
+
+
+def test_attention_with_a_mask_in_the_payload_has_the_same_bits_in_every_mode_and_cut() -> None:
+    found = []
+    for partitions, mode in (([4], "never"), ([4], "always"), ([1, 1, 2], "always"), ([2, 2], "never")):
+        layers = attention()
+        gpipe.Pipeline(layers, F.cross_entropy, partitions, 2, rematerialize=mode).train_step(batch())
+        found.append([parameter.grad for parameter in layers.parameters() if parameter.requires_grad])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_constants_in_a_payload_get_no_gradient_and_none_travels_back(mode: str, monkeypatch: Any) -> None:
+    pipeline = gpipe.Pipeline(attention(), F.cross_entropy, [1, 1, 1, 1], 2, rematerialize=mode)
+    sent: list[list[bool]] = []
+    send = pipeline.job.transfer.send
+
+    def watch(task: Any, payload: Any) -> None:
+        if task.kind == "forward":
+            sent.append(payload.differentiable)
+        else:
+            sent.append([tensor is not None for tensor in payload.value()])
+        send(task, payload)
+
+    monkeypatch.setattr(pipeline.job.transfer, "send", watch)
+    pipeline.train_step(batch(4))
+    assert sent == [[True, False, False]] * 12  # three boundaries, two micro-batches, two directions
+
+
+class Holds(torch.autograd.Function):
+    """Keeps its input where hooks do not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_the_graph_of_a_forward_that_is_recomputed_is_gone_when_it_ends() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x)
+            nodes.append(torch._C._WeakTensorRef(y))
+            return Holds.apply(y) * 3
+
+    nodes: list[Any] = []
+    alive: list[int] = []
+    layers = nn.Sequential(nn.Linear(SIZE, SIZE), Layer(), nn.Sequential(nn.Flatten(), nn.Linear(24, 3)))
+    layers[0].register_forward_hook(lambda *_: alive.append(sum(not node.expired() for node in nodes)))
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, [3], 3)
+    pipeline.train_step(batch())
+    assert alive == [0] * 6
