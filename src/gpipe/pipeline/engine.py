@@ -469,8 +469,7 @@ class Pipeline:
 
 def _move(inputs: Any, stage: Stage) -> Payload:
     payload = Payload.of(inputs)
-    tensors = [tensor.to(stage.device, non_blocking=True) for tensor in payload.tensors]
-    return Payload(tensors, payload.structure, payload.differentiable)
+    return payload.replace([tensor.to(stage.device, non_blocking=True) for tensor in payload.tensors])
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -29,11 +29,14 @@ class Payload:
             gradients are summed in one place, in the plain model's order.
         structure: where each tensor stood.
         differentiable: whether each tensor needs a gradient. The consumer computes it, the producer asks for it.
+        shared: whether each tensor shares memory with another one, which it does no more behind a boundary; empty where
+            none does, or nobody has looked.
     """
 
     tensors: list[Tensor]
     structure: Structure
     differentiable: list[bool]
+    shared: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, value: Any) -> Payload:
@@ -49,6 +52,31 @@ class Payload:
     def value(self) -> Any:
         """Rebuild the nest."""
         return unflatten(self.structure, self.tensors)
+
+    def replace(self, tensors: list[Tensor]) -> Payload:
+        """Return the same payload with other tensors, such as copies on another device."""
+        return Payload(tensors, self.structure, self.differentiable, self.shared)
+
+    def find_shared(self, before: Payload) -> None:
+        """Look for tensors that share memory; those that passed by from the payload `before` may have done so there."""
+        if len(self.tensors) < 2:
+            return
+        passed = {id(tensor) for tensor, is_shared in zip(before.tensors, before.shared, strict=False) if is_shared}
+        shared = [id(tensor) in passed for tensor in self.tensors]
+        end, last = 0, 0
+        for begin, position in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(self.tensors)):
+            if begin < end:
+                shared[position] = shared[last] = True
+            if (own_end := begin + _span(self.tensors[position])) > end:
+                end, last = own_end, position
+        self.shared = shared if any(shared) else []
+
+
+def _span(tensor: Tensor) -> int:
+    """Return how many bytes lie between a tensor's first element and the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    return tensor.itemsize * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
@@ -124,10 +152,12 @@ def find_batch_size(value: Any, what: str) -> int:
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut every tensor of a nest along its first dimension; the parts are views, nothing is copied."""
+    """Cut every tensor of a nest along its first dimension; the parts share its memory, nothing is copied."""
     payload = Payload.of(value)
-    parts = [tensor.detach().split(list(sizes)) for tensor in payload.tensors]
-    return [unflatten(payload.structure, [part[i] for part in parts]) for i in range(len(sizes))]
+    parts = [tensor.split(list(sizes)) for tensor in payload.tensors]
+    # `.data` has no history, and changes that autograd counts by itself: a layer that changes one micro-batch in place
+    # must not make what it saved of another one look changed.
+    return [unflatten(payload.structure, [part[i].data for part in parts]) for i in range(len(sizes))]
 
 
 def merge(payloads: Sequence[Payload]) -> Any:

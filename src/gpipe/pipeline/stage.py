@@ -245,9 +245,8 @@ class Stage:
     def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
         """Run the layers as with a graph, so that torch picks the same kernels, but let go of it."""
         with torch.enable_grad(), nullcontext() if self._needs_saved_tensors else without_saved_tensors():
-            outputs = self._run(micro_batch, _enter_graph(inputs, []), self.layers, stored=inputs, look=look)
-        tensors = [tensor.detach() for tensor in outputs.tensors]
-        return Payload(tensors, outputs.structure, outputs.differentiable)
+            outputs = self._run(micro_batch, _enter_graph(inputs, []), self.layers, is_stored=True, look=look)
+        return outputs.replace([tensor.detach() for tensor in outputs.tensors])
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept) -> Payload:
         with torch.enable_grad():
@@ -266,17 +265,18 @@ class Stage:
         inputs: Payload,
         layers: Mapping[int, nn.Module],
         *,
-        stored: Payload | None = None,
+        is_stored: bool = False,
         announce: bool = False,
         look: Look | None = None,
     ) -> Payload:
         """Run layers one after the other.
 
-        stored: what a recomputation will start from; no layer may change it.
+        is_stored: whether a recomputation will start from the inputs: no layer may change them.
         announce: whether their backward will run.
         """
         payload, value = inputs, inputs.value()
-        versions = [tensor._version for tensor in stored.tensors] if stored is not None else []
+        is_guarded = is_stored or (bool(inputs.shared) and not torch.is_inference_mode_enabled())
+        versions = [tensor._version for tensor in inputs.tensors] if is_guarded else []
         for index, layer in layers.items():
             self._enter(micro_batch, index, layer)
             passed_by = [tensor.grad_fn for tensor in payload.tensors]
@@ -284,12 +284,13 @@ class Stage:
             value = run(value)
             # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
             payload = Payload.of(value)
-            if stored is not None:
-                _refuse_changed_inputs(stored, versions)
+            if is_guarded:
+                _refuse_changed_inputs(inputs, versions, is_stored=is_stored)
             if look is not None:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
             if announce and (index < self._last or self.loss is not None):
                 self._announce_backward(payload, passed_by, index, layer)
+        payload.find_shared(inputs)
         return payload
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
@@ -329,7 +330,7 @@ def _enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
     tensors = [
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]
-    return Payload(tensors, inputs.structure, inputs.differentiable)
+    return inputs.replace(tensors)
 
 
 class _NotSavedError(RuntimeError):
@@ -356,8 +357,15 @@ def wants_saved_tensors(error: BaseException | None) -> bool:
     return is_refused or wants_saved_tensors(error.__cause__)
 
 
-def _refuse_changed_inputs(inputs: Payload, versions: list[int]) -> None:
-    if any(tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)):
+def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: bool) -> None:
+    changed = [tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)]
+    if any(is_changed and is_shared for is_changed, is_shared in zip(changed, inputs.shared, strict=False)):
+        raise ValueError(
+            "the layer changed a tensor of the stage's input in place that shares memory with another one, such as a "
+            "view of it; behind a boundary the other one would not change: use the layer's out-of-place form "
+            "(inplace=False), or return a copy of one of the two (.clone()) from the layer that makes them"
+        )
+    if is_stored and any(changed):
         raise ValueError(
             "the layer changed the stage's stored input in place, and the recomputation would start from the "
             "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"

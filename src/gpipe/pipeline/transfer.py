@@ -48,8 +48,7 @@ class LocalTransfer:
         event = None
         if here != there:
             tensors, event = self._copy(tensors, here, there)
-        sent = Payload(tensors, payload.structure, payload.differentiable)
-        self._mail[Task(kind, neighbour, micro_batch)] = sent, event
+        self._mail[Task(kind, neighbour, micro_batch)] = payload.replace(tensors), event
 
     def receive(self, task: Task) -> Payload:
         """Return the boundary input that a forward needs, or the gradients of the outputs that a backward needs.

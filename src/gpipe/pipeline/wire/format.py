@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -20,12 +21,17 @@ PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 
 
 class Layout(NamedTuple):
-    """The spec of one tensor; `strides` is None for a contiguous one."""
+    """The spec of one tensor; `strides` is None for a contiguous one.
+
+    `offset` is where it begins behind a line of 64 bytes, in elements: kernels add up in another order off such a line.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     differentiable: bool
+    shared: bool = False
+    offset: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -36,6 +42,15 @@ class Layout(NamedTuple):
     def num_bytes(self) -> int:
         """How many bytes travel."""
         return self.num_elements * self.torch_dtype.itemsize
+
+    @property
+    def offset_bytes(self) -> int:
+        """The offset in bytes."""
+        return self.offset * self.torch_dtype.itemsize
+
+    def allocate(self, num_elements: int, device: torch.device) -> Tensor:
+        """Return memory for so many elements that begins at the offset."""
+        return torch.empty(self.offset + num_elements, dtype=self.torch_dtype, device=device)[self.offset :]
 
     @property
     def distinct(self) -> tuple[int, ...]:
@@ -69,18 +84,21 @@ class MessageFormat:
     def of(cls, payload: Payload, batch: MiniBatch) -> MessageFormat:
         """Return the format in which a payload travels."""
         layouts = (
-            _layout(t.dtype, t.shape, t.stride(), differentiable)
-            for t, differentiable in zip(payload.tensors, payload.differentiable, strict=True)
+            _layout(t.dtype, t.shape, t.stride(), differentiable, shared, t.data_ptr() % _ALIGNMENT // t.itemsize)
+            for t, differentiable, shared in zip(
+                payload.tensors, payload.differentiable, payload.shared or itertools.repeat(False), strict=False
+            )
         )
         return _format(payload.structure, tuple(layouts), batch)
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor's bytes begin in a message, and where the message ends."""
-        offsets = [PREFIX_BYTES]
+        offsets, end = [], PREFIX_BYTES
         for layout in self.layouts:
-            offsets.append(offsets[-1] + math.ceil(layout.num_bytes / _ALIGNMENT) * _ALIGNMENT)
-        return tuple(offsets)
+            offsets.append(end + layout.offset_bytes)
+            end += math.ceil((layout.offset_bytes + layout.num_bytes) / _ALIGNMENT) * _ALIGNMENT
+        return (*offsets, end)
 
     def pack(self, payload: Payload, message: Tensor) -> None:
         """Copy the tensors' bytes behind the prefix of a message, uint8 [offsets[-1]]."""
@@ -89,14 +107,17 @@ class MessageFormat:
             message[offset : offset + part.numel()].copy_(part)
 
     def unpack(self, message: Tensor) -> Payload:
-        """Return the payload whose tensors are views into a message."""
+        """Return the payload whose tensors lie in a message."""
         placed = zip(self.layouts, self.offsets[:-1], strict=True)
-        return self.payload([message[at : at + layout.num_bytes].view(layout.torch_dtype) for layout, at in placed])
+        # `.data`: autograd must not take a change of one in place for a change of all.
+        parts = [message[at : at + layout.num_bytes].view(layout.torch_dtype).data for layout, at in placed]
+        return self.payload(parts)
 
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors of the elements that travelled, and nest them."""
         tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
-        return Payload(tensors, self.structure, [layout.differentiable for layout in self.layouts])
+        differentiable, shared = ([getattr(one, name) for one in self.layouts] for name in ("differentiable", "shared"))
+        return Payload(tensors, self.structure, differentiable, shared if any(shared) else [])
 
     def to_json(self) -> bytes:
         """Return the format as JSON."""
@@ -108,7 +129,7 @@ class MessageFormat:
         structure, layouts, batch = json.loads(text)
         return cls(
             read_structure(structure),
-            tuple(Layout(d, tuple(shape), strides and tuple(strides), w) for d, shape, strides, w in layouts),
+            tuple(Layout(d, tuple(shape), strides and tuple(strides), *rest) for d, shape, strides, *rest in layouts),
             MiniBatch(*batch),
         )
 
@@ -130,7 +151,7 @@ def reshape(elements: Tensor, layout: Layout) -> Tensor:
     if layout.strides is None:
         return elements.view(layout.shape)
     if layout.span > layout.num_elements:
-        memory = elements.new_empty(layout.span)
+        memory = layout.allocate(layout.span, elements.device)
         memory.as_strided(layout.distinct, layout.strides).copy_(elements.view(layout.distinct))
         elements = memory
     return elements.as_strided(layout.shape, layout.strides)
@@ -141,8 +162,16 @@ _format = functools.lru_cache(maxsize=1024)(MessageFormat)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], differentiable: bool) -> Layout:
-    return Layout(str(dtype).removeprefix("torch."), tuple(shape), _strides(shape, strides), differentiable)
+def _layout(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    differentiable: bool,
+    shared: bool,
+    offset: int,
+) -> Layout:
+    name = str(dtype).removeprefix("torch.")
+    return Layout(name, tuple(shape), _strides(shape, strides), differentiable, shared, offset)
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

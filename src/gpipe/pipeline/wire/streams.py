@@ -265,10 +265,7 @@ class Receiver(_End):
     def _receive_on_device(self, format_: MessageFormat) -> Payload:
         assert self.link.nccl is not None
         with torch.cuda.stream(self._stream):
-            parts = [
-                torch.empty(layout.num_elements, dtype=layout.torch_dtype, device=self.link.device)
-                for layout in format_.layouts
-            ]
+            parts = [layout.allocate(layout.num_elements, self.link.device) for layout in format_.layouts]
             for part in parts:
                 if part.numel():  # as bytes: NCCL knows fewer types than torch; the stream waits, not the host
                     self.link.nccl.recv([part.view(torch.uint8)], 1 - self.link.nccl.rank(), 0).wait()

@@ -1,0 +1,180 @@
+"""Layers change tensors in place: what autograd can follow is right, what a boundary breaks is refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import gpipe
+from gpipe.pipeline.microbatch import Payload
+from tests.support.process_pool import ProcessPool
+
+MODES = ("always", "except_last", "never")
+SIZE = 6
+
+
+class WithView(nn.Module):
+    """Returns a tensor and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.linear(x)
+        return {"whole": y, "view": y.view(-1, 2, 3)[:, 1]}
+
+
+class Pass(nn.Module):
+    """Hands on the very same tensors."""
+
+    def forward(self, payload: dict[str, Tensor]) -> dict[str, Tensor]:
+        return payload
+
+
+class Change(nn.Module):
+    """Changes one tensor of the payload in place."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+
+    def forward(self, payload: dict[str, Tensor]) -> dict[str, Tensor]:
+        payload[self.key].sigmoid_()
+        return payload
+
+
+class Use(nn.Module):
+    """Uses both."""
+
+    def forward(self, payload: dict[str, Tensor]) -> Tensor:
+        return payload["whole"][:, :3] * payload["view"]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, SIZE, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+
+
+def build(key: str) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(WithView(), Pass(), Change(key), Use())
+
+
+@pytest.mark.parametrize("key", ["whole", "view"])
+@pytest.mark.parametrize("mode", MODES)
+def test_within_a_stage_a_change_reaches_the_view(mode: str, key: str) -> None:
+    layers, plain = build(key), build(key)
+    gpipe.Pipeline(layers, F.cross_entropy, [4], 1, rematerialize=mode).train_step(batch())
+    F.cross_entropy(plain(batch()[0]), batch()[1]).backward()
+    for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+def message(stage: int, what: str) -> str:
+    return (
+        rf"(rank {stage}, )?stage {stage}, micro-batch 0, layer 2 \(Change\), {what}: ValueError: the layer changed a "
+        r"tensor of the stage's input in place that shares memory with another one, .* use the layer's out-of-place form "
+        r"\(inplace=False\), or return a copy of one of the two \(\.clone\(\)\) from the layer that makes them"
+    )
+
+
+def refused(key: str, partitions: list[int], mode: str, what: str, mesh: Any = None) -> str:
+    """Return the error of a training step or of an evaluation, if this process learns of one."""
+    layers = build(key)
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, partitions, 2, rematerialize=mode, mesh=mesh, timeout_seconds=10)
+    try:
+        pipeline.train_step(batch()) if what == "forward" else pipeline.evaluate(batch()[0])
+    except (gpipe.PipelineError, gpipe.PeerFailure) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("partitions", [[1, 3], [2, 2], [1, 1, 2]])
+@pytest.mark.parametrize("key", ["whole", "view"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_change_that_would_not_reach_the_view_behind_a_boundary_is_refused(
+    mode: str, key: str, partitions: list[int]
+) -> None:
+    for what in ("forward", "evaluation"):
+        text = refused(key, partitions, mode, what)
+        assert re.match(f"^{message(len(partitions) - 1, what)}$", text)
+
+
+def refused_in_processes(rank: int, mode: str, what: str) -> str:
+    return refused("whole", [1, 1, 2], mode, what, init_device_mesh("cpu", (3,), mesh_dim_names=("stage",)))
+
+
+@pytest.mark.parametrize(("mode", "what"), [("always", "forward"), ("never", "forward"), ("always", "evaluation")])
+def test_it_is_refused_in_a_process_of_its_own(mode: str, what: str, processes: ProcessPool) -> None:
+    *_, text = processes.run(3, refused_in_processes, mode, what)
+    assert re.match(f"^{message(2, what)}$", text)
+
+
+class Fork(nn.Module):
+    """Returns two tensors that have nothing to do with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"whole": self.linear(x), "other": self.linear(x + 1)}
+
+
+class ChangeOne(nn.Module):
+    """Changes one tensor in place after it has used the other one."""
+
+    def forward(self, payload: dict[str, Tensor]) -> Tensor:
+        product = payload["other"] * payload["other"].tanh()
+        return (payload["whole"].sigmoid_() * product)[:, :3]
+
+
+def train_fork(rank: int, num_stages: int) -> list[Tensor]:
+    mesh = None if num_stages == 1 else init_device_mesh("cpu", (num_stages,), mesh_dim_names=("stage",))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Sequential(Fork(), ChangeOne())
+    partitions = [2] if num_stages == 1 else [1, 1]
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, partitions, 2, rematerialize="never", mesh=mesh)
+    pipeline.train_step(batch())
+    pipeline.close()
+    return [parameter.grad for parameter in pipeline.parameters()]
+
+
+def test_a_change_of_one_received_tensor_is_none_of_another(processes: ProcessPool) -> None:
+    found, _ = processes.run(2, train_fork, 2)
+    for gradient, expected in zip(found, train_fork(0, 1), strict=True):
+        assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("partitions", [[3], [1, 2], [2, 1]])
+def test_without_recomputation_a_first_layer_may_change_each_micro_batch_in_place(partitions: list[int]) -> None:
+    found = []
+    for inplace in (True, False):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = nn.Sequential(nn.Sequential(nn.Flatten(), nn.SiLU(inplace)), nn.Linear(SIZE, 4), nn.Linear(4, 3))
+        gpipe.Pipeline(layers, F.cross_entropy, partitions, 3, rematerialize="never").train_step(batch())
+        found.append([parameter.grad for parameter in layers.parameters()])
+    for gradient, expected in zip(*found, strict=True):
+        assert torch.equal(gradient, expected)
+
+
+def test_tensors_that_share_memory_are_found() -> None:
+    whole = torch.zeros(4, 6)
+
+    def shared(*tensors: Tensor) -> list[bool]:
+        payload = Payload.of(tensors)
+        payload.find_shared(Payload.of(None))
+        return payload.shared
+
+    assert shared(whole, whole.view(-1)) == [True, True]
+    assert shared(whole, torch.ones(2), whole[3], whole.clone()) == [True, False, True, False]
+    assert shared(whole[:2], whole[2:]) == shared(whole, whole.clone()) == shared(whole, whole[:0]) == []
