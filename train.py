@@ -66,7 +66,7 @@ def check_settings(composed: DictConfig) -> RunConfig:
     if not run.trainer.dry_run:
         from gpipe.data import check_data
 
-        check_data(run.data.name, run.data.root)
+        check_data(run.data.name, run.data.root, getattr(run.data, "num_classes", None))
     return run
 
 

@@ -218,7 +218,7 @@ def test_a_mixed_run_is_planned_as_it_trains() -> None:
 
 
 def test_a_number_of_classes_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.num_classes is 9, but fashion_mnist_embedded has 10"):
+    with pytest.raises(ValueError, match=r"data\.num_classes is 9, but fashion_mnist_embedded has 10"):
         trainer_of(tmp_path, "data.num_classes=9")
 
 

@@ -10,12 +10,25 @@ from tests.support.train_program import TINY, run_folder, start, train_here
 
 @pytest.mark.reliability
 def test_an_error_in_a_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
-    done = start(tmp_path, *TINY, "launch=process_per_stage", "data.num_classes=9")  # else it hangs: pytest's time-out
+    write_oxford_pets(tmp_path / "sets")
+    data = ("data=oxford_pets", f"data.root={tmp_path / 'sets'}", "data.num_classes=9", "data.num_workers=0")
+    done = start(tmp_path, *TINY, *data, "launch=process_per_stage")  # else it hangs: pytest's time-out
     assert done.returncode == 1
-    sentence = "error: data.num_classes is 9, but fashion_mnist_embedded has 10: set data.num_classes=10.\n"
+    sentence = "error: data.num_classes is 9, but oxford_pets has 3: set data.num_classes=3.\n"
     assert done.stderr.startswith(sentence)
     assert len(done.stderr.splitlines()) == 2
     assert "Traceback" in (run_folder(tmp_path) / "error.txt").read_text()
+
+
+def test_classes_that_the_data_do_not_have_are_said_before_anything_is_built(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "data.num_classes=9")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: data.num_classes is 9, but fashion_mnist_embedded has 10: set data.num_classes=10.\n"
+    for split in ("train", "val"):
+        for name in ("cats", "dogs", "birds"):
+            (tmp_path / "sets" / split / name).mkdir(parents=True)
+    done = start(tmp_path, *TINY, "data=image_folders", f"data.root={tmp_path / 'sets'}", "data.num_classes=9")
+    assert "error: data.num_classes is 9, but image_folders has 3: set data.num_classes=3.\n" in done.stderr
 
 
 def test_missing_data_is_said_before_anything_is_built(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_tensorboard_has_the_figures_of_a_run(home: Path) -> None:
     [
         ((*LAPTOP, "tracking=online"), "wandb login"),
         ((*LAPTOP, "data.root=/photographs"), "data.root is /photographs, but data.name is fashion_mnist_embedded"),
+        ((*LAPTOP, "data.num_classes=5"), "data.num_classes is 5, but fashion_mnist_embedded has 10: set"),
         ((*LAPTOP, "hydra/launcher=submitit_local"), "starts the jobs of a sweep"),
         (("-m", *LAPTOP, "seed=0,1", "hydra/launcher=slurm"), "this machine has no srun"),
         ((*LAPTOP, "hydra.run.dir=/"), "hydra.run.dir"),

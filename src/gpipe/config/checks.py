@@ -8,6 +8,8 @@ from typing import Any, get_args
 # Multiplied by any other number of a run, this still fits a 64-bit float or a counter.
 _LARGEST_NUMBER = 1e9
 _LARGEST_WHOLE_NUMBER = 2**63 - 1
+MOST_PROCESSES = 4096
+"""More processes or threads than anybody has are a slip of the hand, and would bring the machine down."""
 
 
 class ConfigError(ValueError):
@@ -29,6 +31,11 @@ def require(holds: bool, name: str, value: object, expected: str) -> None:
 def at_least(name: str, value: float, least: float) -> None:
     """Refuse a value below `least`."""
     require(value >= least, name, value, f"{least:g} or more")
+
+
+def within(name: str, value: float, least: float, most: float) -> None:
+    """Refuse a value outside [least, most]."""
+    require(least <= value <= most, name, value, f"a number from {least:g} to {most:g}")
 
 
 def positive(name: str, value: float | None) -> None:

@@ -5,7 +5,9 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import at_least, optional_at_least, positive, rate, require
+from gpipe.config.checks import MOST_PROCESSES, at_least, optional_at_least, positive, rate, require, within
+
+_MOST_PIXELS = 16_384  # per side: such an image has 3 GiB
 
 
 class AugmentationPolicy(Enum):
@@ -67,7 +69,7 @@ class ImagesConfig(DataConfig):
 
     def __post_init__(self) -> None:
         at_least("data.num_classes", self.num_classes, 2)
-        at_least("data.image_size", self.image_size, 3)
+        within("data.image_size", self.image_size, 3, _MOST_PIXELS)
         require(self.channels in (1, 3), "data.channels", self.channels, "1 (grey) or 3 (colour)")
         _pair("data.crop_aspect", self.crop_aspect)
         if self.crop_scale is not None:
@@ -82,7 +84,7 @@ class ImagesConfig(DataConfig):
             erasing is None or 0 <= erasing <= 1, "data.random_erasing", erasing, "a probability from 0 to 1, or null"
         )
         require(0 < self.center_crop <= 1, "data.center_crop", self.center_crop, "a share of the side in (0, 1]")
-        at_least("data.num_workers", self.num_workers, 0)
+        within("data.num_workers", self.num_workers, 0, MOST_PROCESSES)
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
         at_least("data.max_broken_images", self.max_broken_images, 0)
 

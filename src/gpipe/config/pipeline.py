@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import at_least, optional_at_least, positive, require
+from gpipe.config.checks import MOST_PROCESSES, at_least, optional_at_least, require, within
 
 
 class Rematerialize(Enum):
@@ -87,10 +87,10 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         """Check each value; the planner checks that K fits the layers."""
-        at_least("pipeline.num_stages", self.num_stages, 1)
+        within("pipeline.num_stages", self.num_stages, 1, MOST_PROCESSES)
         at_least("pipeline.num_microbatches", self.num_microbatches, 1)
         self._check_stages_per_device()
-        positive("pipeline.timeout_seconds", self.timeout_seconds)
+        at_least("pipeline.timeout_seconds", self.timeout_seconds, 1)
         optional_at_least("pipeline.memory_limit_bytes", self.memory_limit_bytes, 1)
         if self.partitions is not None:
             fits = len(self.partitions) == self.num_stages and min(self.partitions, default=0) >= 1
@@ -130,7 +130,8 @@ class LaunchConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        at_least("launch.num_processes", self.num_processes, 1)
-        at_least("launch.num_replicas", self.num_replicas, 1)
+        within("launch.num_processes", self.num_processes, 1, MOST_PROCESSES)
+        within("launch.num_replicas", self.num_replicas, 1, MOST_PROCESSES)
         optional_at_least("launch.num_threads", self.num_threads, 1)
+        within("launch.num_threads", self.num_threads or 1, 1, MOST_PROCESSES)
         at_least("launch.max_restarts", self.max_restarts, 0)

@@ -11,6 +11,7 @@ from gpipe.data.images.catalogue import (
     check_image_set,
     count_differences,
     open_image_set,
+    refuse_other_classes,
 )
 from gpipe.data.images.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
 from gpipe.data.location import DataMissing, refuse_root
@@ -42,23 +43,23 @@ __all__ = [
     "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens", "Source", "TableCounts", "TokenLoader",
     "TokenSet", "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader", "check_corpus", "check_data",
     "check_image_set", "count_differences", "evaluation_transform", "open_corpus", "open_image_set", "open_tokenizer",
-    "sampling_probabilities", "split_of", "training_transform",
+    "refuse_other_classes", "sampling_probabilities", "split_of", "training_transform",
 ]  # fmt: skip
 
 
-def check_data(name: str, root: str | Path | None = None) -> None:
+def check_data(name: str, root: str | Path | None = None, num_classes: int | None = None) -> None:
     """Look for a data set of any kind.
 
     Raises:
         DataMissing: it is missing.
-        ValueError: the name is unknown, or the data are in no folder.
+        ValueError: the name is unknown, the data are in no folder, or images are of another number of classes.
     """
     if name in CORPORA:
         check_corpus(name, root)
     elif name == "random_tokens":  # a run generates these
         refuse_root(name, root)
     elif name in IMAGE_SETS:
-        check_image_set(name, root)
+        check_image_set(name, root, num_classes)
     else:
         raise ValueError(
             f"data.name is {name}, expected one of {', '.join((*IMAGE_SETS, *CORPORA, 'random_tokens'))}: it says how "

@@ -31,7 +31,7 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
 
         path = find_checkpoint("evaluate", composed.evaluate)
         run = to_evaluated(composed, Manifest.read(path).config, overrides)
-        check_data(run.data.name, run.data.root)
+        check_data(run.data.name, run.data.root, getattr(run.data, "num_classes", None))
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
     processes.run(evaluate_in_process, describe_processes(run, folder), run, path)

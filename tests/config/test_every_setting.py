@@ -1,0 +1,125 @@
+"""Every setting, with values that make no sense: refused in a line, or fine for a stated reason."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe.config import ConfigError, to_run
+from tests.config.composition import composed
+
+pytestmark = pytest.mark.usefixtures("composer")
+# Together they have every dataclass of settings.
+BASES = (
+    ("optimizer=rmsprop",),
+    ("model=transformer_lm_small", "data=random_tokens", "optimizer=adafactor"),
+    ("model=translation_small", "data=multilingual_embedded", "optimizer=adamw"),
+    ("optimizer=sgd",),
+)
+ZERO, NEGATIVE, HUGE, INFINITE, NONE = ("0",), ("-1",), ("100000000000000000000", "1e20"), ("inf", "nan"), ("null",)
+EMPTY, LIST, WORD = ("''",), ("[1,2]",), ("word",)
+VALUES = (*ZERO, *NEGATIVE, *HUGE, *INFINITE, *NONE, *EMPTY, *LIST, *WORD)
+TEXTS = (*ZERO, *NEGATIVE, *HUGE, *INFINITE, *EMPTY, *WORD)
+# Which of them a setting takes, and why.
+FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "a folder, a file or a name that is looked up before anything is built, or written beside the figures",
+        r"init_from|evaluate|reproduction|data\.(name|root|tokenizer|cache)|trainer\.resume_from|tracking\.project",
+        TEXTS,
+    ),
+    ("the first part of the run's folder", r"name", (*ZERO, "100000000000000000000", *INFINITE, *WORD)),
+    (
+        "yes or no, for which YAML has numbers too",
+        (
+            r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.flip|pipeline\.synchronize_batch_norm"
+            r"|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|dry_run)|launch\.(pin_cores|debug)"
+        ),
+        (*ZERO, *NEGATIVE, "100000000000000000000"),
+    ),
+    (
+        "zero is none, or the first",
+        (
+            r"seed|model\.(auxiliary_weight|dropout|drop_path)"
+            r"|data\.(color_jitter|cutout|mixup|cutmix|random_erasing|num_workers|max_broken_images)"
+            r"|optimizer\.(weight_decay|decay|momentum|beta1|beta2)|schedule\.warm_up_epochs|ema\.decay"
+            r"|trainer\.(label_smoothing|num_untimed_steps|profile_step|non_finite\.max_skipped_steps)|launch\.max_restarts"
+        ),
+        ZERO,
+    ),
+    (
+        "null is off, unlimited, or chosen by the program",
+        (
+            r"init_from|evaluate|reproduction|model\.logit_limit"
+            r"|data\.(root|crop_scale|mixup|cutmix|random_erasing|languages|tokenizer|max_pairs|cache)"
+            r"|pipeline\.(memory_limit_bytes|partitions)|optimizer\.clip_norm|schedule\.warm_up_steps|ema\.decay"
+            r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from)"
+            r"|trainer\.evaluation\.(every_epochs|every_steps|max_batches|statistics_batches|patience)"
+            r"|trainer\.checkpoints\.(every_steps|keep)|launch\.num_threads"
+        ),
+        NONE,
+    ),
+    ("two of what it lists", r"data\.(crop_aspect|languages)|pipeline\.partitions", LIST),
+)
+
+
+def settings_of(settings: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the place of each setting, and the dataclass that it is in."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            yield from settings_of(value, f"{place}{field.name}.")
+        else:
+            yield f"{place}{field.name}", type(settings).__name__
+
+
+def refusal_of(settings: DictConfig, place: str, value: str) -> str | None:
+    """Return the message with which a value is refused, None where it is taken."""
+    (override,) = OverridesParser.create().parse_overrides([f"{place}={value}"])
+    changed = settings.copy()
+    try:
+        OmegaConf.update(changed, place, override.value())
+        to_run(changed)
+    except (ConfigError, OmegaConfBaseException, HydraException) as error:
+        return str(error)
+    return None
+
+
+def test_a_value_is_refused_in_a_line_that_names_the_setting_or_is_fine() -> None:
+    found: dict[str, set[str]] = {}
+    tried: set[tuple[str, str]] = set()
+    for base in BASES:
+        settings = composed(*base)
+        for place, kind in settings_of(to_run(settings)):
+            if (place, kind) in tried:
+                continue
+            tried.add((place, kind))
+            messages = {value: refusal_of(settings, place, value) for value in VALUES}
+            found.setdefault(place, set()).update(value for value, message in messages.items() if message is None)
+            for value, message in messages.items():
+                if message is not None:  # OmegaConf says the place in a line of its own
+                    assert place in message, (value, message)
+                    assert "\n" not in message or f"full_key: {place}" in message, (value, message)
+    assert len(tried) > 140
+    for place, taken in found.items():
+        assert taken == {value for _, known, values in FINE if re.fullmatch(known, place) for value in values}, place
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.num_workers=100000", "data.image_size=1000000", "pipeline.num_stages=100000", "launch.num_processes=5000",
+        "launch.num_replicas=5000", "launch.num_threads=100000", "pipeline.timeout_seconds=1e-9",
+    ],
+)  # fmt: skip
+def test_a_number_that_would_bring_the_machine_down_or_end_every_run_is_refused(word: str) -> None:
+    place, _, value = word.partition("=")
+    message = refusal_of(composed(), place, value)
+    assert (
+        message is not None and message.startswith(f"{place} is ") and message.endswith(f"set {place}=... accordingly.")
+    )
