@@ -8,7 +8,6 @@ models start from equal stages and move one boundary at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +19,10 @@ from gpipe.pipeline.partition import check_partitions
 from gpipe.pipeline.schedule import Kind
 from gpipe.planning.accelerator import GIB, LayerSeconds, Speed
 from gpipe.planning.exact_cut import Objective, partition_layers
-from gpipe.planning.memory import stage_memory
+from gpipe.planning.memory import StageMemory, stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting, plan_device, plan_memory, plan_step
 
-_PRECISION_BYTES = 2**16  # of the limit that the search by memory ends with
 _MOST_CUTS = 20_000  # that are listed
 _MOST_TASKS = 2**17  # tasks times devices that are simulated for one cut: well below a second
 _Score: TypeAlias = tuple[float, ...]
@@ -144,46 +142,65 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
             f"pipeline.num_stages is {num_stages}, but the model has {num_layers} layers: choose at most as many."
         )
     even = [(stage + 1) * num_layers // num_stages - stage * num_layers // num_stages for stage in range(num_stages)]
-    enough = _peak_bytes(profiles, even, setting)
-    limits = range(enough % _PRECISION_BYTES, enough + 1, _PRECISION_BYTES)  # the last one is enough
-    best = bisect_left(limits, True, key=lambda limit: _ends(profiles, setting, limit) is not None)
-    ends = _ends(profiles, setting, limits[best])
-    assert ends is not None
+    most = _peak_bytes(profiles, even, setting)
+    peak = _StagePeaks(profiles, setting)
+    # Of the cuts of the first layers into the stages so far, by where they end, the best: its peak, its stages' ends.
+    reached: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(num_stages):
+        after = num_stages - 1 - stage  # each of them needs a layer
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (peak_before, ends) in reached.items():
+            for end in range(start + 1, num_layers - after + 1):
+                if peak.least(start, end) > most:
+                    break  # a longer stage needs as much, and more
+                if peak.least(end, num_layers) > after * most or (after == 0 and end < num_layers):
+                    continue  # more than is left for the stages after it
+                found = max(peak_before, peak(stage, start, end))
+                if found <= most and (end not in longer or found < longer[end][0]):
+                    longer[end] = found, (*ends, end)
+        reached = longer
+    _, ends = reached[num_layers]
     return [end - start for start, end in pairwise([0, *ends])]
+
+
+class _StagePeaks:
+    """The peak memory of a device by the layers of its stage; each is computed once, also for stages with equal tasks.
+
+    A longer stage may need less: what travels between layers differs, as in a U-Net.
+    """
+
+    def __init__(self, profiles: Sequence[LayerProfile], setting: Setting) -> None:
+        self._profiles, self._setting = profiles, setting
+        least = (
+            profile.parameter_bytes + int(profile.trainable_bytes * setting.state_ratio) + profile.kept_bytes
+            for profile in profiles
+        )
+        self._least = list(accumulate(least, initial=0))
+        kinds: dict[object, int] = {}
+        self._kinds = [
+            kinds.setdefault((stage == 0, tuple((task.kind, task.micro_batch) for task in tasks)), len(kinds))
+            for stage, tasks in enumerate(setting.tasks)
+        ]
+        self._stages: dict[tuple[int, int], StageMemory] = {}
+        self._peaks: dict[tuple[int, int, int], int] = {}
+
+    def __call__(self, stage: int, first: int, end: int) -> int:
+        """Return the bytes that the layers first ... end - 1 need as a stage."""
+        key = self._kinds[stage], first, end
+        if key not in self._peaks:
+            if (first, end) not in self._stages:
+                self._stages[first, end] = stage_memory(self._profiles, first, end)
+            self._peaks[key] = plan_device({stage: self._stages[first, end]}, stage, self._setting).peak_bytes
+        return self._peaks[key]
+
+    def least(self, first: int, end: int) -> int:
+        """Return bytes that they need in any case: parameters, what the optimiser keeps, the graph of a micro-batch."""
+        return self._least[end] - self._least[first]
 
 
 def _peak_bytes(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> int:
     """Return the memory of the fullest device."""
     return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
-
-
-def _ends(profiles: Sequence[LayerProfile], setting: Setting, limit: int) -> list[int] | None:
-    """Return the ends of the stages, each as long as fits into `limit` bytes; None where the layers do not fit."""
-    num_layers, num_stages = len(profiles) - 1, setting.num_stages
-    ends: list[int] = []
-    start = 0
-    for stage in range(num_stages):
-        furthest = num_layers - (num_stages - 1 - stage)  # each stage after it needs a layer
-        end = _furthest(lambda end: _peak(profiles, setting, stage, start, end) <= limit, start, furthest)  # noqa: B023
-        if end == start:
-            return None
-        ends.append(end)
-        start = end
-    return ends if start == num_layers else None
-
-
-def _furthest(fits: Callable[[int], bool], start: int, furthest: int) -> int:
-    """Return the last end of a stage that fits, `start` where none does; short stages are looked at first."""
-    size = 1
-    while start + size < furthest and fits(start + size):
-        size *= 2
-    candidates = range(start + size // 2 + 1, min(start + size, furthest) + 1)
-    return start + size // 2 + bisect_left(candidates, True, key=lambda end: not fits(end))
-
-
-def _peak(profiles: Sequence[LayerProfile], setting: Setting, stage: int, first: int, end: int) -> int:
-    memory = {stage: stage_memory(profiles, first, end)}
-    return plan_device(memory, stage, setting).peak_bytes
 
 
 def _search(
