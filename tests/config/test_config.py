@@ -234,13 +234,16 @@ def test_the_transfer_table_is_every_set_of_table_4_or_of_the_packages_with_five
 
 def test_the_folder_of_a_job_can_be_typed_and_is_found_again(tmp_path: Path) -> None:
     def folder(number: int, *task: str) -> str:
-        hydra = {"sweep": {"dir": str(tmp_path)}, "job": {"num": number}, "overrides": {"task": list(task)}}
+        sweep = {"sweep": {"dir": str(tmp_path)}, "sweeper": {"params": {"data.image_size": 64, "seed": "0,1"}}}
+        hydra = {**sweep, "job": {"num": number}, "overrides": {"task": list(task)}}
         root = OmegaConf.create({"hydra": hydra})
         return job_folder(",".join(sorted(word for word in task if "launch" not in word)), command, _root_=root)
 
-    command = "-m\0seed=0,1\0trainer.max_steps=3"
+    command = "-m\0seed=0,1\0trainer.max_steps=3\0trainer.dry_run=true"
     first = folder(3, "trainer.max_steps=3", "data=digits", "seed=1", "launch.num_threads=1")
     assert re.fullmatch(r"03_digits_seed1_[0-9a-f]{8}", first)
+    shared = "data.image_size=64", "trainer.dry_run=True"
+    assert re.fullmatch(r"00_seed0_[0-9a-f]{8}", folder(0, *shared, "seed=0")), "it has what is its own"
     (tmp_path / first).mkdir()
     assert folder(0, "seed=1", "launch.num_threads=2", "trainer.max_steps=3", "data=digits") == first
     assert re.fullmatch(r"00_runs-a-b_[0-9a-f]{8}", folder(0, "init_from=runs/a/b"))

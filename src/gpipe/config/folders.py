@@ -46,9 +46,12 @@ def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
     for earlier in sorted(Path(hydra.sweep.dir).glob(f"*_{digest}")):
         return earlier.name
     number = OmegaConf.select(hydra, "job.num")
-    words = set(command.split("\0"))
+    params = OmegaConf.to_container(hydra.sweeper.get("params") or OmegaConf.create())
+    assert isinstance(params, dict)
+    said = (*command.split("\0"), *(f"{key}={value}" for key, value in params.items()))
+    shared = {word.lower() for word in said}  # by all jobs; in theirs Hydra writes True for true
     label = "_".join(
-        _label(word) for word in hydra.overrides.task if word not in words and word.lstrip("+") in overrides
+        _label(word) for word in hydra.overrides.task if word.lower() not in shared and word.lstrip("+") in overrides
     )
     return f"{number or 0:02d}_{label[:_LONGEST_LABEL] or 'job'}_{digest}"
 
@@ -56,7 +59,7 @@ def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
 def _label(override: str) -> str:
     """Return a few letters on a setting: its value, after the last word of its key if the value is a number."""
     key, _, value = override.partition("=")
-    short = key.rpartition(".")[2].lstrip("+") if re.fullmatch(r"[\d.e+-]+|true|false|null", value) else ""
+    short = key.rpartition(".")[2].lstrip("+") if re.fullmatch(r"(?i)[\d.e+-]+|true|false|null", value) else ""
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{short}{value}").strip("-.")
 
 
