@@ -48,7 +48,7 @@ def job_folder(overrides: str, command: str, *, _root_: DictConfig) -> str:
     number = OmegaConf.select(hydra, "job.num")
     params = OmegaConf.to_container(hydra.sweeper.get("params") or OmegaConf.create())
     assert isinstance(params, dict)
-    said = (*command.split("\0"), *(f"{key}={value}" for key, value in params.items()))
+    said = (*command.split("\0"), *("=".join(map(str, pair)) for pair in params.items()))
     shared = {word.lower() for word in said}  # by all jobs; in theirs Hydra writes True for true
     label = "_".join(
         _label(word) for word in hydra.overrides.task if word.lower() not in shared and word.lstrip("+") in overrides
