@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +15,23 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from tests.support.random_layers import build
+from tests.support import layer_zoo, random_layers
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence of layers, how it is cut, and the mini-batch."""
+    """A sequence of layers, how it is cut, and the mini-batch.
+
+    Attributes:
+        is_zoo: whether the kinds are those of `layer_zoo`, not of `random_layers`.
+        is_mixed: whether it runs in bfloat16 under autocast.
+    """
 
     kinds: tuple[str, ...]
     partitions: tuple[int, ...]
@@ -28,6 +41,9 @@ class Case:
     dtype: torch.dtype = torch.float32
     schedule: str = "gpipe"
     stages_per_device: int = 1
+    is_zoo: bool = False
+    is_mixed: bool = False
+    optimizer: str = "sgd"
 
     def one_stage(self) -> Case:
         """Return the same training without a pipeline: the oracle. Interleaving has the order of 1F1B in each stage."""
@@ -60,13 +76,14 @@ def cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
 def batch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return made-up inputs and targets."""
     generator = torch.Generator().manual_seed(case.batch_size)
-    inputs = torch.randn(case.batch_size, 4, 6, 6, generator=generator, dtype=torch.float64)
+    shape = (4, 6) if case.is_zoo else (4, 6, 6)
+    inputs = torch.randn(case.batch_size, *shape, generator=generator, dtype=torch.float64)
     return inputs.to(case.dtype), torch.randint(5, (case.batch_size,), generator=generator)
 
 
 def run(case: Case, mesh: Any = None) -> Outcome:
     """Train for two steps with momentum and clipping, and evaluate."""
-    layers = build(case.kinds).to(case.dtype)
+    layers = layer_zoo.build(case.kinds) if case.is_zoo else random_layers.build(case.kinds).to(case.dtype)
     pipeline = gpipe.Pipeline(
         layers,
         nn.functional.cross_entropy,
@@ -80,17 +97,19 @@ def run(case: Case, mesh: Any = None) -> Outcome:
         timeout_seconds=10,
     )
     nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
-    optimizer = torch.optim.SGD([*pipeline.parameters(), nothing], lr=0.1, momentum=0.9)
+    optimizer = OPTIMIZERS[case.optimizer]([*pipeline.parameters(), nothing])
     inputs, targets = batch(case)
     generator_state = torch.get_rng_state()
     losses, norms = [], []
     for _ in range(2):
         optimizer.zero_grad()
-        report = pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.is_mixed):
+            report = pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
         losses.append(report.loss)
         norms.append(pipeline.clip_gradients(0.5))
         optimizer.step()
-    output = pipeline.evaluate(inputs if pipeline.is_first else None)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.is_mixed):
+        output = pipeline.evaluate(inputs if pipeline.is_first else None)
     assert torch.equal(torch.get_rng_state(), generator_state), "the user's generator was disturbed"
     gradients = {n: None if p.grad is None else p.grad.numpy() for n, p in pipeline.named_parameters()}
     state = {f"layers.{name}": value.numpy() for name, value in pipeline.layers.state_dict().items()}
