@@ -273,7 +273,7 @@ class FirstOfTwo(Job):
     """The process of the first of two stages; the other one is made up."""
 
     def __init__(self, log: list[str]) -> None:
-        super().__init__({0: torch.device("cpu")})
+        super().__init__({0: torch.device("cpu")}, timeout_seconds=10.0)
         self.transfer = LoggedTransfer(log)
 
     def gather(self, value: Any) -> list[Any]:

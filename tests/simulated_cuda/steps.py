@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ KINDS = (
     "unused",
 )  # fmt: skip
 CUTS = {1: (13,), 2: (6, 7), 3: (3, 4, 6), 4: (1, 5, 5, 2), 6: (2, 2, 2, 2, 2, 3)}
-SYNCHRONISATIONS, WAITS = "host synchronisations", "waits of default streams"
+SYNCHRONISATIONS, WAITS, BLIND = "host synchronisations", "waits of default streams", "operations waited for blindly"
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Setting:
 
 
 def train(rank: int, setting: Setting) -> dict[str, Any]:
-    """Train two steps, clip, update, evaluate; return all numbers by name, and counts of the last step.
+    """Train two steps, clip, update, evaluate, and fail; return all numbers by name, and counts of the last step.
 
-    The first step records its timeline.
+    The first step records its timeline, the last one's loss is not finite.
     """
     num_devices = setting.num_stages // setting.stages_per_device
     world, mesh = dist.get_world_size() if dist.is_initialized() else 1, None
@@ -79,9 +80,11 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(pipeline.job.replica_index)
     states = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
     found: dict[str, Any] = {}
+    num_blind = 0
     for step in range(2):
         inputs, targets = torch.randn(7, 4, 6, 6, generator=generator), torch.randint(5, (7,), generator=generator)
         optimizer.zero_grad()
+        num_blind += ledger.counts[BLIND]
         ledger.forget()
         with torch.autocast(setting.device, torch.bfloat16, enabled=setting.autocast):
             batch = inputs if pipeline.is_first else None, targets if pipeline.is_last else None
@@ -95,6 +98,12 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
     found |= {f"gradient of {name}": _numbers(one.grad) for name, one in pipeline.named_parameters()}
     found |= {f"layers.{name}": _numbers(value) for name, value in pipeline.layers.state_dict().items()}
     found |= {} if output is None else {"evaluation": _numbers(output)}
+    try:
+        pipeline.train_step((inputs * math.nan, targets))
+    except gpipe.NonFiniteError:
+        found["the first that is not finite"] = str(pipeline.first_non_finite((inputs * math.nan, targets)))
+    if world == 1:  # with several, it depends on who comes first
+        found[BLIND] = num_blind + ledger.counts[BLIND]
     after = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
     assert all(map(torch.equal, states, after)), "the user's generators were disturbed"
     pipeline.close()
@@ -134,6 +143,6 @@ def _numbers(tensor: Tensor | None) -> np.ndarray | None:
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
     """Compare all that one process found; it knows only its own layers."""
     for name, value in found.items():
-        if name not in (SYNCHRONISATIONS, WAITS):
+        if name not in (SYNCHRONISATIONS, WAITS, BLIND):
             assert name in expected, f"{what}: {name} is new"
             assert np.array_equal(value, expected[name]), f"{what}: {name} differs"  # type: ignore[arg-type]

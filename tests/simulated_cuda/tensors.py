@@ -78,11 +78,10 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _HOST_READS:
         streams.wait_on_host([stream.clock], device)
     with lock:
-        number = None
-        if not (func.is_view or func in _VIEWS):
-            name = func._schema.name.removeprefix("aten::")
+        number, name = None, func._schema.name.removeprefix("aten::")
+        if not (func.is_view or func in _VIEWS or name in _NO_KERNEL):
             number = stream.enqueue()
-            ledger.counts[f"kernels on {device}"] += name not in _NO_KERNEL
+            ledger.counts[f"kernels on {device}"] += 1
             mutated = _find_mutated(func, args, kwargs)
             for tensor in tensors:
                 find_block(tensor.held).use(stream, number, name, writes=any(tensor is one for one in mutated))
@@ -102,7 +101,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return known[id(leaf)]
             block = allocate(leaf, stream)
             if number is not None:
-                block.use(stream, number, func._schema.name.removeprefix("aten::"), writes=True)
+                block.use(stream, number, name, writes=True)
             return SimulatedTensor(leaf, device)
 
         return tree_map(wrap, result)

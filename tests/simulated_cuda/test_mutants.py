@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from tests.simulated_cuda.faults import name_link
 from tests.simulated_cuda.machine import Answer, Machine
 from tests.simulated_cuda.mutants import SOURCES, Mutant, find_mutants
 from tests.simulated_cuda.saves import save
@@ -39,16 +40,11 @@ SCENARIOS = (
     Scenario(1, train, (Setting(2, "always", first_on_cpu=True),)),
     Scenario(2, train, (Setting(1, "always", synchronize_batch_norm=True),)),
     Scenario(2, train, (Setting(1, "always", idle_norm=True),)),
+    Scenario(2, name_link),
 )
 
 # What can be taken out without effect, and why.
 EQUIVALENT = {
-    "pipeline.gradient_norm, scale_gradients: on the CPU: torch.tensor(norm, dtype=torch.float64, device=device)": (
-        "torch moves the factor, one number, to the device of the gradients itself"
-    ),
-    "pipeline.timeline, Clock.start: without torch.cuda.synchronize(device)": (
-        "times alone change, for a device that lags behind the host; here none does"
-    ),
     "pipeline.timeline, Clock.events: without after.synchronize()": (
         "the step has waited for its devices when it asks for the times"
     ),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpipe.checkpoint.content import Kinds
-from gpipe.checkpoint.errors import to_json
+from gpipe.checkpoint.errors import CheckpointError, to_json
 from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer
 from gpipe.durable_files import write_flushed
 from gpipe.pipeline.engine import Pipeline
@@ -126,8 +126,17 @@ class Writer:
         return {"is_done": is_done, "error": error}
 
     def wait_until_copied(self) -> None:
-        """Wait until the tensors may change."""
-        self._copied.wait()
+        """Wait until the tensors may change.
+
+        Raises:
+            CheckpointError: the GPU has not copied them within the pipeline's time-out.
+        """
+        seconds = self._pipeline.timeout_seconds
+        if not self._copied.wait(seconds):
+            raise CheckpointError(
+                f"{self._place}, {self._doing}: the GPU has not copied the tensors to the host for {seconds:g} s; see "
+                "what happens there, or raise timeout_seconds."
+            )
 
     def wait(self, seconds: float) -> None:
         """Wait until this process is done, for at most so long."""

@@ -196,6 +196,8 @@ class Pipeline:
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
             self._tied.start_step()
+            if record_timeline:
+                self.job.wait_for_devices()  # before the clock does
             for k, stage in self.stages.items():
                 stage.start_step(self.step, loss if k == self.num_stages - 1 else None, final[k])
 
@@ -209,6 +211,7 @@ class Pipeline:
                 return None
 
             self._run(tasks, parts, train, clock)
+            self.job.wait_for_devices()
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
             totals, notes = self._conclude(loss, note)
@@ -262,6 +265,7 @@ class Pipeline:
             with self._step(), _evaluation_mode(used, norms):
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
                 self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
+                self.job.wait_for_devices()
                 if move_statistics:
                     self._commit(norms)
                 return merge(outputs) if outputs else None
@@ -282,6 +286,7 @@ class Pipeline:
 
         def probe(stage: Stage, task: Task, received: Payload) -> Payload:
             def look(layer: int, name: str, tensors: list[Tensor]) -> None:
+                self.job.wait_for_devices()
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                     found.append(FirstNonFinite(layer, self.job.replica_index, task.micro_batch, stage.index, name))
 
@@ -402,6 +407,7 @@ class Pipeline:
             raise stage.locate(error, micro_batch, doing) from error
         clock.stop(task, stage.device, mark)
         job.activity.stop()
+        job.device_work.add(stage.device, f"stage {k}, micro-batch {micro_batch}, {doing}", k, micro_batch)
         if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind is Kind.BACKWARD and k > 0):
             job.transfer.send(task, result)
 

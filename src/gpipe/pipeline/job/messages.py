@@ -92,6 +92,10 @@ class Messenger:
         """Let the watch know, while a body runs, for which rank of the group this process waits."""
         return self._watch.waiting_for([self._ranks[peer]])
 
+    def rank_in_job(self, peer: int) -> int:
+        """Return the rank in the job of a rank of the group."""
+        return self._ranks[peer]
+
     def report(self, error: PipelineError) -> None:
         """Let the watch tell all processes of an error."""
         self._watch.report(error)

@@ -12,6 +12,7 @@ processes, and the same methods. So the engine never asks how many processes the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe.pipeline._compat import open_store
+from gpipe.pipeline.job.device_work import DeviceStep, DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError, StepAbandoned
 from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
 from gpipe.pipeline.job.watch import Activity, Watch
@@ -37,6 +39,7 @@ Devices: TypeAlias = "Sequence[torch.device | str] | torch.device | str | None"
 """One per stage, or one for all; None for the default."""
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_POLL_SECONDS = 1e-4  # between two looks at a GPU
 
 
 def join_job(
@@ -54,7 +57,7 @@ def join_job(
     """
     if mesh is not None:
         return MeshJob(mesh, num_stages, stages_per_device, _choose_device(devices, mesh), timeout_seconds)
-    return Job(_choose_devices(devices, layers, num_stages))
+    return Job(_choose_devices(devices, layers, num_stages), timeout_seconds)
 
 
 class Job:
@@ -65,14 +68,17 @@ class Job:
         transfer: carries payloads between this process's stages and their neighbours.
         replicas: the processes that hold the same stages in other pipelines.
         activity: what this process is doing.
+        device_work: what its GPUs have not done yet.
         on_failure: called when a step fails, to drop what is left of it.
         process: the index of this process in its pipeline.
     """
 
     process = 0
 
-    def __init__(self, devices: Mapping[int, torch.device]) -> None:
+    def __init__(self, devices: Mapping[int, torch.device], timeout_seconds: float) -> None:
         self.devices = dict(devices)
+        self.device_work = DeviceWork()
+        self._timeout = timedelta(seconds=timeout_seconds)
         self.transfer: LocalTransfer | ProcessTransfer = LocalTransfer(list(devices.values()))
         self.replicas = Replicas()
         self.activity = Activity()
@@ -156,6 +162,35 @@ class Job:
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one."""
 
+    def wait_for_devices(self) -> None:
+        """Wait until this process's GPUs have done all that their current streams were given; a CPU has.
+
+        Before the host asks a GPU for a number, it waits here: a GPU that hangs, and data that never come, end it.
+
+        Raises:
+            PipelineError: a GPU failed, or did nothing for longer than the time-out.
+            PeerFailure: another process failed, hangs, or sends nothing.
+        """
+        self.device_work.mark(self.devices.values())
+        while (step := self._find_device_step()) is not None:
+            self._raise_failure()
+            silent = time.monotonic() - self.device_work.since
+            if step.rank is None and silent > self._timeout.total_seconds():
+                text = f"{step.text}: the GPU has not finished it for {self._timeout.total_seconds():g} s"
+                text = f"{text}; see what happens there, or raise timeout_seconds"
+                raise PipelineError(text, stage=step.stage, micro_batch=step.micro_batch)
+            time.sleep(_POLL_SECONDS)
+
+    def _find_device_step(self) -> DeviceStep | None:
+        try:
+            return self.device_work.find_first()
+        except RuntimeError as error:
+            place = self.device_work.first_text()
+            raise PipelineError(f"{place}, or right after it: {type(error).__name__}: {error}") from error
+
+    def _raise_failure(self) -> None:
+        """Raise the cause of failure of another process, if there is one."""
+
     @contextmanager
     def guard(self) -> Iterator[None]:
         """On an error in the body, drop the step and tell the other processes; find out why a connection is gone.
@@ -188,6 +223,7 @@ class Job:
         The error gets a note of the place where it happened.
         """
         self.activity.stop()
+        self.device_work.clear()
         self.transfer.reset()
         for drop in self.on_failure:
             drop()
@@ -222,16 +258,15 @@ class MeshJob(Job):
         self._rank = dist.get_rank()
         ((replica, self.process),) = (ranks == self._rank).nonzero().tolist()
         self._num_stages, self._device = num_stages, device
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._rows: list[list[int]] = ranks.tolist()
         self._columns = [list(column) for column in zip(*self._rows, strict=True)]
-        super().__init__(dict.fromkeys(range(self.process, num_stages, num_devices), device))
+        super().__init__(dict.fromkeys(range(self.process, num_stages, num_devices), device), timeout_seconds)
         stages = name_stages(self.devices)
         self._num_processes, self._name = num_devices, f"rank {self._rank}, {stages}, "
         self._stage = self.process if stages_per_device == 1 else None  # for errors
         name = stages if stages_per_device == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
-        self._watch = Watch(open_store(), self._rank, self._stage, name, timeout_seconds)
+        self._watch = Watch(open_store(), self._rank, self._stage, name, timeout_seconds, self.device_work)
         self.activity = self._watch.activity
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
@@ -283,6 +318,9 @@ class MeshJob(Job):
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one."""
         self._watch.check()
+
+    def _raise_failure(self) -> None:
+        self._watch.raise_failure()
 
     def abort(self, error: BaseException) -> BaseException:
         """Drop the unfinished step, and tell the other processes why this one stops; return the error that says so."""
@@ -345,14 +383,15 @@ class MeshJob(Job):
         for tag, (kind, source, target) in enumerate(forward + backward, CONTROL_TAG + 1):
             sender, receiver = self.process_of(source), self.process_of(target)
             pairs = [[row[sender], row[receiver]] for row in self._rows]
-            nccl = self._make_groups(pairs, "nccl") if self._device.type == "cuda" else None
+            nccl = self._make_groups(pairs, "nccl", is_link=True) if self._device.type == "cuda" else None
+            ends = nccl, self._device, self.device_work
             if self.process == sender:
-                outgoing[kind, source] = Link(self._messenger, receiver, tag, nccl, self._device)
+                outgoing[kind, source] = Link(self._messenger, receiver, tag, *ends)
             if self.process == receiver:
-                incoming[kind, target] = Link(self._messenger, sender, tag, nccl, self._device)
+                incoming[kind, target] = Link(self._messenger, sender, tag, *ends)
         return ProcessTransfer(outgoing, incoming)
 
-    def _make_groups(self, members: list[list[int]], backend: str) -> Any:
+    def _make_groups(self, members: list[list[int]], backend: str, *, is_link: bool = False) -> Any:
         """Make a group of each list of ranks and return this process's own.
 
         Every process makes every group, in the same order: torch numbers them as they come.
@@ -360,7 +399,7 @@ class MeshJob(Job):
         groups = [dist.new_group(ranks, backend=backend, timeout=self._timeout) for ranks in members]
         for ranks, group in zip(members, groups, strict=True):
             if self._rank in ranks:
-                self._watch.guard(group)
+                self._watch.guard(group, is_link=is_link)
                 return group
         return None
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gpipe.pipeline._compat import set_timeout
+from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 
 _LOOK_SECONDS = 0.5
@@ -29,6 +30,7 @@ _URGENT_LOOK_SECONDS = 0.1  # once something has failed
 _GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
 _EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
+_SECOND_NET = 10  # times the time-out: after so long NCCL itself ends a process whose watch has not
 _LOOKS_PER_TIMEOUT = 8  # a chain of many stages is long to follow, and need not be followed often
 _FAILURE = "failure"
 PROBE_TAG = 1 << 16  # of messages that nobody sends or receives
@@ -38,6 +40,7 @@ FOREVER = timedelta(days=365)  # a wait that the watch alone ends
 class _Wait(NamedTuple):
     ranks: tuple[int, ...]
     since: float
+    is_for_data: bool = False  # whether the GPU waits, and not the host
 
 
 class Watch:
@@ -49,18 +52,31 @@ class Watch:
     The thread also decides that a process hangs: it waits for nobody, and has made no progress for longer than allowed
     while this process waited for it. A stage that is only slow makes progress, task by task.
 
+    A process waits for whom its host waits for; or for the one whose data its GPU lacks, as the first step of
+    `device_work` that is not done says. While its own GPU works, it waits for nobody.
+
     Args:
         store: reachable by all processes.
         rank: this process's rank in the job; all ranks here are such.
         stage: this process's stage; None where it has several.
         name: what messages call this process.
         timeout_seconds: for how long a process may make no progress while this one waits for it.
+        device_work: what this process's GPUs have not done yet.
 
     Attributes:
         activity: what this process is doing; others read it here after this one is gone, up to half a second old.
     """
 
-    def __init__(self, store: Store, rank: int, stage: int | None, name: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        stage: int | None,
+        name: str,
+        timeout_seconds: float,
+        device_work: DeviceWork,
+    ) -> None:
+        self._device_work = device_work
         self._board, self._rank, self._timeout_seconds = Board(store), rank, timeout_seconds
         self.activity = Activity()
         self._num_processes, self._num_known = dist.get_world_size(), 0
@@ -81,9 +97,13 @@ class Watch:
             arguments = weakref.ref(self), look, self._closed
             threading.Thread(target=_look_regularly, args=arguments, daemon=True).start()
 
-    def guard(self, group: dist.ProcessGroup) -> None:
-        """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain."""
-        set_timeout(group, FOREVER)
+    def guard(self, group: dist.ProcessGroup, *, is_link: bool = False) -> None:
+        """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain.
+
+        is_link: whether it is NCCL's for one boundary. A transfer is posted when the data have been computed or are
+        about to be: NCCL may end one that takes many times the time-out. A replica may wait for another's compiling.
+        """
+        set_timeout(group, timedelta(seconds=_SECOND_NET * self._timeout_seconds) if is_link else FOREVER)
         self._groups.append((group, dist.get_backend(group)))
 
     @contextmanager
@@ -103,6 +123,10 @@ class Watch:
             PeerFailure: with that cause.
         """
         self._progress += 1
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the cause of failure of another process, if there is one; a process that only waits calls this."""
         if self._failure is not None:
             raise self._failure
 
@@ -137,7 +161,7 @@ class Watch:
 
     def look(self) -> bool:
         """Bring the notes up to date and look at those of the others; return whether to look again."""
-        now, wait = time.monotonic(), self._wait
+        now = time.monotonic()
         if self._retired is not None:
             if now - self._retired < _EXPLANATION_SECONDS:
                 return True
@@ -152,10 +176,15 @@ class Watch:
         self._looked = now
         if self._num_known < self._num_processes:  # one name per look, for the day when the board is gone
             self._num_known += self._board.read(f"process/{self._num_known}") is not None
+        wait = self._find_wait()
         others = list(wait.ranks) if wait is not None else []
+        data_from = others[-1] if wait is not None and wait.is_for_data else None
         compiling = self.activity.compiling
         self._progress += compiling is not None  # however long it takes
-        self._board.write(f"state/{self._rank}", [self._looks, self._progress, others, str(self.activity), compiling])
+        progress = self._progress + self._device_work.num_done
+        undelivered = self._find_undelivered()
+        state = [self._looks, progress, others, str(self.activity), compiling, data_from, undelivered]
+        self._board.write(f"state/{self._rank}", state)
         if self._failure is None and (failure := self._board.read(_FAILURE)) is not None:
             self._failure, self._failure_seen = PeerFailure(**failure), now
         if self._failure is None and wait is not None and now >= self._next_search:
@@ -163,7 +192,27 @@ class Watch:
             if (error := self._find_hanging(wait, now)) is not None:
                 self.report(error)
                 self._failure, self._failure_seen = error, now
-        return self._end_wait(wait, now)
+        return self._end_wait(wait or self._wait, now)
+
+    def _find_wait(self) -> _Wait | None:
+        """Return for whom this process waits; the last one is that whose data the GPU waits for, if it does."""
+        wait = self._wait
+        try:
+            first = self._device_work.find_first()
+        except RuntimeError:  # the GPU failed, as whoever waits for it will say
+            return wait
+        if first is None:
+            return wait
+        if first.rank is None:  # the GPU works, which is progress, or it hangs, whatever the host waits for
+            return None
+        ranks, since = (wait.ranks, wait.since) if wait is not None else ((), self._device_work.since)
+        return _Wait((*ranks, first.rank), since, is_for_data=True)
+
+    def _find_undelivered(self) -> list[int]:
+        try:
+            return self._device_work.find_undelivered()
+        except RuntimeError:  # the GPU failed
+            return []
 
     @property
     def pause_seconds(self) -> float:
@@ -195,17 +244,21 @@ class Watch:
         """Cut off a wait that is in vain, after a while; return whether there is more to look after."""
         if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
             return True
-        if wait is self._wait:
+        if wait is self._wait or wait.is_for_data:
             self._cut()
-        return wait is not self._wait
+            return False
+        return True
 
     def _find_hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
         """Follow the notes of who waits for whom to those who wait for nobody, and name them if they hang."""
         reached: dict[int, list[int]] = {self._rank: []}
+        data_from = {self._rank: wait.ranks[-1] if wait.is_for_data else None}
+        undelivered = {self._rank: self._find_undelivered()}
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:
-                looks, progress, others, *_ = self._board.read(f"state/{rank}") or [-1, -1, []]
+                state = self._board.read(f"state/{rank}") or [-1, -1, [], "", None, None, []]
+                looks, progress, others, *_, data_from[rank], undelivered[rank] = state
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
                 # Whom a stopped process waited for says nothing.
@@ -221,7 +274,9 @@ class Watch:
         if now - since < self._timeout_seconds:
             self._next_search = since + self._timeout_seconds
             return None
-        return self._blame(suspects, deadlock=not culprits)
+        # Where a link hangs, many wait for data; but only what it should carry is there and was not sent.
+        links = [(s, rank) for rank, s in data_from.items() if s is not None and rank in undelivered.get(s, [])]
+        return self._blame(suspects, deadlock=not culprits, links=links)
 
     def find_compiling(self) -> str | None:
         """Return what one of those compiles that this process waits for, or that they wait for; None for nothing."""
@@ -230,15 +285,21 @@ class Watch:
         while pending:
             if (rank := pending.pop()) not in seen:
                 seen.add(rank)
-                _, _, others, _, compiling = self._board.read(f"state/{rank}") or [-1, -1, [], "", None]
+                _, _, others, _, compiling, *_ = self._board.read(f"state/{rank}") or [-1, -1, [], "", None]
                 if compiling is not None:
                     return str(compiling)
                 pending += others
         return None
 
-    def _blame(self, ranks: Sequence[int], *, deadlock: bool) -> PeerFailure:
+    def _blame(self, ranks: Sequence[int], *, deadlock: bool, links: Sequence[tuple[int, int]]) -> PeerFailure:
+        """Return the error that names processes, or the links (from one rank to another) over which nothing comes."""
         described = [self._describe(rank) for rank in ranks]
         stage, own_name = self._describe(self._rank)
+        if deadlock and links:
+            source, target = ([self._describe(rank) for rank in ends] for ends in zip(*links, strict=True))
+            pairs = " and ".join(f"from {a} to {b}" for (_, a), (_, b) in zip(source, target, strict=True))
+            text = f"data that were sent {pairs} have not arrived for {self._timeout_seconds:g} s; see the link between"
+            return PeerFailure(f"{text} their GPUs, or raise timeout_seconds", stage=target[0][0])
         if deadlock:
             names = " and ".join(name for _, name in described if name != own_name)
             text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpipe.pipeline.job.device_work import Delivery, DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.microbatch import Payload
@@ -43,6 +44,7 @@ class Link:
         nccl: a group of the two ends alone, for this direction alone; None on a CPU. With a communicator to itself a
             direction's transfers are ordered by micro-batch on both ends, so they cannot block each other.
         device: where this end computes.
+        device_work: notes what the device waits for.
     """
 
     messenger: Messenger
@@ -50,6 +52,7 @@ class Link:
     tag: int
     nccl: dist.ProcessGroup | None
     device: torch.device
+    device_work: DeviceWork
 
     def message_bytes(self, format_: MessageFormat) -> int:
         """Return the size of a message of a format: at least that of a text's first message."""
@@ -136,10 +139,12 @@ class Sender(_End):
         """
         if self._error is not None:
             raise self._error
-        ready = None
+        delivery = None
         if self.link.nccl is not None:
             ready = torch.cuda.current_stream(self.link.device).record_event()
-        self._work.put(lambda: self._send(payload, batch, ready))
+            delivery = Delivery(self.link.messenger.rank_in_job(self.link.peer), ready)
+            self.link.device_work.deliver(delivery)
+        self._work.put(lambda: self._send(payload, batch, delivery))
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell the receiver why no payload will come, and end the thread."""
@@ -151,17 +156,17 @@ class Sender(_End):
         if not isinstance(error, LostPeer):
             self.link.messenger.report(PipelineError(f"sending failed: {type(error).__name__}: {error}"))
 
-    def _send(self, payload: Payload, batch: MiniBatch, ready: torch.cuda.Event | None) -> None:
+    def _send(self, payload: Payload, batch: MiniBatch, delivery: Delivery | None) -> None:
         found = MessageFormat.of(payload, batch)
         if found != self._formats.predict():
             self._send_text(Mark.FORMAT, found.to_json())
         message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
         message[0] = Mark.DATA
-        if ready is None:
+        if delivery is None:
             found.pack(payload, message)
         self._deliver(message)
-        if ready is not None:
-            self._send_on_device(payload, found, ready)
+        if delivery is not None:
+            self._send_on_device(payload, found, delivery)
         self._formats.advance(found)
 
     def _deliver(self, message: Tensor) -> None:
@@ -172,15 +177,16 @@ class Sender(_End):
         for message in frame_text(text, mark):
             self._deliver(message)
 
-    def _send_on_device(self, payload: Payload, format_: MessageFormat, ready: torch.cuda.Event) -> None:
+    def _send_on_device(self, payload: Payload, format_: MessageFormat, delivery: Delivery) -> None:
         assert self.link.nccl is not None and self._stream is not None
-        self._stream.wait_event(ready)
+        self._stream.wait_event(delivery.ready)
         with torch.cuda.stream(self._stream):
             for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
                 part = flatten(tensor, layout)
                 if part.numel():
                     part.record_stream(self._stream)
                     self.link.nccl.send([part], 1 - self.link.nccl.rank(), 0).wait()  # the stream waits, not the host
+        delivery.sent = self._stream.record_event()
 
 
 class _Received(NamedTuple):
@@ -220,6 +226,7 @@ class Receiver(_End):
         if arrived is not None:
             stream = torch.cuda.current_stream(self.link.device)
             stream.wait_event(arrived)
+            self.link.device_work.expect(arrived, self.link.messenger.rank_in_job(self.link.peer))
             for tensor in payload.tensors:
                 tensor.record_stream(stream)
         return payload

@@ -1,0 +1,141 @@
+"""GPUs and links that stop in the middle of a training, and what each process says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gpipe
+from gpipe.checkpoint.errors import CheckpointError
+from gpipe.checkpoint.writer import Snapshot, Writer
+from gpipe.pipeline.wire.streams import Sender
+from tests.simulated_cuda import nccl, streams
+
+
+class Ending(NamedTuple):
+    """The error with which a process ended."""
+
+    text: str
+    stage: int | None
+    seconds: float  # since the damage was done, anywhere
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Callable[[], Any]) -> Tensor:
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.action()
+        return gradient, None
+
+
+class Layer(nn.Module):
+    """A linear layer that can do damage once, before it computes, or before its gradient is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.where = ""
+        self.action: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == ("forward" if self.training else "evaluation"):
+            self._strike()
+        x = self.linear(x)
+        return _Backward.apply(x, self._strike) if self.where == "backward" else x
+
+    def _strike(self) -> None:
+        self.action()
+        self.action = lambda: None
+
+
+def train(rank: int, num_stages: int, culprit: int, fault: str, where: str, timeout_seconds: float) -> Ending | None:
+    """Train and evaluate; after that, in the next step or evaluation, the process `culprit` meets its fate."""
+    nccl.patience_seconds = 0.2
+    mesh = init_device_mesh("cpu", (1, num_stages), mesh_dim_names=("replica", "stage")) if num_stages > 1 else None
+    layers = nn.Sequential(*(Layer() for _ in range(num_stages)))
+    device = torch.device("cuda", rank)
+    pipeline = gpipe.Pipeline(
+        layers, nn.functional.mse_loss, [1] * num_stages, 4, mesh=mesh, devices=device, timeout_seconds=timeout_seconds
+    )
+    batch = torch.ones(8, 4), torch.ones(8, 4)
+    pipeline.train_step(batch)
+    pipeline.evaluate(batch[0])
+    if num_stages > 1:
+        dist.barrier()
+    if rank == culprit:
+        layers[rank].where, layers[rank].action = where, lambda: _damage(fault, device)
+    begin = time.monotonic()
+    try:
+        if where != "evaluation":
+            pipeline.train_step(batch)
+        pipeline.evaluate(batch[0])
+        pipeline.train_step(batch)
+    except Exception as error:  # noqa: BLE001 - it is what the tests look at
+        return Ending(str(error), getattr(error, "stage", None), time.monotonic() - begin)
+    return None
+
+
+def _damage(fault: str, device: torch.device) -> None:
+    if fault == "a kernel hangs":
+        streams.hang(device)
+    elif fault == "a kernel fails":
+        streams.break_device(device)
+    elif fault == "a link is cut":
+        nccl.links_are_cut = True
+    else:  # the host has announced the data, and never sends them
+        Sender._send_on_device = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+
+
+def name_link(rank: int) -> dict[str, Any]:
+    """Return whether a process names the link that is cut."""
+    ending = train(rank, 2, 0, "a link is cut", "forward", 2.0)
+    return {"names the link": ending is not None and "see the link between" in ending.text}
+
+
+def save(rank: int, timeout_seconds: float) -> Ending:
+    """Save beside a training, on a stream that hangs."""
+    device = torch.device("cuda", 0)
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(Layer()), nn.functional.mse_loss, [1], devices=device, timeout_seconds=timeout_seconds
+    )
+    snapshot = Snapshot([1])
+    snapshot.take({"weights": dict(pipeline.named_parameters())})
+    with torch.cuda.stream(snapshot._streams[device]):
+        streams.hang(device)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Writer(snapshot, Path(folder), 0, pipeline, None, [0])
+        try:
+            writer.wait_until_copied()
+        except CheckpointError as error:
+            return Ending(str(error), None, time.monotonic() - begin)
+    raise AssertionError("the tensors were copied")
+
+
+def find_timeouts(rank: int) -> list[float]:
+    """Return after how many seconds NCCL itself ends a transfer of a pipeline whose own time-out is 7 s."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "stage"))
+    layers = nn.Sequential(Layer(), Layer())
+    pipeline = gpipe.Pipeline(
+        layers, nn.functional.mse_loss, [1, 1], mesh=mesh, devices=torch.device("cuda", rank), timeout_seconds=7
+    )
+    ends = [*pipeline.job.transfer._senders.values(), *pipeline.job.transfer._receivers.values()]
+    found = [end.link.nccl.timeout.total_seconds() for end in ends]
+    pipeline.close()
+    return found
