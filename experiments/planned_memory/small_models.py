@@ -46,10 +46,12 @@ def make_text_model() -> SmallModel:
     """Return a Transformer for tokens, with dropout."""
     layers = transformer_lm(4, vocabulary_size=1000, model_size=128, feedforward_size=512, num_heads=4, dropout=0.1)
 
-    def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
     def make_batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randint(1000, (size, 64)), torch.randint(1000, (size, 64))
 
-    return SmallModel("Transformer of 4 layers, 64 tokens", layers, compute_loss, make_batch)
+    return SmallModel("Transformer of 4 layers, 64 tokens", layers, token_loss, make_batch)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over all tokens: [batch, time, vocabulary], [batch, time] -> a scalar."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

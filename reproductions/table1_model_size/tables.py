@@ -254,15 +254,31 @@ def planned_memory_deviations(records: Sequence[Record]) -> str:
     record = newest(records, "planned_memory")
     if record is None:
         return not_run("python -m experiments.planned_memory")
-    groups: dict[tuple[str, str], list[float]] = {}
+    groups: dict[tuple[str, ...], list[float]] = {}
     for row in record.results["rows"]:
         groups.setdefault((row["model"], str(row["num_stages"])), []).extend(_deviations(row))
     groups["all", ""] = [deviation for found in groups.values() for deviation in found]
+    return _spread(["model", "K"], groups)
+
+
+def planned_memory_strangers(records: Sequence[Record]) -> str:
+    """Return how far the plans of models that are not ours are from the measurement, one row per model."""
+    record = newest(records, "planned_memory")
+    if record is None or "strangers" not in record.results:
+        return not_run("python -m experiments.planned_memory")
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for row in record.results["strangers"]:
+        groups.setdefault((row["model"],), []).extend(_deviations(row))
+    return _spread(["model"], groups)
+
+
+def _spread(header: Sequence[str], groups: Mapping[tuple[str, ...], Sequence[float]]) -> str:
+    """Return a table of deviations, one row per group."""
     rows = [
-        [model, stages, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
-        for (model, stages), found in groups.items()
+        [*names, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
+        for names, found in groups.items()
     ]
-    return markdown(["model", "K", "stages measured", "median, either way", "furthest below", "furthest above"], rows)
+    return markdown([*header, "stages measured", "median, either way", "furthest below", "furthest above"], rows)
 
 
 def planned_memory_run(records: Sequence[Record]) -> str:
@@ -291,5 +307,6 @@ TABLES = (
     table1_measured_run,
     planned_memory,
     planned_memory_deviations,
+    planned_memory_strangers,
     planned_memory_run,
 )

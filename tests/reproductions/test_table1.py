@@ -1,5 +1,6 @@
 """Table 1: what is planned and what is measured beside the paper's, and what fits."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from reproductions.table1_model_size.tables import (
     as_printed,
     planned_memory,
     planned_memory_deviations,
+    planned_memory_strangers,
     table1_devices,
     table1_measured,
     table1_memory,
@@ -160,3 +162,8 @@ def test_without_records_the_tables_say_what_to_run() -> None:
         assert table([], PAPER) == "Not run: python -m experiments.table1_capacity.\n"
     assert table1_measured([], PAPER) == "Not run: python -m experiments.table1_capacity on a machine with a GPU.\n"
     assert planned_memory([]) == planned_memory_deviations([]) == "Not run: python -m experiments.planned_memory.\n"
+    assert planned_memory_strangers([found]) == planned_memory([])
+    strangers = replace(found, results={**found.results, "strangers": rows[:1]})
+    (row,) = cells(planned_memory_strangers([strangers]))
+    (own, *_) = cells(planned_memory_deviations([replace(found, results={"rows": rows[:1]})]))
+    assert row == [own[0], *own[2:]]
