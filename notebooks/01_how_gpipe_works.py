@@ -14,16 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 
-import matplotlib.pyplot as plt
 import torch
-from house_style import Color, use_house_style
+from house_style import use_house_style
 from schedule_pictures import (
-    COUNTS,
-    STYLES,
     compute_bubble,
     draw,
-    draw_bubbles,
-    draw_held,
+    draw_all_bubbles,
+    draw_all_held,
+    draw_losses,
     simulate_step,
 )
 from torch import Tensor, nn
@@ -118,20 +116,7 @@ draw(
 
 
 # %%
-figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-for num_stages, color in ((8, Color.K8), (4, Color.K4), (2, Color.K2)):
-    draw_bubbles(axis, num_stages, color)
-for line, marker, label in STYLES.values():
-    axis.plot([], [], line + marker, color="gray", markersize=5, label=label)
-axis.plot([], [], "o", color="gray", markersize=13, fillstyle="none", label="M = 4K")
-axis.set_xscale("log", base=2)
-axis.set_xticks(COUNTS, [str(count) for count in COUNTS])
-axis.set_xlim(0.7, 70)
-axis.set_ylim(0, 100)
-axis.set_xlabel("M, micro-batches per mini-batch")
-axis.set_ylabel("bubble, % of the devices' time")
-axis.legend()
-plt.show()
+draw_all_bubbles()
 
 # %% [markdown]
 # With more stages the bubble grows, with more micro-batches it shrinks. From $M = 4K$ on (rings) it is small. But $M$
@@ -252,14 +237,7 @@ for batch in islice(photographs, 60):
 test_set = open_image_set("fashion_mnist_embedded", "test")
 images, labels = next(iter(ImageLoader(test_set, 1000, transform, seed=0, shuffle=False, num_workers=0)))
 correct = (pipeline.evaluate(images).argmax(dim=1) == labels).double().mean().item()
-figure, axis = plt.subplots(figsize=(9, 2.8), layout="constrained")
-axis.plot(losses, color=Color.TRAINING)
-axis.set_xlabel("step")
-axis.set_ylabel("cross-entropy, nats")
-axis.set_ylim(0)
-right = f"after {len(losses)} steps {correct:.0%} of 1,000 test photographs are right"
-axis.set_title(f"loss of each mini-batch; {right}", loc="left", fontsize=10)
-plt.show()
+draw_losses(losses, correct)
 assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
 
 # %% [markdown]
@@ -346,19 +324,7 @@ def measure_held(num_microbatches: int, rematerialize: str) -> list[tuple[int, i
 counts = [1, 2, 4, 8, 16]
 kept = measure_held(M, "never")
 recomputed = {count: measure_held(count, "always") for count in counts}
-figure, (by_stage, by_count) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-positions, all_kept = [stage - 0.2 for stage in range(K)], [total / 1e6 for total, _ in kept]
-by_stage.bar(positions, all_kept, 0.36, color=Color.ALL_KEPT, label="all kept")
-draw_held(by_stage, [str(stage) for stage in range(K)], recomputed[M], 0.2, 0.36)
-by_stage.set_xlabel("stage")
-by_stage.set_title(f"each stage, M = {M}", loc="left", fontsize=10)
-by_stage.legend()
-draw_held(by_count, [str(count) for count in counts], [recomputed[count][1] for count in counts], 0, 0.6)
-by_count.axhline(all_kept[1], color="gray", linewidth=1)
-by_count.text(len(counts) - 0.6, all_kept[1], "all kept", color="gray", ha="right", va="bottom")
-by_count.set_xlabel("M, micro-batches per mini-batch")
-by_count.set_title("stage 1", loc="left", fontsize=10)
-plt.show()
+draw_all_held(kept, recomputed, M)
 
 # %% [markdown]
 # The right picture is the law of GPipe's peak activation memory,

@@ -26,36 +26,34 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-import matplotlib.pyplot as plt
-from house_style import Color, draw_legend_above, show, use_house_style
+from house_style import show, use_house_style
 from IPython import display as page
 from throughput_pictures import (
-    BUBBLE,
-    CAPACITY,
-    CHOICES,
     CUTS,
     GIB,
-    LINES,
-    MIB,
     SLOW,
     SPEED,
-    TORCHGPIPE,
     columns,
     compute_law,
     count_near,
     describe_fit,
     describe_step,
-    draw_activations,
-    draw_batches,
-    draw_measured,
-    draw_shares,
-    draw_speed_ups,
-    draw_stages,
+    draw_all_activations,
+    draw_all_batches,
+    draw_all_measured,
+    draw_all_shares,
+    draw_capacity,
+    draw_deviations_of_plans,
+    draw_schedules,
+    draw_slow_links,
+    draw_table2,
     name_column,
     paper,
     read_step,
     records,
     simulated,
+    their_speed_ups,
+    titles,
 )
 
 from gpipe.planning.picture import plot
@@ -66,9 +64,8 @@ from reproductions.speed_ups import (
     grid_speeds,
     key_of,
     measured_runs,
-    median_speed,
 )
-from reproductions.table import markdown, newest
+from reproductions.table import markdown
 from reproductions.table2_throughput.tables import GRID, LAPTOP, name_model
 from reproductions.table3_slow_links.tables import GRID as SLOW_GRID
 
@@ -94,17 +91,7 @@ show("What there is:", markdown(["experiment", "kind", "made on"], sorted(found)
 # paper's rule minimises the variance of the stages' FLOPs; ours minimises the memory of the fullest device.
 
 # %%
-SHOWN = [("amoebanet", "Pipeline-4"), ("amoebanet", "Pipeline-8"), ("transformer", "Pipeline-8")]
-figure, axes = plt.subplots(2, 3, figsize=(10, 5.2), layout="constrained", width_ratios=(1, 1.6, 1.6))
-for row, cut in zip(axes, CUTS, strict=True):
-    for axis, key in zip(row, SHOWN, strict=True):
-        draw_stages(axis, columns[key], cut)
-    row[0].set_ylabel(f"{CUTS[cut]}\nplanned peak, GiB")
-for (top, bottom), key in zip(axes.T, SHOWN, strict=True):
-    top.set_title(name_column(columns[key]).replace(": ", ":\n"))
-    bottom.set_xlabel("stage")
-draw_legend_above(figure, axes[0, 0])
-plt.show()
+draw_capacity()
 
 # %% [markdown]
 # AmoebaNet's early layers have large images and few weights, its late layers the opposite. Equal FLOPs therefore put
@@ -134,15 +121,7 @@ show(
 # by op** keeps matrices of tokens times tokens, **fused** attention does not.
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
-for axis, family, title in zip(axes, CHOICES, ("AmoebaNet-D", "Transformer"), strict=True):
-    draw_activations(axis, family)
-    axis.set_title(title)
-    axis.margins(y=0.15)
-    axis.legend(fontsize=8, loc="upper center", ncols=2)
-    axis.set_ylim(0, 1.45 * axis.get_ylim()[1])
-axes[0].set_ylabel("activations per device, GiB\nbars planned, the paper's cut")
-plt.show()
+draw_all_activations()
 
 # %% [markdown]
 # With attention op by op and 16 micro-batches, the Transformers' bars meet the paper's diamonds. The paper may have
@@ -158,24 +137,7 @@ plt.show()
 # A plan for Transformer-48 on eight devices of 16 GB, with 32 micro-batches of one sequence:
 
 # %%
-SCHEDULE_COLORS = {"gpipe": Color.GPIPE, "1f1b": Color.ONE_F_ONE_B, "interleaved_1f1b": Color.INTERLEAVED}
-MODES = {"always": "re-materialised", "never": "all activations kept"}
-schedules = newest(records[BUBBLE], "schedule_memory")
-assert schedules is not None
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.7), layout="constrained", sharey=True)
-for axis, (mode, title) in zip(axes, MODES.items(), strict=True):
-    for row in (row for row in schedules.results["rows"] if row["rematerialize"] == mode):
-        label = f"{row['schedule']}: {row['step_seconds']:.2f} s per step, bubble {row['bubble']:.1%}"
-        peaks = [peak / GIB for peak in row["peak_bytes"]]
-        axis.plot(peaks, **LINES["planned"], color=SCHEDULE_COLORS[row["schedule"]], label=label)
-    axis.axhline(16, color=Color.LIMIT, linewidth=1.2)
-    axis.text(7.3, 16.2, "the device's memory", color=Color.LIMIT, ha="right", va="bottom", fontsize=9)
-    axis.set_title(title)
-    axis.set_xlabel("device")
-    axis.set_ylim(0, 37)
-    axis.legend(loc="upper left", fontsize=9)
-axes[0].set_ylabel("planned peak, GiB")
-plt.show()
+draw_schedules()
 
 # %% [markdown]
 # Left: with re-materialisation, a micro-batch that waits is a small boundary input, so the schedule hardly matters for
@@ -188,25 +150,7 @@ plt.show()
 # Each change of the allocator counts for the stage at work. A point is a stage.
 
 # %%
-held = newest(records[CAPACITY], "planned_memory")
-assert held is not None
-groups: dict[str, list[tuple[float, float]]] = {}
-for row in held.results["rows"]:
-    pairs = zip(row["measured_bytes"], row["planned_bytes"], strict=True)
-    points = [(measured / MIB, 100 * (planned / measured - 1)) for measured, planned in pairs]
-    groups.setdefault(row["model"], []).extend(points)
-figure, axis = plt.subplots(figsize=(10, 3.1), layout="constrained")
-for (model, points), color, marker in zip(
-    groups.items(), (Color.AMOEBANET, Color.TRANSFORMER), ("o", "^"), strict=True
-):
-    axis.plot(*zip(*points, strict=True), marker, color=color, alpha=0.65, markeredgewidth=0, label=model)
-axis.axhline(0, color="gray", linewidth=1)
-axis.set_ylim(-8, 8)
-axis.set_xlabel("measured peak of a stage, MiB")
-axis.set_ylabel("planned above measured, %")
-axis.legend(ncols=2, loc="upper right")
-plt.show()
-off = [abs(deviation) for points in groups.values() for _, deviation in points]
+off = draw_deviations_of_plans()
 show(f"{len(off)} stages: the plan is off by {median(off):.1f}% in the median, and by {max(off):.1f}% at most.")
 
 # %% [markdown]
@@ -227,20 +171,7 @@ show(f"{len(off)} stages: the plan is off by {median(off):.1f}% in the median, a
 
 
 # %%
-theirs = {key_of(row): float(row["torchgpipe_samples_per_second"] or "nan") for row in paper[SPEED]}
-their_speed_ups = divide_by_base(theirs, paper[SPEED])
-titles = list(dict.fromkeys(row["title"] for row in paper[SPEED]))
-figure, axes = plt.subplots(2, 3, figsize=(10, 6.4), layout="constrained", sharey=True)
-for row, title in zip(axes, titles, strict=True):
-    for axis, count in zip(row, (1, 4, 32), strict=True):
-        draw_speed_ups(axis, SPEED, GRID, title, count)
-        axis.plot((2, 4, 8), [their_speed_ups[title, k, count] for k in (2, 4, 8)], **TORCHGPIPE)
-        axis.set_ylim(0, 7)
-    row[0].set_ylabel("throughput over K = 2, M = 1")
-for axis in axes[1]:
-    axis.set_xlabel("K, stages")
-draw_legend_above(figure, axes[0, 0], ncols=4)
-plt.show()
+draw_table2()
 
 # %% [markdown]
 # With one micro-batch, more stages gain next to nothing: one works, the others wait. With $M = 32$ the Transformer
@@ -276,12 +207,7 @@ show(
 
 # %%
 if simulated:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
-    for axis, model in zip(axes, simulated, strict=True):
-        draw_shares(axis, model)
-    axes[0].set_ylabel("simulated, % of a step")
-    draw_legend_above(figure, axes[0], ncols=7)
-    plt.show()
+    draw_all_shares()
 else:
     show("Not run: `python -m experiments.table2_throughput`.")
 
@@ -296,14 +222,7 @@ else:
 
 # %%
 slow = find_grid(records[SLOW], SLOW_GRID, "simulated")
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained", sharey=True)
-for axis, title in zip(axes, dict.fromkeys(row["title"] for row in paper[SLOW]), strict=True):
-    draw_speed_ups(axis, SLOW, SLOW_GRID, title, 32)
-    axis.set_ylim(0, 4)
-    axis.set_xlabel("K, stages")
-axes[0].set_ylabel("throughput over K = 2")
-draw_legend_above(figure, axes[0], ncols=4)
-plt.show()
+draw_slow_links()
 for model in slow:
     cells = [cell for cell in model["cells"] if (cell["batch"], cell["cut_by"]) == ("fits", "seconds")]
     parts = ", ".join(f"{cell['shares']['transfer']:.1%} with K = {cell['num_stages']}" for cell in cells)
@@ -318,12 +237,7 @@ for model in slow:
 
 # %%
 if simulated:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.3), layout="constrained", sharey=True)
-    for axis, title in zip(axes, titles, strict=True):
-        draw_batches(axis, title)
-    axes[0].set_ylabel("simulated throughput\nover K = 2, M = 1")
-    draw_legend_above(figure, axes[0])
-    plt.show()
+    draw_all_batches()
 
 # %% [markdown]
 # The three differ little here, because a CPU core is about as fast on small micro-batches as on large ones, and the
@@ -333,7 +247,8 @@ if simulated:
 #
 # All speeds so far are planned or simulated. These are measured: small models in one process per stage, with one core
 # each. The bars compare one stage with two; the ticks are the speeds that the law with early recomputation predicts
-# from one stage. A speed-up more than 5 % above the law is refused: another program disturbed one of the two runs.
+# from one stage. Why a pair with $M = 1$ may exceed them is said on [the page of
+# Table 2](../reproductions/table2_throughput/README.md#small-models-measured).
 
 
 # %%
@@ -343,23 +258,7 @@ measured = {
     if (cells := measured_runs(records[SPEED], LAPTOP, batch))
 }
 if measured:
-    names = list(dict.fromkeys(name_model(runs[0]) for cells in measured.values() for runs in cells.values()))
-    size = (10, 2.9 * len(names) + 0.4)
-    figure, axes = plt.subplots(len(names), len(measured), figsize=size, layout="constrained", squeeze=False)
-    for column_axes, (label, cells) in zip(axes.T, measured.items(), strict=True):
-        for axis, name in zip(column_axes, names, strict=True):
-            speeds = {
-                (k, m): speed
-                for (_, k, m), runs in cells.items()
-                if name_model(runs[0]) == name and (speed := median_speed(runs))
-            }
-            if speeds:
-                draw_measured(axis, speeds)
-            axis.set_title(f"{name}, {label}")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("measured, examples/s")
-    draw_legend_above(figure, axes[0, 0])
-    plt.show()
+    draw_all_measured(measured)
 else:
     show("Not run yet: `python train.py -m +experiment=table2_throughput_laptop reproduction=table2_throughput`.")
 

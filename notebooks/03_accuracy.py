@@ -18,7 +18,6 @@ import sys
 
 sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
 
-import matplotlib.pyplot as plt
 from accuracy_pictures import (
     STARTS,
     Lines,
@@ -28,8 +27,8 @@ from accuracy_pictures import (
     describe_transfer,
     draw_cost,
     draw_curves,
-    draw_points,
     draw_table4,
+    draw_transfers,
     explain_not_run,
     format_count,
     make_title,
@@ -73,9 +72,7 @@ show("What there is:", markdown(["experiment", "data sets", "kind", "records"], 
 
 
 # %%
-_, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-draw_table4(axis)
-plt.show()
+draw_table4()
 show(table4(records, paper))
 
 # %%
@@ -147,15 +144,7 @@ transfers: dict[str, dict[bool, dict[int, Record]]] = {
     for (data, rate), (scratch, tuned) in small_transfers(small).items()
 }
 if transfers:
-    _, axis = plt.subplots(figsize=(9, 0.7 + 1.4 * len(transfers)), layout="constrained")
-    for place, starts in enumerate(transfers.values()):
-        for tuned, runs in starts.items():
-            if top1 := [run.results["top1"] for run in runs.values()]:
-                draw_points(axis, place + (-0.4 if tuned else 0.05), top1, tuned)
-    axis.set_yticks(range(len(transfers)), list(transfers))
-    axis.set_ylim(len(transfers) - 0.5, -0.6)
-    axis.set_xlabel("test top-1, %; a point is a seed, a bar the mean and a deviation to each side")
-    plt.show()
+    draw_transfers(transfers)
 machines = {(run.hardware["cpu"], run.hardware["num_cores"], *run.hardware["gpus"]) for run in small}
 unmade = [record for record in records if record.kind == "not run" and record.experiment in LAPTOP_TRANSFERS]
 show(
@@ -211,9 +200,7 @@ if plans:
     plan = max(plans, key=lambda record: record.date)
     days = {row["data"]: row["accelerator_days"] for row in plan.results["rows"]}
     counts = {data: 1 if data == "imagenet" else RUNS_OF_A_TRANSFER for data in days}
-    _, axis = plt.subplots(figsize=(9, 3.2), layout="constrained")
-    draw_cost(axis, days, counts)
-    plt.show()
+    draw_cost(days, counts)
     total, speed = sum(counts[data] * days[data] for data in days), plan.config["sustained_flops"] / 1e12
     steps = {(row["steps"], row["batch_size"]) for row in plan.results["rows"] if row["data"] != "imagenet"}
     show(

@@ -20,20 +20,17 @@ import sys
 
 sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
 
-from statistics import fmean
 
-import matplotlib.pyplot as plt
-from house_style import PAPER_ALONE, Color, show, use_house_style
+from house_style import show, use_house_style
 from translation_pictures import (
-    SIDES,
     TABLE5,
     describe_gain,
     describe_not_run,
-    draw_course,
+    draw_batch_sizes,
+    draw_deep_and_wide,
+    draw_deep_training,
+    draw_papers_models,
     draw_setting,
-    draw_sides,
-    format_spread,
-    label_sizes,
     name_choice,
     paper,
     records,
@@ -57,8 +54,8 @@ from reproductions.figure3_multilingual.tables import (
     pair_models,
 )
 from reproductions.pages import read_paper
-from reproductions.table import as_number, markdown
-from reproductions.table5_batch_size.tables import small_runs, table5, table5_laptop
+from reproductions.table import markdown
+from reproductions.table5_batch_size.tables import table5, table5_laptop
 from reproductions.translation_runs import training_pairs, trainings
 
 use_house_style()
@@ -78,18 +75,7 @@ show("What there is:", markdown(["experiment", "kind", "records"], rows) if rows
 # are not public, so nobody else can reproduce its points.
 
 # %%
-_, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
-for row in paper:
-    size, bleu = as_number(row["parameters"]), float(row["bleu_read_off_by_third_party"])
-    name = f"T({row['num_layers']}, {row['feedforward_size']}, {row['num_heads']})"
-    axis.plot(size, bleu, "D", color="dimgray", markersize=8, fillstyle="none")
-    axis.annotate(f"{name}: {bleu}", (size, bleu), (9, -3), textcoords="offset points", color="dimgray")
-axis.set_xscale("log")
-axis.set_xlim(3e8, 2e10)
-axis.set_xlabel("parameters")
-axis.set_ylabel("average BLEU, a third party's reading")
-axis.set_title(PAPER_ALONE)
-plt.show()
+draw_papers_models()
 show(figure3_models(records, paper))
 
 # %% [markdown]
@@ -137,17 +123,7 @@ show(*map(describe_gain, pair_models(records)), figure3_low_resource(records))
 for (data, _), sides in deep_and_wide(records).items():
     pairs = training_pairs(records, data)
     groups = resource_groups(pairs) if pairs else {"all": []}
-    _, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for axis, figure, label in zip(
-        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
-    ):
-        draw_sides(axis, sides, figure, groups)
-        axis.set_ylabel(label)
-    for side, name, color, marker in SIDES:
-        model = next(iter(sides[side].values())).model
-        axes[0].plot([], [], marker, color=color, label=f"{name}: {model}")
-    axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1)
-    plt.show()
+    draw_deep_and_wide(sides, groups)
 show(deep_or_wide(records))
 
 # %% [markdown]
@@ -160,27 +136,8 @@ show(deep_or_wide(records))
 # the limit, a thin line lies on a wide one.
 
 # %%
-WAYS = {
-    (True, True): Color.SCALED_AND_CLIPPED,
-    (True, False): Color.SCALED,
-    (False, True): Color.CLIPPED,
-    (False, False): Color.NEITHER,
-}
 for setting, ways in deep_trainings(records).items():
-    _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for (scaled, limit), runs in ways.items():
-        for place, run in enumerate(runs):
-            color, label = WAYS[scaled, limit is not None], None if place else name_choice(scaled, limit)
-            draw_course(axes[0], run, "nll", color, label, is_wide=limit is not None)
-            draw_course(axes[1], run, "gradient_norm", color, None, is_wide=limit is not None)
-    axes[0].legend(fontsize=8)
-    axes[0].set_title(setting, loc="left", fontsize=10)
-    axes[0].set_ylabel("training loss, nats per token")
-    axes[1].set_ylabel("largest gradient norm")
-    axes[1].set_yscale("log")
-    for axis in axes:
-        axis.set_xlabel("step")
-    plt.show()
+    draw_deep_training(setting, ways)
     show(
         *(
             f"**{name_choice(*way)}**: {', '.join(map(describe_outcome, runs))} (seed by seed)."
@@ -198,28 +155,7 @@ show(deep_training(records))
 
 
 # %%
-SETTINGS = (Color.SETTING_1, Color.SETTING_2, Color.SETTING_3)
-_, (theirs, ours) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-sizes, losses = zip(*((int(row["batch_tokens"]), float(row["nll"])) for row in batch_paper), strict=True)
-theirs.plot(sizes, losses, "D", color="dimgray", markersize=8, fillstyle="none")
-theirs.set_title(PAPER_ALONE, loc="left", fontsize=10)
-for color, (setting, by_size) in zip(SETTINGS, small_runs(batch_records).items(), strict=False):
-    values = {size: [one.last("loss") or 0.0 for one in seeds.values()] for size, seeds in by_size.items()}
-    for size, of in values.items():
-        ours.plot([size] * len(of), of, "o", color=color, markersize=5, markeredgewidth=0, alpha=0.6)
-        text = f"  {format_spread(of)}"
-        ours.text(size, fmean(of), text, color=color, va="center")
-    ours.plot(list(values), [fmean(of) for of in values.values()], color=color, linewidth=1)
-    ours.set_title(setting, loc="left", fontsize=10, color=color)
-    ours.margins(x=0.3)
-    label_sizes(ours, values)
-label_sizes(theirs, sizes)
-if not small_runs(batch_records):
-    ours.text(0.5, 0.5, "not run", transform=ours.transAxes, ha="center", color="dimgray", style="italic")
-for axis in (theirs, ours):
-    axis.set_xlabel("tokens per mini-batch")
-    axis.set_ylabel("NLL, nats per token")
-plt.show()
+draw_batch_sizes(batch_records, batch_paper)
 show(table5(batch_records, batch_paper), table5_laptop(batch_records))
 
 # %% [markdown]

@@ -43,8 +43,9 @@ def explain_not_run(data: str) -> str:
     return reason_not_run(records, data) or "no attempt on record"
 
 
-def draw_table4(axis: plt.Axes) -> None:
+def draw_table4() -> None:
     """Draw one row per data set: the paper's accuracy, and ours or why there is none."""
+    _, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     beyond = axis.get_yaxis_transform()  # x in widths of the axis
     for place, row in enumerate(paper):
         expected, ours = float(row["top1"]), paper_scale_top1(row["data"])
@@ -69,6 +70,7 @@ def draw_table4(axis: plt.Axes) -> None:
     axis.set_xlabel("test top-1, %")
     if not any(paper_scale_top1(row["data"]) for row in paper):
         axis.set_title(PAPER_ALONE)
+    plt.show()
 
 
 def describe_missing(reasons: Mapping[str, str]) -> list[str]:
@@ -218,8 +220,9 @@ def describe_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record])
     return f"{text}Training from scratch ends at {goal:.1%}; fine-tuning is there {when}."
 
 
-def draw_cost(axis: plt.Axes, days: Mapping[str, float], counts: Mapping[str, int]) -> None:
+def draw_cost(days: Mapping[str, float], counts: Mapping[str, int]) -> None:
     """Draw one hatched bar per data set, for all its runs."""
+    _, axis = plt.subplots(figsize=(9, 3.2), layout="constrained")
     for place, (data, of_a_run) in enumerate(days.items()):
         total = counts[data] * of_a_run
         axis.barh(place, total, 0.6, color="white", edgecolor=Color.PLANNED_COST, hatch="///")
@@ -229,3 +232,17 @@ def draw_cost(axis: plt.Axes, days: Mapping[str, float], counts: Mapping[str, in
     axis.invert_yaxis()
     axis.set_xlabel("accelerator-days, planned")
     axis.margins(x=0.2)
+    plt.show()
+
+
+def draw_transfers(transfers: Mapping[str, Mapping[bool, Mapping[int, Record]]]) -> None:
+    """Draw top-1 of every run, from scratch and fine-tuned, by data set and learning rate."""
+    _, axis = plt.subplots(figsize=(9, 0.7 + 1.4 * len(transfers)), layout="constrained")
+    for place, starts in enumerate(transfers.values()):
+        for tuned, runs in starts.items():
+            if top1 := [run.results["top1"] for run in runs.values()]:
+                draw_points(axis, place + (-0.4 if tuned else 0.05), top1, tuned)
+    axis.set_yticks(range(len(transfers)), list(transfers))
+    axis.set_ylim(len(transfers) - 0.5, -0.6)
+    axis.set_xlabel("test top-1, %; a point is a seed, a bar the mean and a deviation to each side")
+    plt.show()

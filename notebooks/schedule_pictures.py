@@ -65,3 +65,52 @@ def draw_held(axis: plt.Axes, labels: list[str], held: list[tuple[int, int]], le
     axis.bar(positions, others, width, bottom=inputs, color=Color.ACTIVATIONS, label="activations, re-materialised")
     axis.set_xticks(range(len(held)), labels)
     axis.set_ylabel("held at once, MB")
+
+
+def draw_all_bubbles() -> None:
+    """Draw the bubble against M for three numbers of stages."""
+    _, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    for num_stages, color in ((8, Color.K8), (4, Color.K4), (2, Color.K2)):
+        draw_bubbles(axis, num_stages, color)
+    for line, marker, label in STYLES.values():
+        axis.plot([], [], line + marker, color="gray", markersize=5, label=label)
+    axis.plot([], [], "o", color="gray", markersize=13, fillstyle="none", label="M = 4K")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(COUNTS, [str(count) for count in COUNTS])
+    axis.set_xlim(0.7, 70)
+    axis.set_ylim(0, 100)
+    axis.set_xlabel("M, micro-batches per mini-batch")
+    axis.set_ylabel("bubble, % of the devices' time")
+    axis.legend()
+    plt.show()
+
+
+def draw_losses(losses: list[float], correct: float) -> None:
+    """Draw the loss of each step; correct: the share of test photographs that are right in the end."""
+    _, axis = plt.subplots(figsize=(9, 2.8), layout="constrained")
+    axis.plot(losses, color=Color.TRAINING)
+    axis.set_xlabel("step")
+    axis.set_ylabel("cross-entropy, nats")
+    axis.set_ylim(0)
+    right = f"after {len(losses)} steps {correct:.0%} of 1,000 test photographs are right"
+    axis.set_title(f"loss of each mini-batch; {right}", loc="left", fontsize=10)
+    plt.show()
+
+
+def draw_all_held(
+    kept: list[tuple[int, int]], recomputed: dict[int, list[tuple[int, int]]], num_microbatches: int
+) -> None:
+    """Draw what the stages hold, with and without re-materialisation, and what stage 1 holds against M."""
+    _, (by_stage, by_count) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    positions, all_kept = [stage - 0.2 for stage in range(len(kept))], [total / 1e6 for total, _ in kept]
+    by_stage.bar(positions, all_kept, 0.36, color=Color.ALL_KEPT, label="all kept")
+    draw_held(by_stage, [str(stage) for stage in range(len(kept))], recomputed[num_microbatches], 0.2, 0.36)
+    by_stage.set_xlabel("stage")
+    by_stage.set_title(f"each stage, M = {num_microbatches}", loc="left", fontsize=10)
+    by_stage.legend()
+    draw_held(by_count, [str(count) for count in recomputed], [held[1] for held in recomputed.values()], 0, 0.6)
+    by_count.axhline(all_kept[1], color="gray", linewidth=1)
+    by_count.text(len(recomputed) - 0.6, all_kept[1], "all kept", color="gray", ha="right", va="bottom")
+    by_count.set_xlabel("M, micro-batches per mini-batch")
+    by_count.set_title("stage 1", loc="left", fontsize=10)
+    plt.show()

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import matplotlib.pyplot as plt
-from house_style import Color, show
+from house_style import PAPER_ALONE, Color, show
 
 from gpipe.decoding.resource_groups import resource_groups
 from gpipe.records import Record, read_records
@@ -14,6 +14,8 @@ from reproductions.figure3_multilingual.tables import (
     pair_models,
 )
 from reproductions.pages import read_paper
+from reproductions.table import Paper, as_number
+from reproductions.table5_batch_size.tables import small_runs
 from reproductions.translation_runs import Trained, mean, training_pairs
 
 FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
@@ -149,3 +151,88 @@ def label_sizes(axis: plt.Axes, sizes: Iterable[int]) -> None:
     axis.set_xscale("log")
     axis.set_xticks(list(sizes), [f"{size:,}" for size in sizes])
     axis.minorticks_off()
+
+
+def draw_papers_models() -> None:
+    """Draw BLEU of the paper's models against their parameters."""
+    _, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    for row in paper:
+        size, bleu = as_number(row["parameters"]), float(row["bleu_read_off_by_third_party"])
+        name = f"T({row['num_layers']}, {row['feedforward_size']}, {row['num_heads']})"
+        axis.plot(size, bleu, "D", color="dimgray", markersize=8, fillstyle="none")
+        axis.annotate(f"{name}: {bleu}", (size, bleu), (9, -3), textcoords="offset points", color="dimgray")
+    axis.set_xscale("log")
+    axis.set_xlim(3e8, 2e10)
+    axis.set_xlabel("parameters")
+    axis.set_ylabel("average BLEU, a third party's reading")
+    axis.set_title(PAPER_ALONE)
+    plt.show()
+
+
+def draw_deep_and_wide(sides: Sequence[Mapping[int, Trained]], groups: Mapping[str, list]) -> None:
+    """Draw loss and chrF of a deep and a wide model, by group of languages."""
+    _, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axis, figure, label in zip(
+        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
+    ):
+        draw_sides(axis, sides, figure, groups)
+        axis.set_ylabel(label)
+    for side, name, color, marker in SIDES:
+        model = next(iter(sides[side].values())).model
+        axes[0].plot([], [], marker, color=color, label=f"{name}: {model}")
+    axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1)
+    plt.show()
+
+
+WAYS = {
+    (True, True): Color.SCALED_AND_CLIPPED,
+    (True, False): Color.SCALED,
+    (False, True): Color.CLIPPED,
+    (False, False): Color.NEITHER,
+}
+
+
+def draw_deep_training(setting: str, ways: Mapping[tuple[bool, float | None], Sequence[Record]]) -> None:
+    """Draw loss and gradient norm of very deep trainings, by initialisation and clipping."""
+    _, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for (scaled, limit), runs in ways.items():
+        for place, run in enumerate(runs):
+            color, label = WAYS[scaled, limit is not None], None if place else name_choice(scaled, limit)
+            draw_course(axes[0], run, "nll", color, label, is_wide=limit is not None)
+            draw_course(axes[1], run, "gradient_norm", color, None, is_wide=limit is not None)
+    axes[0].legend(fontsize=8)
+    axes[0].set_title(setting, loc="left", fontsize=10)
+    axes[0].set_ylabel("training loss, nats per token")
+    axes[1].set_ylabel("largest gradient norm")
+    axes[1].set_yscale("log")
+    for axis in axes:
+        axis.set_xlabel("step")
+    plt.show()
+
+
+SETTINGS = (Color.SETTING_1, Color.SETTING_2, Color.SETTING_3)
+
+
+def draw_batch_sizes(batch_records: Sequence[Record], batch_paper: Paper) -> None:
+    """Draw the loss against the size of the mini-batch: the paper's, and ours."""
+    _, (theirs, ours) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    sizes, losses = zip(*((int(row["batch_tokens"]), float(row["nll"])) for row in batch_paper), strict=True)
+    theirs.plot(sizes, losses, "D", color="dimgray", markersize=8, fillstyle="none")
+    theirs.set_title(PAPER_ALONE, loc="left", fontsize=10)
+    for color, (setting, by_size) in zip(SETTINGS, small_runs(batch_records).items(), strict=False):
+        values = {size: [one.last("loss") or 0.0 for one in seeds.values()] for size, seeds in by_size.items()}
+        for size, of in values.items():
+            ours.plot([size] * len(of), of, "o", color=color, markersize=5, markeredgewidth=0, alpha=0.6)
+            text = f"  {format_spread(of)}"
+            ours.text(size, fmean(of), text, color=color, va="center")
+        ours.plot(list(values), [fmean(of) for of in values.values()], color=color, linewidth=1)
+        ours.set_title(setting, loc="left", fontsize=10, color=color)
+        ours.margins(x=0.3)
+        label_sizes(ours, values)
+    label_sizes(theirs, sizes)
+    if not small_runs(batch_records):
+        ours.text(0.5, 0.5, "not run", transform=ours.transAxes, ha="center", color="dimgray", style="italic")
+    for axis in (theirs, ours):
+        axis.set_xlabel("tokens per mini-batch")
+        axis.set_ylabel("NLL, nats per token")
+    plt.show()
