@@ -56,7 +56,10 @@ def measure(column: Column, device: str, allocator: Allocator) -> dict[str, Any]
         peaks = _measure_peaks(
             column, [partitions[stage] for stage in stages], _take_stages(column, partitions, stages), device, allocator
         )
-    except torch.cuda.OutOfMemoryError as error:
+    except (torch.cuda.OutOfMemoryError, gpipe.PipelineError) as error:
+        # The pipeline says where it happened.
+        if not isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError):
+            raise
         return {**result, "out_of_memory": str(error).partition("\n")[0]}
     return {**result, "peak_bytes": peaks, "fits": max(peaks) <= room}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hydra import compose
+from hydra.errors import ConfigCompositionException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -162,11 +163,21 @@ def test_an_experiment_with_two_replicas_has_the_processes_for_them(experiment: 
     [
         (["+experiment=amoebanet_imagenet"], 4),
         (["+experiment=amoebanet_imagenet", "launch.num_replicas=2"], 8),
-        (["+experiment=transformer_multilingual", "model=translation_t64_16384_32"], 16),
+        (["+experiment=amoebanet_imagenet", "launch=one_process"], 4),
+        (["+experiment=amoebanet_imagenet", "launch=one_process", "launch.gpus_per_node=2"], 2),
+        (["+experiment=amoebanet_imagenet", "launch.device=cpu"], 0),
+        (["+experiment=transformer_multilingual", "model=translation_t64_16384_32", "launch.gpus_per_node=16"], 16),
         (["pipeline=interleaved", "launch=process_per_stage", "launch.num_replicas=3", "trainer.batch_size=96"], 6),
         ([], 2),
     ],
 )
-def test_a_job_on_slurm_has_a_gpu_for_each_stage_and_replica(overrides: list[str], num_gpus: int) -> None:
+def test_a_job_on_slurm_has_a_gpu_for_each_process_or_stage(overrides: list[str], num_gpus: int) -> None:
     composed = compose("train", overrides=["hydra/launcher=slurm", *overrides], return_hydra_config=True)
     assert composed.hydra.launcher.gpus_per_node == num_gpus
+
+
+def test_a_job_on_slurm_that_needs_more_gpus_than_a_node_has_is_refused() -> None:
+    overrides = ["hydra/launcher=slurm", "+experiment=amoebanet_imagenet", "launch.num_replicas=4"]
+    message = r"a job of 16 processes .* a node has 8 .* one torchrun per node"
+    with pytest.raises(ConfigCompositionException, match=message):
+        compose("train", overrides=overrides, return_hydra_config=True)

@@ -1,12 +1,9 @@
 """The programs of Table 1: its models, and what they plan, find and measure of smaller ones."""
 
-from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from experiments.planned_memory.stage_accounting import ProcessorAllocator
 from experiments.table1_capacity import plans
@@ -14,37 +11,9 @@ from experiments.table1_capacity.columns import COLUMNS, Column
 from experiments.table1_capacity.on_gpu import measure
 from experiments.table1_capacity.plans import CUTS, count_parameters, find_largest, plan
 from experiments.table1_capacity.variants import Variant, vary
-from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.records import Record, make_record
 from reproductions.table1_model_size.tables import TABLES
-
-
-class Small(Column):
-    """A column with few and small examples, and a small vocabulary."""
-
-    @property
-    def batch_size(self) -> int:
-        return 8
-
-    def layers(self, *, as_public_code: bool = False) -> nn.Sequential:
-        with torch.device("meta"):
-            if self.num_filters is None:
-                return transformer_lm(
-                    self.num_layers, vocabulary_size=50, model_size=64, feedforward_size=256, num_heads=2
-                )
-            layers = amoebanet_d(self.num_layers, self.num_filters, 10, image_size=64, auxiliary_head=as_public_code)
-        return convert_batch_norm(layers)
-
-    def batch(self, size: int, device: str = "meta") -> tuple[Tensor, Tensor]:
-        if self.num_filters is None:
-            tokens = torch.zeros(size, 64, dtype=torch.int64, device=device)
-            return tokens, tokens
-        images = torch.zeros(size, 3, 64, 64, device=device)
-        return images, torch.zeros(size, dtype=torch.int64, device=device)
-
-
-IMAGES, TEXT = Small("Pipeline-2", 3, 32, 2), Small("Pipeline-8", 6, None, 4)
+from tests.experiments.small_columns import IMAGES, TEXT, Small
 
 
 def test_the_columns_have_the_papers_models() -> None:
@@ -74,19 +43,6 @@ def test_what_a_stage_holds_is_measured_beside_its_plan(column: Column, stages: 
     found = measure(column, "cpu", ProcessorAllocator())
     assert found["stages"] == stages and found["fits"]
     assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
-
-
-class Full(ProcessorAllocator):
-    """A device without room."""
-
-    def step(self, run: Callable[[], Any]) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nThe rest is advice.")
-
-
-def test_a_device_without_room_is_a_result() -> None:
-    found = measure(IMAGES, "cpu", Full())
-    assert found["out_of_memory"] == "CUDA out of memory."
-    assert "peak_bytes" not in found and "fits" not in found
 
 
 def test_the_largest_model_is_found_for_each_cut(monkeypatch: pytest.MonkeyPatch) -> None:

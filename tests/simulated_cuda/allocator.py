@@ -8,7 +8,9 @@ memory must be ordered after the last write, and a write after all uses.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
+import torch
 from torch import Tensor
 
 from tests.simulated_cuda import ledger, streams
@@ -21,11 +23,12 @@ class Block:
 
     Attributes:
         home: the stream on which it was asked for.
+        num_bytes: its size; rounding and fragmentation are left out.
         recorded: streams that the allocator was told of.
     """
 
-    def __init__(self, home: Stream) -> None:
-        self.home = home
+    def __init__(self, home: Stream, num_bytes: int) -> None:
+        self.home, self.num_bytes = home, num_bytes
         self.recorded: set[Stream] = set()
         self._written: tuple[Stream, int, str] | None = None
         self._used: dict[int, tuple[Stream, int, str]] = {}  # the last use by each stream
@@ -45,6 +48,7 @@ class Block:
 
     def free(self) -> None:
         """Take the block back."""
+        allocated_bytes[self.home.device.index] -= self.num_bytes
         known = dict(self.home.clock)
         streams.merge(known, streams.find_host_clock())
         for stream in self.recorded:
@@ -61,6 +65,14 @@ def _unordered(use: tuple[Stream, int, str], stream: Stream) -> str:
 
 
 _blocks: dict[int, Block] = {}
+allocated_bytes: Counter[int] = Counter()
+"""By device."""
+
+peak_bytes: Counter[int] = Counter()
+"""The most so far, by device."""
+
+memory_bytes: int | None = None
+"""Of each device; None is without end."""
 
 
 def allocate(tensor: Tensor, home: Stream) -> Block:
@@ -68,9 +80,22 @@ def allocate(tensor: Tensor, home: Stream) -> Block:
     storage = tensor.untyped_storage()
     with lock:
         if storage._cdata not in _blocks:
-            _blocks[storage._cdata] = Block(home)
+            _add(home.device.index, storage.nbytes())
+            _blocks[storage._cdata] = Block(home, storage.nbytes())
             weakref.finalize(storage, _free, storage._cdata)
         return _blocks[storage._cdata]
+
+
+def _add(device: int, num_bytes: int) -> None:
+    if memory_bytes is not None and allocated_bytes[device] + num_bytes > memory_bytes:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes on GPU {device}")
+    allocated_bytes[device] += num_bytes
+    peak_bytes[device] = max(peak_bytes[device], allocated_bytes[device])
+
+
+def reset_peak(device: int) -> None:
+    """Let the most be what is allocated now."""
+    peak_bytes[device] = allocated_bytes[device]
 
 
 def _free(key: int) -> None:

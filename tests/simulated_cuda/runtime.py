@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated_cuda import generators, nccl, streams, tensors
+from tests.simulated_cuda import allocator, generators, nccl, streams, tensors
 
 _kept: list[Any] = []
 
@@ -31,9 +31,9 @@ def install() -> None:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
-        "max_memory_allocated": lambda device=None: 0,
-        "memory_allocated": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_allocated": lambda device=None: allocator.allocated_bytes[streams.as_device(device).index],
+        "max_memory_allocated": lambda device=None: allocator.peak_bytes[streams.as_device(device).index],
+        "reset_peak_memory_stats": lambda device=None: allocator.reset_peak(streams.as_device(device).index),
         "get_device_name": lambda device=None: "a simulated GPU",
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda including_emulation=True: True,

@@ -118,6 +118,8 @@ class LaunchConfig:
             that speeds can be compared.
         max_restarts: restarts allowed after a failure, each from the last checkpoint; with more than 0, a single
             process runs as a child.
+        gpus_per_node: how many GPUs a node of the cluster has, which hydra/launcher=slurm must know; elsewhere it
+            changes nothing.
         debug: print the whole traceback of an error instead of one message.
     """
 
@@ -127,6 +129,7 @@ class LaunchConfig:
     pin_cores: bool = MISSING
     device: Device = MISSING
     max_restarts: int = MISSING
+    gpus_per_node: int = MISSING
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -135,3 +138,4 @@ class LaunchConfig:
         optional_at_least("launch.num_threads", self.num_threads, 1)
         within("launch.num_threads", self.num_threads or 1, 1, MOST_PROCESSES)
         at_least("launch.max_restarts", self.max_restarts, 0)
+        within("launch.gpus_per_node", self.gpus_per_node, 1, MOST_PROCESSES)

@@ -159,6 +159,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     OmegaConf.register_new_resolver("command_words", command_words, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("quotient", lambda total, part: total // max(1, part), replace=True)
     OmegaConf.register_new_resolver("by_size", by_size, replace=True)
+    OmegaConf.register_new_resolver("gpus_of_job", gpus_of_job, replace=True)
     OmegaConf.register_new_resolver("by_name", by_name, replace=True)
     OmegaConf.register_new_resolver("statistics_weight", statistics_weight, replace=True)
     OmegaConf.register_new_resolver("times", lambda *factors: math.prod(factors), replace=True)
@@ -178,6 +179,25 @@ def by_name(setting: str, name: str, values: Mapping[str, Any]) -> Any:
     if name not in values:
         raise ConfigError(f"{name} is none of {', '.join(values)}, from which {setting} follows: set {setting}=... .")
     return values[name]
+
+
+def gpus_of_job(device: Any, num_processes: int, num_devices: int, gpus_per_node: int) -> int:
+    """Return how many GPUs a job asks for on its node: one per process, or as one process has stages for; 0 on CPUs.
+
+    Raises:
+        ConfigError: a node has fewer.
+    """
+    if str(getattr(device, "name", device)) == "cpu":
+        return 0
+    if num_processes == 1:
+        return min(num_devices, gpus_per_node)
+    if num_processes > gpus_per_node:
+        raise ConfigError(
+            f"a job of {num_processes} processes (launch.num_processes) needs as many GPUs, but a node has "
+            f"{gpus_per_node} (launch.gpus_per_node): correct that number, or start one torchrun per node, as the "
+            "guide to many hosts says."
+        )
+    return num_processes
 
 
 def statistics_weight(num_examples: int, batch_size: int) -> float:

@@ -1,0 +1,16 @@
+"""A column of Table 1 on a GPU with little memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.planned_memory.stage_accounting import CudaAllocator
+from experiments.table1_capacity.on_gpu import measure
+from tests.experiments.small_columns import IMAGES
+from tests.simulated_cuda import allocator
+
+
+def measure_with(rank: int, memory_bytes: int | None) -> dict[str, Any]:
+    """Measure a small model's stages; the GPU has so much memory, or any."""
+    allocator.memory_bytes = memory_bytes
+    return measure(IMAGES, "cuda", CudaAllocator())

@@ -1,0 +1,28 @@
+"""The capacity of a GPU is measured as planned; where its memory runs out, that is the result."""
+
+import re
+
+import pytest
+
+from tests.simulated_cuda.capacity import measure_with
+from tests.simulated_cuda.machine import Machine
+
+
+def test_a_gpu_holds_what_was_planned(simulated: Machine) -> None:
+    (found,) = simulated.run(1, measure_with, None)
+    assert found["fits"]
+    assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("share", "place"),
+    [
+        (0.9, r"stage \d, micro-batch \d, .*, \w+: OutOfMemoryError: CUDA out of memory\. Tried to allocate \d+ bytes"),
+        (0.01, r"CUDA out of memory\. Tried to allocate \d+ bytes"),  # the weights have no room
+    ],
+)
+def test_a_gpu_whose_memory_runs_out_is_a_result(share: float, place: str, simulated: Machine) -> None:
+    (enough,) = simulated.run(1, measure_with, None)
+    (found,) = simulated.run(1, measure_with, int(share * max(enough["peak_bytes"])))
+    assert re.match(place, found["out_of_memory"]), found
+    assert "peak_bytes" not in found and "fits" not in found
