@@ -182,10 +182,11 @@ BOMB = "\n".join(["a0: &a0 [1, 2]", *(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}, *a{n}
         (BOMB, r"evil.yaml stands for more than 10,000 values, with its aliases: shorten it\."),
         (f"a: {'[' * 3000}", r"evil.yaml is nested more than 50 levels deep: flatten it\."),
         ("#" * 2**20, r"evil.yaml has 1,048,\d+ bytes, expected at most 1,048,576: it holds no settings\."),
+        (f"seed: {'9' * 5000}", r"extra/evil cannot be read: Exceeds the limit \(4300 digits\) .*: correct it there\."),
         (INTERPOLATIONS, r"params.a\d+ is \$\{.*, whose interpolations stand for too many values or characters: write"),
         ("defaults: [evil]", r"extra/evil is one of more than 500 files that defaults lists name, perhaps in a circle"),
     ],
-    ids=["cycle", "bomb", "deep", "long", "interpolations", "includes"],
+    ids=["cycle", "bomb", "deep", "long", "digits", "interpolations", "includes"],
 )
 def test_a_file_without_end_is_one_sentence(text: str, said: str, elsewhere: Path) -> None:
     with pytest.raises(ConfigCompositionException, match=said) as refused:

@@ -265,7 +265,10 @@ def _counted_and_loaded(self: CachingConfigRepository, config_path: str) -> Conf
     for source in self.delegate.get_sources():
         if source.scheme() == "file" and f"config_path={config_path}" not in self.cache:
             refuse_hostile_yaml(Path(source.path) / f"{config_path.removesuffix('.yaml').strip('/')}.yaml")
-    return _load_once(self, config_path)
+    try:
+        return _load_once(self, config_path)
+    except ValueError as error:  # of Python's own, such as a number of thousands of digits
+        raise ConfigCompositionException(f"{config_path} cannot be read: {why(error)}: correct it there.") from None
 
 
 def _at(node: Any, place: str) -> Any:
