@@ -254,7 +254,7 @@ SETTINGS = {  # what Hydra's refer to
     "name": "train",
     "data": {"root": "/outside"},
     "pipeline": {"num_stages": 2, "stages_per_device": 1},
-    "launch": {"num_replicas": 1},
+    "launch": {"num_replicas": 1, "device": "cuda", "num_processes": 2, "gpus_per_node": 8},
 }
 CLASS_NAMES = ("os.system", "logging.handlers.SMTPHandler", "gpipe.programs.sweep.Path.touch")
 CLASS = {"new": {"_target_": "logging.FileHandler"}}
