@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpipe.pipeline.batch_norm import convert_batch_norm, is_recomputing
     from gpipe.pipeline.engine import Pipeline
+    from gpipe.pipeline.gradient_scaler import GradientScaler
     from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
     from gpipe.pipeline.step_report import StepReport
     from gpipe.pipeline.timeline import Timeline
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # Imported when first asked for: reading a configuration, or finding that a data set is missing, needs no torch.
 _PLACES = {
+    "GradientScaler": "pipeline.gradient_scaler",
     "LayerCost": "planning.profile",
     "NonFiniteError": "pipeline.job.errors",
     "PeerFailure": "pipeline.job.errors",
@@ -30,6 +32,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "GradientScaler",
     "LayerCost",
     "NonFiniteError",
     "PeerFailure",

@@ -33,6 +33,19 @@ def test_gradients_of_several_types_have_norms() -> None:
     assert [norm for _, norm in compute_norms(named)] == [5.0, 5.0, 5.0]
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 3e38), (torch.float32, 1e30)])
+def test_finite_gradients_have_a_finite_norm(dtype: torch.dtype, value: float) -> None:
+    gradient = torch.full((300,), value, dtype=dtype)
+    ((_, norm),) = compute_norms(parameters(gradient))
+    assert norm == pytest.approx(float(gradient[0]) * math.sqrt(300), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_has_no_finite_norm(value: float) -> None:
+    ((_, norm),) = compute_norms(parameters(torch.tensor([1.0, value], dtype=torch.float16)))
+    assert not math.isfinite(norm)
+
+
 def test_without_gradients_the_norm_is_zero() -> None:
     assert compute_norms(parameters(None, None)) == []
     assert global_norm([]) == 0.0

@@ -73,7 +73,7 @@ def test_parts_keep_the_memory_format_and_lose_the_history() -> None:
 def test_merge_undoes_split(batch_size: int, num_microbatches: int) -> None:
     value = {"a": torch.randn(batch_size, 2), "b": [torch.arange(batch_size), None]}
     parts = split(value, microbatch_sizes(batch_size, num_microbatches))
-    merged = merge([Payload.of(part) for part in parts])
+    merged = merge([Payload.of(part) for part in parts], microbatch_sizes(batch_size, num_microbatches))
     assert torch.equal(merged["a"], value["a"])
     assert torch.equal(merged["b"][0], value["b"][0])
     assert merged["b"][1] is None
@@ -81,12 +81,21 @@ def test_merge_undoes_split(batch_size: int, num_microbatches: int) -> None:
 
 def test_outputs_of_different_nests_are_refused() -> None:
     with pytest.raises(ValueError, match="nested differently; return the same nest for each"):
-        merge([Payload.of(torch.zeros(1)), Payload.of((torch.zeros(1),))])
+        merge([Payload.of(torch.zeros(1)), Payload.of((torch.zeros(1),))], [1, 1])
 
 
 def test_a_scalar_output_is_refused() -> None:
     with pytest.raises(ValueError, match="an output is a scalar"):
-        merge([Payload.of(torch.zeros(())), Payload.of(torch.zeros(()))])
+        merge([Payload.of(torch.zeros(())), Payload.of(torch.zeros(()))], [1, 1])
+
+
+def test_several_outputs_that_do_not_have_the_examples_first_are_refused() -> None:
+    parts = [Payload.of((torch.zeros(size, 1), torch.zeros(5, size))) for size in (3, 2)]
+    with pytest.raises(
+        ValueError, match=r"^an output has the shape \(5, 3\) for a micro-batch of 3 examples; outputs "
+    ):
+        merge(parts, [3, 2])
+    assert merge(parts[:1], [3])[1].shape == (5, 3)
 
 
 def test_the_batch_size_is_the_first_dimension_of_all_tensors() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
 
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.synchronized_norm import SynchronizedMicroBatch
@@ -139,8 +139,16 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
 
     Returns:
         The module itself.
+
+    Raises:
+        ValueError: one is lazy, and does not know its size yet.
     """
-    for child in module.modules():
+    for name, child in module.named_modules():
+        if isinstance(child, _LazyNormBase):
+            raise ValueError(
+                f"{name or 'the module'} ({type(child).__name__}) does not know its size yet; run the model on an "
+                "example first, or give nn.BatchNorm its num_features"
+            )
         if isinstance(child, _BatchNorm) and not isinstance(child, MicroBatchNorm | SyncBatchNorm):
             child.__class__ = _convert_class(type(child))
     return module

@@ -16,12 +16,19 @@ from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
 from gpipe.pipeline.compilation import Compilation
+from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.job.topology import Devices, join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.refusals import (
+    refuse_history,
+    refuse_own_behaviour,
+    refuse_parameters_of_loss,
+    refuse_replaced_layers,
+)
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task, check_stages_per_device, plan_tasks
 from gpipe.pipeline.shared.replicas import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
@@ -95,6 +102,8 @@ class Pipeline:
             raise TypeError(
                 f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers"
             )
+        refuse_own_behaviour(layers)
+        refuse_parameters_of_loss(loss)
         check_partitions(partitions, len(layers))
         batch_norm.refuse_unconverted(layers)
         tied = TiedParameters(layers)
@@ -168,7 +177,12 @@ class Pipeline:
         return self._tied.names
 
     def train_step(
-        self, batch: tuple[Any, Any], *, record_timeline: bool = False, note: Callable[[], Any] | None = None
+        self,
+        batch: tuple[Any, Any],
+        *,
+        record_timeline: bool = False,
+        note: Callable[[], Any] | None = None,
+        scaler: GradientScaler | None = None,
     ) -> StepReport:
         """Add the gradients of a mini-batch's loss to the parameters' `.grad`, and move the moving averages once.
 
@@ -180,10 +194,12 @@ class Pipeline:
             record_timeline: whether to collect when each task ran, on all stages.
             note: called at the end of the step. What it returns, of JSON's types, is in the report of every process of
                 the job: all learn of it at the same step, without an exchange of its own.
+            scaler: scales the loss for float16. Where a gradient is not finite, it skips the step, on every process:
+                nobody has gradients, no moving average has moved, and `step` stays as it is.
 
         Raises:
-            NonFiniteError: the loss or a gradient is not finite, on every process. The gradients are unusable, no
-                moving average has moved, and `step` stays as it is; another step may follow.
+            NonFiniteError: the loss or, without a scaler, a gradient is not finite, on every process. The gradients are
+                unusable, no moving average has moved, and `step` stays as it is; another step may follow.
             StepAbandoned: a process was asked to stop while it compiled, on every process; as above.
             PipelineError: an error in a layer, in the loss or in another process; it says where. With several
                 processes the pipeline cannot be used any more.
@@ -193,9 +209,12 @@ class Pipeline:
         clock = Clock(cuda=record_timeline)
         with self._step():
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
-            loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
+            scale = 1.0 if scaler is None else scaler.scale
+            loss = self._minibatch_loss(targets, mini_batch, scale) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
             self._tied.start_step()
+            if scaler is not None:
+                scaler.scale_earlier(self.parameters())
             if record_timeline:
                 self.job.wait_for_devices()  # before the clock does
             for k, stage in self.stages.items():
@@ -214,14 +233,20 @@ class Pipeline:
             self.job.wait_for_devices()
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
-            totals, notes = self._conclude(loss, note)
-            self._commit(self._batch_norms)
+            if scaler is not None:
+                scaler.unscale(self.parameters())
+            totals, notes, is_skipped = self._conclude(loss, note, may_skip=scaler is not None)
+            if scaler is not None:
+                scaler.update(is_skipped=is_skipped)
+            step = self.step
+            if not is_skipped:
+                self._commit(self._batch_norms)
+                self.step += 1
             for stage in self.stages.values():
                 stage.finish_step()
-            self.step += 1
             timeline = self._gather_timeline(clock) if record_timeline else None
         return StepReport(
-            step=self.step - 1,
+            step=step,
             loss=totals.pop("loss"),
             metrics=totals,
             notes=notes,
@@ -230,6 +255,7 @@ class Pipeline:
             timeline=timeline,
             step_seconds=time.perf_counter() - begin,
             peak_memory_bytes=measure_peak_memory(set(self.job.devices.values())),
+            is_skipped=is_skipped,
         )
 
     def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None, move_statistics: bool = False) -> Any:
@@ -268,7 +294,8 @@ class Pipeline:
                 self.job.wait_for_devices()
                 if move_statistics:
                     self._commit(norms)
-                return merge(outputs) if outputs else None
+                sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
+                return merge(outputs, sizes) if outputs else None
         finally:
             batch_norm.discard(norms)
 
@@ -360,6 +387,8 @@ class Pipeline:
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
+        for stage in self.stages.values():
+            refuse_replaced_layers(self.layers, stage.layers)
         if self._compilation is not None:
             self._compilation.start()
         with self.job.guard(), preserved_generators(self.job.devices.values()), uncached_autocast():
@@ -369,6 +398,8 @@ class Pipeline:
         """Cut the mini-batch, or learn from the stage before how it was cut; return it with its parts."""
         if not self.is_first:
             return self.job.transfer.start(None, training=training), []
+        if training:
+            refuse_history(inputs, "inputs")
         sizes = microbatch_sizes(find_batch_size(inputs, "inputs"), num_microbatches)
         parts = split(inputs, sizes)
         return self.job.transfer.start(MiniBatch(sum(sizes), len(sizes)), training=training), parts
@@ -422,20 +453,24 @@ class Pipeline:
         sizes: list[int] = self.job.replicas.gather(find_batch_size(inputs, "inputs"))
         return min(self.num_microbatches, *sizes)
 
-    def _minibatch_loss(self, targets: Any, mini_batch: MiniBatch) -> MiniBatchLoss:
+    def _minibatch_loss(self, targets: Any, mini_batch: MiniBatch, scale: float = 1.0) -> MiniBatchLoss:
         if (found := find_batch_size(targets, "targets")) != mini_batch.num_examples:
             raise ValueError(
                 f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; every process must be given "
                 "the same mini-batch"
             )
+        refuse_history(targets, "targets")
         sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
         device = self.stages[self.num_stages - 1].device
-        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas)
+        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, scale)
 
     def _conclude(
-        self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None
-    ) -> tuple[dict[str, float], list[Any]]:
-        """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes."""
+        self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None, *, may_skip: bool
+    ) -> tuple[dict[str, float], list[Any], bool]:
+        """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes.
+
+        may_skip: drop all gradients where one has a fault, and return True as the last value, instead of an error.
+        """
         norms = gradient_norm.compute_norms(self._tied.deduplicate(self.named_parameters()))
         own = {
             "totals": loss.totals() if loss else None,
@@ -453,11 +488,15 @@ class Pipeline:
         (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
         faults = gradient_norm.sort_by_layer(part["fault"] for part in parts)
         if math.isfinite(totals["loss"]) and not faults:
-            return totals, notes
+            return totals, notes, False
         self._undo()
         if not math.isfinite(totals["loss"]):
             last = self.num_stages - 1
             raise NonFiniteError(f"the loss of step {self.step} is {totals['loss']} in stage {last}", stage=last)
+        if may_skip:
+            for parameter in self.parameters():
+                parameter.grad = None
+            return totals, notes, True
         ((name, norm), *_) = faults
         raise NonFiniteError(f"the gradient of {name} in step {self.step} has the norm {norm}")
 

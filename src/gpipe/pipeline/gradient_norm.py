@@ -11,16 +11,37 @@ from torch.nn.utils import clip_grads_with_norm_
 
 
 def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, float]]:
-    """Return the name and gradient norm of each parameter that has a gradient; waits for the device once."""
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, parameter in named_parameters:
-        if parameter.grad is not None:
-            by_device.setdefault(parameter.grad.device, []).append((name, parameter.grad))
-    norms: list[tuple[str, float]] = []
-    for pairs in by_device.values():
-        found = torch.stack([norm.double() for norm in torch._foreach_norm([gradient for _, gradient in pairs])])
-        norms += zip([name for name, _ in pairs], found.tolist(), strict=True)
-    return norms
+    """Return the name and gradient norm of each parameter that has a gradient; waits for the device once.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    gradients = {name: parameter.grad for name, parameter in named_parameters if parameter.grad is not None}
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {name} is sparse, and only dense ones can be added up and clipped alike for every "
+                "number of stages; set sparse=False in its layer"
+            )
+        alike.setdefault((gradient.device, gradient.dtype), []).append(name)
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for (device, dtype), names in alike.items():
+        wide = torch.float32 if dtype.itemsize == 2 else None  # finite numbers in float16 soon have an infinite norm
+        norms = torch._foreach_norm([gradients[name] for name in names], dtype=wide)
+        by_device.setdefault(device, {}).update(zip(names, norms, strict=True))
+    found: dict[str, float] = {}
+    for values in by_device.values():
+        found.update(zip(values, torch.stack([norm.double() for norm in values.values()]).tolist(), strict=True))
+    return [(name, _exact(found[name], gradient)) for name, gradient in gradients.items()]
+
+
+def _exact(norm: float, gradient: Tensor) -> float:
+    """Return a norm; where it is not finite, the one in double precision: perhaps only a square was too large."""
+    if math.isfinite(norm):
+        return norm
+    wide = torch.complex128 if gradient.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(gradient, dtype=wide))
 
 
 def sort_by_layer(parts: Iterable[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:

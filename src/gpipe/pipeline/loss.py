@@ -26,6 +26,7 @@ class MiniBatchLoss:
         sizes: examples of each micro-batch.
         device: where the outputs will be.
         replicas: their mini-batches make up the whole one.
+        scale: by which gradients will be too large.
 
     Raises:
         ValueError: the weights are not positive in sum.
@@ -39,7 +40,9 @@ class MiniBatchLoss:
         sizes: Sequence[int],
         device: torch.device,
         replicas: Replicas,
+        scale: float = 1.0,
     ) -> None:
+        self._scale = scale
         self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
         weights = [float(n) if weight is None else float(weight(t)) for n, t in zip(sizes, self._targets, strict=True)]
@@ -70,7 +73,7 @@ class MiniBatchLoss:
             scalars = {name: torch.zeros_like(value) for name, value in scalars.items()}
         self._values[micro_batch] = {name: value.detach() for name, value in scalars.items()}
         # The replicas' gradients are averaged, but their losses must add up.
-        share: Tensor = scalars["loss"] * (self._weights[micro_batch] * self._replicas.count)
+        share: Tensor = scalars["loss"] * (self._weights[micro_batch] * self._replicas.count * self._scale)
         return share
 
     def totals(self) -> dict[str, float]:

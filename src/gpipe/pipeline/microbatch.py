@@ -160,16 +160,24 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     return [unflatten(payload.structure, [part[i].data for part in parts]) for i in range(len(sizes))]
 
 
-def merge(payloads: Sequence[Payload]) -> Any:
-    """Concatenate the outputs of the micro-batches of one mini-batch along the first dimension.
+def merge(payloads: Sequence[Payload], sizes: Sequence[int]) -> Any:
+    """Concatenate the outputs of the micro-batches of one mini-batch, of given sizes, along the first dimension.
 
     Raises:
-        ValueError: the outputs are not nested alike, or one is a scalar.
+        ValueError: the outputs are not nested alike, one is a scalar, or of several one has not as many rows as its
+            micro-batch has examples.
     """
     first = payloads[0]
     if any(payload.structure != first.structure for payload in payloads):
         raise ValueError("the outputs of the micro-batches are nested differently; return the same nest for each")
     if any(tensor.ndim == 0 for tensor in first.tensors):
         raise ValueError("an output is a scalar, which cannot be concatenated: return one number per example")
+    for payload, size in zip(payloads, sizes, strict=True):
+        for tensor in payload.tensors:
+            if len(payloads) > 1 and len(tensor) != size:
+                raise ValueError(
+                    f"an output has the shape {tuple(tensor.shape)} for a micro-batch of {size} examples; outputs need "
+                    "the examples as their first dimension to be put together: let the last layer return them so"
+                )
     columns = zip(*(payload.tensors for payload in payloads), strict=True)
     return unflatten(first.structure, [torch.cat(column) for column in columns])

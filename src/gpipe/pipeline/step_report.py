@@ -15,7 +15,7 @@ from gpipe.pipeline.timeline import Timeline
 
 @dataclass(frozen=True)
 class StepReport:
-    """The result of one training step, the same on every process but for the last two attributes.
+    """The result of one training step, the same on every process but for step_seconds and peak_memory_bytes.
 
     Attributes:
         step: the number of the step, from 0.
@@ -28,6 +28,7 @@ class StepReport:
         timeline: of all stages, where it was asked for.
         step_seconds: from the call of train_step to its end, on this process.
         peak_memory_bytes: the most that this process ever held: of GPU memory on CUDA, of main memory on the CPU.
+        is_skipped: whether a scaler skipped the step: no process has gradients.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepReport:
     timeline: Timeline | None = field(repr=False)
     step_seconds: float
     peak_memory_bytes: int
+    is_skipped: bool = False
 
 
 def measure_peak_memory(devices: Iterable[torch.device]) -> int:

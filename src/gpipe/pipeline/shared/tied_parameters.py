@@ -66,7 +66,7 @@ class TiedParameters:
         groups: in the order of their first layers; the same for every number of stages.
 
     Raises:
-        ValueError: two layers share a batch norm.
+        ValueError: two layers share a batch norm, or a parameter that they share has a hook.
     """
 
     def __init__(self, layers: nn.Sequential) -> None:
@@ -78,6 +78,8 @@ class TiedParameters:
         self.groups: tuple[TiedGroup, ...] = tuple(tuple(members) for members in found.values() if len(members) > 1)
         if self.groups:
             _refuse_shared_batch_norms(layers)
+        for first, *_ in self.groups:
+            _refuse_hooks(first, self._parameter(first))
 
     def settings(self) -> dict[str, Any]:
         """Return, as JSON, what all processes must agree on: the groups, and the values that they begin with."""
@@ -183,6 +185,14 @@ def _refuse_shared_batch_norms(layers: nn.Sequential) -> None:
                 )
 
 
+def _refuse_hooks(member: Member, parameter: Parameter) -> None:
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{member.full_name} has a hook, and other layers share this parameter: the hook would see the gradient of "
+            "one layer, not their sum; change .grad after the step instead"
+        )
+
+
 class TiedGradients:
     """Leaves in each copy's `.grad` what a single parameter in all those layers would have there.
 
@@ -221,9 +231,14 @@ class TiedGradients:
         return ((name, value) for name, value in named if name not in self._repeated)
 
     def start_step(self) -> None:
-        """Set aside the gradients of earlier steps, which are sums already."""
+        """Set aside the gradients of earlier steps, which are sums already.
+
+        Raises:
+            ValueError: a copy has got a hook.
+        """
         self._earlier = {}
         for member, parameter in self._copies.items():
+            _refuse_hooks(member, parameter)
             if parameter.requires_grad and parameter.grad is not None:
                 self._earlier[member], parameter.grad = parameter.grad, None
 

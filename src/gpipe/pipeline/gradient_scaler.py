@@ -1,0 +1,81 @@
+"""Scaling of the loss, so that gradients in float16 do not vanish."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradientScaler:
+    """Multiplies the loss of training steps by a scale, and divides the gradients of all stages by it.
+
+    A step in which a gradient is infinite or not a number is skipped: no process has a gradient after it, so no
+    optimizer changes anything, and the scale falls. After enough other steps it rises. Every process has a scaler of
+    its own; they stay equal. Between two steps without zeroing, a skipped step also loses the gradients before it.
+
+    Args:
+        scale: at first; a power of two changes no bit of a gradient.
+        growth_factor, backoff_factor: by which it rises and falls.
+        growth_interval: after how many steps in a row it rises.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        for name, value, is_valid, valid in (
+            ("scale", scale, 0 < scale < math.inf, "finite and above 0"),
+            ("growth_factor", growth_factor, 1 <= growth_factor < math.inf, "finite and at least 1"),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
+            ("growth_interval", growth_interval, growth_interval >= 1, "at least 1"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name} is {value}; it must be {valid}")
+        self.scale = float(scale)
+        self._growth_factor, self._backoff_factor, self._growth_interval = (
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+        )
+        self._num_steps = 0  # in a row
+
+    def scale_earlier(self, parameters: Iterable[Tensor]) -> None:
+        """Multiply the gradients of earlier steps, to which scaled ones are about to be added."""
+        _multiply(parameters, self.scale)
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Divide the gradients."""
+        _multiply(parameters, 1 / self.scale)
+
+    def update(self, *, is_skipped: bool) -> None:
+        """Adapt the scale after a step."""
+        self._num_steps = 0 if is_skipped else self._num_steps + 1
+        if is_skipped:
+            self.scale *= self._backoff_factor
+        elif self._num_steps == self._growth_interval:
+            self.scale, self._num_steps = min(self.scale * self._growth_factor, 2.0**126), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, of JSON's types."""
+        return {"scale": self.scale, "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.scale, self._num_steps = float(state["scale"]), int(state["num_steps"])
+
+
+def _multiply(parameters: Iterable[Tensor], factor: float) -> None:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1:
+        torch._foreach_mul_(gradients, factor)

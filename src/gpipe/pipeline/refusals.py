@@ -1,0 +1,75 @@
+"""What a pipeline would ignore, and therefore refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from gpipe.pipeline.microbatch import Payload
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def refuse_own_behaviour(layers: nn.Sequential) -> None:
+    """Refuse a sequence that does more than to run its layers: a stage runs only some of them.
+
+    Raises:
+        TypeError: it has a forward of its own.
+        ValueError: it has hooks, parameters or buffers of its own.
+    """
+    name = type(layers).__name__
+    if type(layers).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"{name} has a forward of its own, but stages run its layers one after the other; put what it does into "
+            "layers, and give nn.Sequential(*layers)"
+        )
+    if any(getattr(layers, kind) for kind in _HOOKS):
+        raise ValueError(f"{name} has hooks, but stages run its layers alone; register them on a layer")
+    if own := [
+        key for values in (layers._parameters, layers._buffers) for key, value in values.items() if value is not None
+    ]:
+        raise ValueError(f"{name} has {own[0]} of its own, which no stage would hold; put it into a layer")
+
+
+def refuse_parameters_of_loss(loss: Any) -> None:
+    """Refuse a loss with something to train: nothing would average, clip or save its gradients.
+
+    Raises:
+        ValueError: naming the first such parameter.
+    """
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    for name, parameter in named:
+        if parameter.requires_grad:
+            raise ValueError(
+                f"the loss has the parameter {name}, which the pipeline would not train; put it into the last layer, "
+                "or freeze it (requires_grad_(False))"
+            )
+
+
+def refuse_history(value: Any, what: str) -> None:
+    """Refuse inputs or targets that want a gradient: none comes back to them.
+
+    Raises:
+        ValueError: naming `what`.
+    """
+    if any(tensor.requires_grad for tensor in Payload.of(value).tensors):
+        raise ValueError(
+            f"the {what} require gradients, and a training step computes none for them; give {what} without a history "
+            "(.detach()), and make what computes them a layer"
+        )
+
+
+def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) -> None:
+    """Refuse layers that were put in the place of those that the stages run.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for index, layer in own.items():
+        if layers._modules.get(str(index)) is not layer:
+            raise ValueError(
+                f"layer {index} of pipeline.layers is not the one that the pipeline was made with, so it would not be "
+                "trained; change that layer in place, or make a new Pipeline"
+            )

@@ -1,0 +1,148 @@
+"""What a pipeline would ignore is refused in one sentence, which says what to do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from tests.support import tied_model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 3), torch.arange(4) % 3
+
+
+def build(layers: nn.Sequential | None = None, loss: Any = F.cross_entropy, **options: Any) -> gpipe.Pipeline:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) if layers is None else layers
+    return gpipe.Pipeline(layers, loss, [1, len(layers) - 1], 2, **options)
+
+
+class Doubled(nn.Sequential):
+    """Does more than its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Named(nn.Sequential):
+    """Adds nothing but a name."""
+
+
+class Temperature(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs * self.scale, targets)
+
+
+def refused(message: str) -> Any:
+    return pytest.raises((ValueError, TypeError, gpipe.PipelineError), match=f"^{re.escape(message)}[^\n]*$")
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_refused() -> None:
+    with refused("Doubled has a forward of its own, but stages run its layers one after the other; put"):
+        build(Doubled(nn.Linear(3, 3), nn.Linear(3, 3)))
+    build(Named(nn.Linear(3, 3), nn.Linear(3, 3))).train_step(batch())
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_a_sequence_with_a_hook_is_refused(register: str) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    getattr(layers, register)(lambda *_: None)
+    with refused("Sequential has hooks, but stages run its layers alone; register them on a layer"):
+        build(layers)
+
+
+def test_a_sequence_with_a_parameter_or_buffer_of_its_own_is_refused() -> None:
+    for register in ("register_parameter", "register_buffer"):
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        getattr(layers, register)("scale", nn.Parameter(torch.ones(3)))
+        with refused("Sequential has scale of its own, which no stage would hold; put it into a layer"):
+            build(layers)
+
+
+def test_a_loss_that_learns_is_refused() -> None:
+    with refused("the loss has the parameter scale, which the pipeline would not train; put it into the last layer"):
+        build(loss=Temperature())
+    build(loss=Temperature().requires_grad_(False)).train_step(batch())
+
+
+def test_inputs_and_targets_that_require_gradients_are_refused() -> None:
+    inputs, targets = torch.randn(4, 3), torch.randn(4, 3)
+    pipeline = build(loss=F.mse_loss)
+    with refused("the inputs require gradients, and a training step computes none for them; give inputs without"):
+        pipeline.train_step((inputs.requires_grad_(), targets))
+    with refused("the targets require gradients, and a training step computes none for them; give targets without"):
+        pipeline.train_step((inputs.detach(), targets.requires_grad_()))
+    pipeline.evaluate(inputs)
+    assert pipeline.train_step((inputs.detach(), targets.detach())).step == 0
+
+
+def test_outputs_without_the_examples_first_are_refused_in_an_evaluation() -> None:
+    pipeline = build(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5), Turned()))
+    with refused("an output has the shape (5, 2) for a micro-batch of 2 examples; outputs need the examples as their"):
+        pipeline.evaluate(batch()[0])
+
+
+class Turned(nn.Module):
+    """Returns the examples last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t()
+
+
+def test_a_layer_that_was_replaced_is_refused() -> None:
+    pipeline = build()
+    pipeline.layers["1"] = nn.Linear(3, 3)
+    for run in (lambda: pipeline.train_step(batch()), lambda: pipeline.evaluate(batch()[0])):
+        with refused("layer 1 of pipeline.layers is not the one that the pipeline was made with, so it would not"):
+            run()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_tied_parameter_is_refused_before_and_after(register: str) -> None:
+    message = "layers.{} has a hook, and other layers share this parameter: the hook would see the gradient of one"
+    layers = tied_model.tied_layers()
+    getattr(layers[0].weight, register)(lambda _: None)
+    with refused(message.format("0.weight")):
+        gpipe.Pipeline(layers, tied_model.loss, [2, 4], 2)
+    layers = tied_model.tied_layers()
+    pipeline = gpipe.Pipeline(layers, tied_model.loss, [2, 4], 2)
+    getattr(layers[3].table, register)(lambda _: None)
+    with refused(message.format("3.table")):
+        pipeline.train_step(tied_model.mini_batch(0))
+
+
+def test_a_sparse_gradient_is_refused_by_its_parameters_name() -> None:
+    layers = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 3))
+    with refused("the gradient of layers.0.weight is sparse, and only dense ones can be added up and clipped alike"):
+        build(layers).train_step((torch.arange(4), torch.arange(4) % 3))
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d])
+def test_a_lazy_batch_norm_is_refused_until_it_knows_its_size(lazy: type[nn.Module]) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Sequential(lazy(), nn.Flatten()))
+    with refused(f"1.0 ({lazy.__name__}) does not know its size yet; run the model on an example first, or give"):
+        gpipe.convert_batch_norm(layers)
+    with refused(f"layers.1.0 ({lazy.__name__}) would count every micro-batch as a mini-batch; call gpipe."):
+        build(layers)
+
+
+def test_a_lazy_batch_norm_that_knows_its_size_is_a_batch_norm() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d())
+    layers(torch.randn(4, 3))
+    gpipe.convert_batch_norm(layers)
+    build(layers).train_step(batch())
+    assert int(layers[1].num_batches_tracked) == 2
