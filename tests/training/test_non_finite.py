@@ -110,7 +110,7 @@ def first_fault(
     trainer = small_trainer(folder, partitions, **settings)
     for stage in trainer.pipeline.stages.values():
         if layer in stage.layers:
-            stage.layers[layer] = Fault(stage.layers[layer], layer)
+            trainer.pipeline.layers[str(layer)] = stage.layers[layer] = Fault(stage.layers[layer], layer)
     with pytest.raises(NonFiniteError) as error:
         trainer.train()
     trainer.pipeline.close()

@@ -19,7 +19,8 @@ class GradientScaler:
 
     Args:
         scale: at first; a power of two changes no bit of a gradient.
-        growth_factor, backoff_factor: by which it rises and falls.
+        growth_factor: by which it rises.
+        backoff_factor: by which it falls.
         growth_interval: after how many steps in a row it rises.
 
     Raises:
