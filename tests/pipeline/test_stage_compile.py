@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -138,6 +139,52 @@ def test_a_stop_when_everything_is_compiled_lets_the_step_finish() -> None:
     asked.append(True)
     pipeline.train_step(batch)
     assert pipeline.step == 2
+
+
+class Masked(nn.Module):
+    """Draws masks of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = F.dropout(self.first(x), 0.5), F.dropout(torch.tanh(self.second(x)), 0.3)
+        return x + one * other * x.new_empty(len(x), 1).bernoulli_(0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@about_grad
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_inductor_draws_the_masks_of_the_layers_as_they_are(mode: str) -> None:
+    torch._dynamo.reset()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = nn.Sequential(Masked(), Masked(), nn.Linear(16, 3))
+    layers = copy.deepcopy(plain)
+    pipelines = [pipeline_of(model, num_microbatches=2, rematerialize=mode) for model in (plain, layers)]
+    pipelines[1].compile(dynamic=False)
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    for _, pipeline in itertools.product(range(2), pipelines):
+        pipeline.train_step((inputs, torch.arange(8) % 3))
+    for (name, found), expected in zip(layers.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=1e-6, msg=name)
+
+
+@about_grad
+def test_a_layer_that_needs_too_many_variants_is_an_error_with_a_remedy() -> None:
+    torch._dynamo.reset()
+    pipeline = pipeline_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), num_microbatches=1, rematerialize="never")
+    pipeline.compile(backend=Graphs(), dynamic=False)
+
+    def train() -> None:
+        for batch_size in range(2, 36):
+            pipeline.train_step((torch.randn(batch_size, 4), torch.arange(batch_size) % 3))
+
+    with pytest.raises(gpipe.PipelineError, match=r"layer 0 \(Linear\), .*: TooManyVariants: .* in 32 variants"):
+        train()
+    assert pipeline.step == 32
 
 
 @pytest.mark.slow

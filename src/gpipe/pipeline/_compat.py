@@ -35,15 +35,39 @@ def reduce_in_backward(parallel: DistributedDataParallel, outputs: list[Tensor])
     parallel.reducer.prepare_for_backward(outputs)
 
 
+# Torch's own limit is 8. A forward, a recomputation and an evaluation are variants of each other, and so are the sizes
+# of micro-batches of whole and of last mini-batches.
+_MOST_VARIANTS = 32
+
+
+class TooManyVariants(RuntimeError):
+    """A layer would have to be compiled in more variants than are allowed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"this layer has been compiled in {_MOST_VARIANTS} variants, the limit, and another one is needed: give "
+            "its inputs fewer shapes, keep its attributes (such as the rate of drop-path) from step to step, or "
+            "do not compile (trainer.compile=false)"
+        )
+
+
 @contextmanager
 def noting_compilation(note: Callable[[bool], None]) -> Iterator[None]:
     """Call `note(True)` where torch.compile begins to compile in the body, and `note(False)` where it has finished.
 
-    A layer's backward is compiled together with its forward, not within the first backward. Only torch's own tools are
-    told of the one, and have the other as a setting.
+    Only torch's own tools are told of that. What is compiled here has further settings, which no argument offers:
+
+    - A layer's backward is compiled together with its forward, not within the first backward.
+    - Random numbers are those of the layer as it is. Inductor's own depend on the graph that it makes of the layer, and
+      a forward without a graph, its recomputation and a layer that is not compiled would have different masks.
+    - A layer that needs too many variants is an error (`TooManyVariants`). Torch would run it uncompiled from then on,
+      without a word that anybody sees.
     """
-    from torch._dynamo.callback import CallbackArgs, callback_handler  # loads torch.compile's machinery
+    from torch._dynamo import config as dynamo  # loads torch.compile's machinery
+    from torch._dynamo.callback import CallbackArgs, callback_handler
+    from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch._functorch import config
+    from torch._inductor import config as inductor
 
     def begin(_: CallbackArgs) -> None:
         note(True)
@@ -51,11 +75,17 @@ def noting_compilation(note: Callable[[bool], None]) -> Iterator[None]:
     def end(_: CallbackArgs) -> None:
         note(False)
 
-    with config.patch(force_non_lazy_backward_lowering=True):
+    with (
+        config.patch(force_non_lazy_backward_lowering=True),
+        inductor.patch(fallback_random=True),
+        dynamo.patch(fail_on_recompile_limit_hit=True, recompile_limit=_MOST_VARIANTS),
+    ):
         callback_handler.register_start_callback(begin)
         callback_handler.register_end_callback(end)
         try:
             yield
+        except FailOnRecompileLimitHit:
+            raise TooManyVariants from None
         finally:
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
