@@ -166,7 +166,7 @@ def test_an_experiment_with_two_replicas_has_the_processes_for_them(experiment: 
         (["+experiment=amoebanet_imagenet", "launch=one_process"], 4),
         (["+experiment=amoebanet_imagenet", "launch=one_process", "launch.gpus_per_node=2"], 2),
         (["+experiment=amoebanet_imagenet", "launch.device=cpu"], 0),
-        (["+experiment=transformer_multilingual", "model=translation_t64_16384_32", "launch.gpus_per_node=16"], 16),
+        (["+experiment=transformer_multilingual", "model=translation_t64_16384_32", "launch.gpus_per_node=null"], 16),
         (["pipeline=interleaved", "launch=process_per_stage", "launch.num_replicas=3", "trainer.batch_size=96"], 6),
         ([], 2),
     ],

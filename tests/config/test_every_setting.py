@@ -38,7 +38,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "yes or no, for which YAML has numbers too",
         (
             r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.flip|pipeline\.synchronize_batch_norm"
-            r"|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|dry_run)|launch\.(pin_cores|debug)"
+            r"|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|deterministic|dry_run)|launch\.(pin_cores|debug)"
         ),
         (*ZERO, *NEGATIVE, "100000000000000000000"),
     ),
@@ -58,9 +58,9 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             r"init_from|evaluate|reproduction|model\.logit_limit"
             r"|data\.(root|crop_scale|mixup|cutmix|random_erasing|languages|tokenizer|max_pairs|cache)"
             r"|pipeline\.(memory_limit_bytes|partitions)|optimizer\.clip_norm|schedule\.warm_up_steps|ema\.decay"
-            r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from)"
+            r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from|deterministic|float32_matmul_precision)"
             r"|trainer\.evaluation\.(every_epochs|every_steps|max_batches|statistics_batches|patience)"
-            r"|trainer\.checkpoints\.(every_steps|keep)|launch\.num_threads"
+            r"|trainer\.checkpoints\.(every_steps|keep)|launch\.(num_threads|gpus_per_node)"
         ),
         NONE,
     ),

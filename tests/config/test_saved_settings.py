@@ -56,3 +56,10 @@ def test_settings_of_another_program_are_refused_in_a_sentence(section: str, cha
     message = str(raised.value)
     assert said in message and "\n" not in message
     assert message.startswith("the settings that were saved are not those of a run that this program knows")
+
+
+def test_a_run_that_was_saved_before_a_setting_existed_is_read() -> None:
+    saved = to_plain(to_run(compose("train")))
+    del saved["launch"]["gpus_per_node"], saved["trainer"]["deterministic"]
+    run = from_plain(saved)
+    assert run.launch.gpus_per_node is None and run.trainer.deterministic is None

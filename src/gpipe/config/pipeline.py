@@ -118,8 +118,7 @@ class LaunchConfig:
             that speeds can be compared.
         max_restarts: restarts allowed after a failure, each from the last checkpoint; with more than 0, a single
             process runs as a child.
-        gpus_per_node: how many GPUs a node of the cluster has, which hydra/launcher=slurm must know; elsewhere it
-            changes nothing.
+        gpus_per_node: how many GPUs a node of the cluster has, which hydra/launcher=slurm must know; null is enough.
         debug: print the whole traceback of an error instead of one message.
     """
 
@@ -129,7 +128,7 @@ class LaunchConfig:
     pin_cores: bool = MISSING
     device: Device = MISSING
     max_restarts: int = MISSING
-    gpus_per_node: int = MISSING
+    gpus_per_node: int | None = MISSING
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -138,4 +137,5 @@ class LaunchConfig:
         optional_at_least("launch.num_threads", self.num_threads, 1)
         within("launch.num_threads", self.num_threads or 1, 1, MOST_PROCESSES)
         at_least("launch.max_restarts", self.max_restarts, 0)
-        within("launch.gpus_per_node", self.gpus_per_node, 1, MOST_PROCESSES)
+        within("launch.gpus_per_node", self.gpus_per_node or 1, 1, MOST_PROCESSES)
+        optional_at_least("launch.gpus_per_node", self.gpus_per_node, 1)

@@ -181,7 +181,7 @@ def by_name(setting: str, name: str, values: Mapping[str, Any]) -> Any:
     return values[name]
 
 
-def gpus_of_job(device: Any, num_processes: int, num_devices: int, gpus_per_node: int) -> int:
+def gpus_of_job(device: Any, num_processes: int, num_devices: int, gpus_per_node: int | None) -> int:
     """Return how many GPUs a job asks for on its node: one per process, or as one process has stages for; 0 on CPUs.
 
     Raises:
@@ -190,8 +190,8 @@ def gpus_of_job(device: Any, num_processes: int, num_devices: int, gpus_per_node
     if str(getattr(device, "name", device)) == "cpu":
         return 0
     if num_processes == 1:
-        return min(num_devices, gpus_per_node)
-    if num_processes > gpus_per_node:
+        return min(num_devices, gpus_per_node or num_devices)
+    if num_processes > (gpus_per_node or num_processes):
         raise ConfigError(
             f"a job of {num_processes} processes (launch.num_processes) needs as many GPUs, but a node has "
             f"{gpus_per_node} (launch.gpus_per_node): correct that number, or start one torchrun per node, as the "

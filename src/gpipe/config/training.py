@@ -24,6 +24,14 @@ class Autocast(Enum):
     bfloat16 = "bfloat16"
 
 
+class MatmulPrecision(Enum):
+    """The precision of float32 products on a GPU: high rounds their factors to TF32, medium to bfloat16."""
+
+    highest = "highest"
+    high = "high"
+    medium = "medium"
+
+
 class TrackingMode(Enum):
     """Where the run is shown: offline and online are Weights & Biases; metrics.jsonl is written in any case."""
 
@@ -278,6 +286,8 @@ class TrainerConfig:
         autocast: the precision of the forward and backward pass in training.
         channels_last: store images and kernels with their channels last.
         compile: compile each layer with torch.compile.
+        deterministic: use only kernels that give the same bits each time, which are slower; null is false.
+        float32_matmul_precision: the precision of products and convolutions of float32; null is highest.
         max_hours: save and stop after this many hours, counted from the start of the process; null is no limit.
         evaluation: when and how the model is evaluated.
         checkpoints: when checkpoints are saved.
@@ -298,6 +308,8 @@ class TrainerConfig:
     autocast: Autocast = MISSING
     channels_last: bool = MISSING
     compile: bool = MISSING
+    deterministic: bool | None = MISSING
+    float32_matmul_precision: MatmulPrecision | None = MISSING
     max_hours: float | None = MISSING
     evaluation: EvaluationConfig = MISSING
     checkpoints: CheckpointsConfig = MISSING

@@ -42,6 +42,7 @@ from gpipe.programs.workloads import workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
+from gpipe.training.numerics import set_numerics
 from gpipe.training.optimizers import build_optimizer, optimizer_state
 from gpipe.training.overfit import RepeatedLoader
 from gpipe.training.progress import Progress
@@ -190,6 +191,11 @@ def _state_ratio(run: RunConfig) -> float:
 
 def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[int], place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
+    precision = run.trainer.float32_matmul_precision
+    set_numerics(
+        deterministic=bool(run.trainer.deterministic),
+        float32_matmul_precision="highest" if precision is None else precision.value,
+    )
     workload = workload_of(run)
     pipeline = Pipeline(
         layers,

@@ -1,0 +1,25 @@
+"""Which kernels torch may choose: those that give the same bits each time, and those that round products early."""
+
+import os
+
+import torch
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def set_numerics(*, deterministic: bool, float32_matmul_precision: str) -> None:
+    """Set torch's choice of kernels for this process; call it before the first product on a GPU.
+
+    Args:
+        deterministic: use kernels that give the same bits for the same numbers, also on another GPU of the same kind.
+            torch raises where an operation has none.
+        float32_matmul_precision: highest, high (products of TF32 on a GPU) or medium, as torch has them; convolutions
+            on a GPU use TF32 too unless it is highest.
+    """
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    if deterministic:
+        torch.backends.cudnn.benchmark = False  # it may choose another kernel in each process
+        os.environ.setdefault(_WORKSPACE, ":4096:8")  # without, cuBLAS adds up in any order; torch checks the value
+    torch.set_float32_matmul_precision(float32_matmul_precision)
+    torch.backends.cudnn.allow_tf32 = float32_matmul_precision != "highest"

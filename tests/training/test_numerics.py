@@ -1,0 +1,38 @@
+"""The settings of kernels reach torch, and can be taken back."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gpipe.training.numerics import set_numerics
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield
+    set_numerics(deterministic=False, float32_matmul_precision="highest")
+
+
+def scatter() -> None:
+    torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two stays is left open
+
+
+def test_deterministic_refuses_what_has_no_kernel_of_that_kind() -> None:
+    set_numerics(deterministic=True, float32_matmul_precision="highest")
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        scatter()
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    set_numerics(deterministic=False, float32_matmul_precision="highest")
+    scatter()
+    assert not torch.backends.cudnn.deterministic
+
+
+@pytest.mark.parametrize(("precision", "has_tf32"), [("highest", False), ("high", True), ("medium", True)])
+def test_the_precision_of_products_is_that_of_convolutions_too(precision: str, has_tf32: bool) -> None:
+    set_numerics(deterministic=False, float32_matmul_precision=precision)
+    assert torch.get_float32_matmul_precision() == precision
+    assert torch.backends.cudnn.allow_tf32 == has_tf32
