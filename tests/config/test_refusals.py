@@ -44,11 +44,11 @@ def test_an_unknown_key_name_or_a_wrong_type_is_refused(override: str, said: str
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("pipeline.num_stages=0", "pipeline.num_stages is 0, expected 1 or more"),
+        ("pipeline.num_stages=0", "pipeline.num_stages is 0, expected a number from 1 to 4096"),
         ("pipeline.num_microbatches=0", "pipeline.num_microbatches is 0, expected 1 or more"),
         ("pipeline.partitions=[3,4,2]", "pipeline.partitions is [3, 4, 2], expected 2 (pipeline.num_stages)"),
         ("pipeline.partitions=[9,0]", "pipeline.partitions is [9, 0], expected"),
-        ("pipeline.timeout_seconds=0", "pipeline.timeout_seconds is 0.0, expected a number above 0"),
+        ("pipeline.timeout_seconds=0", "pipeline.timeout_seconds is 0.0, expected 1 or more"),
         ("launch.num_processes=3", "launch.num_processes is 3, expected 1, or 2 for one process per stage"),
         ("pipeline.stages_per_device=2", "pipeline.stages_per_device is 2, expected 1 with pipeline.schedule=gpipe;"),
         ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_device is 1, expected 2 or more"),
