@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.pipeline.shared.synchronized_case import (
     MODES,
@@ -79,6 +80,29 @@ def test_layers_of_all_kinds_have_the_same_bits_for_every_cut(processes: Process
             for found in join_answers(answers, number, layout):
                 expected = expected or found
                 assert_equal(found, expected, f"{cases[number]}, {layout}")
+
+
+class Checkpointed(nn.Sequential):
+    """Runs its modules inside of torch's own checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpointed() -> nn.Sequential:
+    layers = build()
+    for index in (3, 4):
+        layers[index] = Checkpointed(*layers[index])
+    return layers
+
+
+def test_norms_in_a_checkpoint_in_a_layer_exchange_once(processes: ProcessPool) -> None:
+    cases = [Case((7, 4), mode=mode, layers=checkpointed) for mode in MODES]
+    layout = Layout((4, 4))
+    answers = processes.run(NUM_REPLICAS * layout.num_devices, train, layout, cases)
+    for number, case in enumerate(cases):
+        for found in join_answers(answers, number, layout):
+            assert_close(found, plain(replace(case, layers=build)), str(case))
 
 
 @settings(max_examples=3, deadline=None, derandomize=True)
