@@ -21,8 +21,9 @@ import gpipe._compat.torchvision  # before timm and torchvision's models
 from timm.layers import EvoNorm2dB0
 from torchvision.models.densenet import _DenseBlock
 
+from tests.support.layer_zoo import LENGTH, SIZE, Differentiates
+
 MODES = ("always", "except_last", "never")
-SIZE, LENGTH = 6, 4
 
 
 class Recurrent(nn.Module):
@@ -34,26 +35,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(x)[0]
-
-
-class Differentiates(nn.Module):
-    """Needs the gradient of an inner function in its forward."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-        self.how = how
-
-    def energy(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)).square().sum()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "torch.func":
-            return x + torch.func.grad(self.energy)(x)
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.energy(x), x, create_graph=True)
-        return x + gradient
 
 
 class Averages(nn.Module):
