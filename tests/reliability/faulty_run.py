@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gpipe
 from gpipe.launch.processes import Place
 from gpipe.programs import train as run
 
@@ -78,7 +79,7 @@ def in_layer(pipeline: Any, place: str, action: Callable[[], None]) -> None:
     calls = {"forward": 0, "backward": 0, "evaluation": 0}
 
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        phase = "evaluation" if not module.training else "backward" if torch.is_grad_enabled() else "forward"
+        phase = "evaluation" if not module.training else "backward" if gpipe.is_recomputing() else "forward"
         if phase != place or (phase != "evaluation" and pipeline.step != STEP):
             return None
         calls[phase] += 1

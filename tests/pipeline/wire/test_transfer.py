@@ -379,7 +379,7 @@ def _ends_before(first: Event, second: Event) -> bool:
 
 
 class Track(nn.Module):
-    """Keeps weak references to the memory of what a layer returns, by whether it ran with a graph."""
+    """Keeps weak references to the memory of what a layer gets and returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class Track(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.received.append(StorageWeakRef(x.untyped_storage()))
         self.most_received = max(self.most_received, alive(self.received))
-        if torch.is_grad_enabled() and len(self.all_arrived) < 1 and len(self.sent) > 4:
+        if gpipe.is_recomputing() and len(self.all_arrived) < 1 and len(self.sent) > 4:
             self.all_arrived.append(eventually_expired(self.sent[:4]))
         y = x * self.scale
         self.sent.append(StorageWeakRef(y.untyped_storage()))
