@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.launch.processes import Place
 from gpipe.programs import train as run
+from tests.support.calling_backward import CallingBackward
 
 ROOT = Path(__file__).parents[2]
 STEP = 3  # finished steps at the moment of the damage in a step
@@ -60,20 +61,6 @@ def do(action: str, folder: Path) -> None:
     time.sleep(3600)  # hang
 
 
-class _Backward(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
-        ctx.action = action
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.action()
-        return gradient, None
-
-
 def in_layer(pipeline: Any, place: str, action: Callable[[], None]) -> None:
     """Plant a fault in the last layer of this process, at MICRO_BATCH of the step after STEP, or of an evaluation."""
     calls = {"forward": 0, "backward": 0, "evaluation": 0}
@@ -84,7 +71,7 @@ def in_layer(pipeline: Any, place: str, action: Callable[[], None]) -> None:
             return None
         calls[phase] += 1
         if phase == "backward":  # recomputed from the last of the 4 micro-batches on
-            return (_Backward.apply(inputs[0], action),) if calls[phase] == 4 - MICRO_BATCH else None
+            return (CallingBackward.apply(inputs[0], action),) if calls[phase] == 4 - MICRO_BATCH else None
         if calls[phase] == MICRO_BATCH + 1:
             action()
         return None

@@ -20,6 +20,7 @@ from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.writer import Snapshot, Writer
 from gpipe.pipeline.wire.streams import Sender
 from tests.simulated_cuda import nccl, streams
+from tests.support.calling_backward import CallingBackward
 
 
 class Ending(NamedTuple):
@@ -28,20 +29,6 @@ class Ending(NamedTuple):
     text: str
     stage: int | None
     seconds: float  # since the damage was done, anywhere
-
-
-class _Backward(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, action: Callable[[], Any]) -> Tensor:
-        ctx.action = action
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.action()
-        return gradient, None
 
 
 class Layer(nn.Module):
@@ -57,7 +44,7 @@ class Layer(nn.Module):
         if self.where == ("forward" if self.training else "evaluation"):
             self._strike()
         x = self.linear(x)
-        return _Backward.apply(x, self._strike) if self.where == "backward" else x
+        return CallingBackward.apply(x, self._strike) if self.where == "backward" else x
 
     def _strike(self) -> None:
         self.action()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gpipe
 from tests.pipeline.job import fresh_processes
+from tests.support.calling_backward import CallingBackward
 from tests.support.process_pool import ProcessPool
 
 pytestmark = pytest.mark.alone
@@ -52,20 +53,6 @@ def now() -> None:
     raised_at = time.monotonic()
 
 
-class Backward(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, action: Callable[[], None]) -> Tensor:
-        ctx.action = action
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.action()
-        return gradient, None
-
-
 class Layer(nn.Module):
     """A layer that does damage at some micro-batch of the second step, in forward, recomputation or backward."""
 
@@ -81,7 +68,7 @@ class Layer(nn.Module):
         if (self.where, self.calls) in (("forward", 11), ("recompute", 14)):
             self.action()
         x = self.linear(x)
-        return Backward.apply(x, self.action) if (self.where, self.calls) == ("backward", 14) else x
+        return CallingBackward.apply(x, self.action) if (self.where, self.calls) == ("backward", 14) else x
 
 
 def raise_error() -> None:
