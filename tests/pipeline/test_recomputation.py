@@ -21,7 +21,7 @@ import gpipe._compat.torchvision  # before timm and torchvision's models
 from timm.layers import EvoNorm2dB0
 from torchvision.models.densenet import _DenseBlock
 
-from tests.support.layer_zoo import LENGTH, SIZE, Differentiates
+from tests.support.layer_zoo import LENGTH, SIZE, Averages, Differentiates
 
 MODES = ("always", "except_last", "never")
 
@@ -35,25 +35,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(x)[0]
-
-
-class Averages(nn.Module):
-    """Moves buffers in three ways, and uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-        self.register_buffer("mean", torch.zeros(SIZE))
-        self.register_buffer("silent", torch.zeros(SIZE))
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("constant", torch.ones(SIZE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
-            self.silent.data.lerp_(x.detach().mean((0, 1)), 0.1)
-            self.count = self.count + 1
-        return self.linear(x) * (1 + self.mean + self.silent) / (self.constant + self.count)
 
 
 class Draws(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch import library as operators
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated_cuda import ledger, streams
@@ -193,12 +194,12 @@ def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:
     return stream, number
 
 
-def register_factories() -> torch.library.Library:
+def register_factories() -> operators.Library:
     """Let what makes tensors on a CUDA device make simulated ones, as long as the result is kept."""
-    library = torch.library.Library("aten", "IMPL")
+    registered = operators.Library("aten", "IMPL")
     for name in _FACTORIES:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(aten, packet), overload or "default")
-        library.impl(name, lambda *args, _func=func, **kwargs: _launch(_func, args, kwargs), "CUDA")
-    library.impl("copy_", _copy, "CUDA")  # torch.tensor(..., device=...) copies below the dispatch to Python
-    return library
+        registered.impl(name, lambda *args, _func=func, **kwargs: _launch(_func, args, kwargs), "CUDA")
+    registered.impl("copy_", _copy, "CUDA")  # torch.tensor(..., device=...) copies below the dispatch to Python
+    return registered

@@ -214,7 +214,7 @@ class CheckpointedInTwo(nn.Sequential):
 
 
 class Averages(nn.Module):
-    """Moves buffers in three ways, and uses them."""
+    """Moves buffers in three ways, and uses them and one that stays as it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,13 +222,14 @@ class Averages(nn.Module):
         self.register_buffer("mean", torch.zeros(SIZE))
         self.register_buffer("silent", torch.zeros(SIZE))
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("constant", torch.ones(SIZE))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
             self.silent.data.lerp_(x.detach().mean((0, 1)), 0.1)
             self.count = self.count + 1
-        return self.linear(x).float() * (1 + self.mean + self.silent) / (1 + self.count)
+        return self.linear(x).float() * (1 + self.mean + self.silent) / (self.constant + self.count)
 
 
 class Codebook(nn.Module):
