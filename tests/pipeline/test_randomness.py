@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from gpipe.pipeline.randomness import derive_seed, preserved_generators, seed_generators
+import gpipe
+from gpipe.models import amoebanet_d
+from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, preserved_generators, seed_generators
 
 CPU = torch.device("cpu")
 
@@ -77,3 +82,59 @@ def test_generators_are_as_they_were_after_an_error() -> None:
     with pytest.raises(RuntimeError), preserved_generators([CPU]):
         torch.rand(3).view(7)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_of_torch_timm_and_ours_draw_from_torchs_generators_alone() -> None:
+    known = [
+        nn.LSTM(2, 2),
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        gpipe.convert_batch_norm(amoebanet_d(3, 32, 10, drop_path=0.5)),
+    ]
+    assert not any(can_draw_from_others(module) for layer in known for module in layer.modules())
+
+
+class _Own(nn.Linear):
+    pass
+
+
+def _scale(*values: Any) -> Any:
+    output: Tensor = values[-1]
+    return output * random.random()
+
+
+def _with_forward() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.forward = _scale  # type: ignore[method-assign, assignment]
+    return layer
+
+
+def _with_hook() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(_scale)
+    return layer
+
+
+def _with_activation() -> nn.Module:
+    return nn.TransformerEncoderLayer(2, 1, 2, activation=_scale)
+
+
+@pytest.mark.parametrize("make", [lambda: _Own(2, 2), _with_forward, _with_hook, _with_activation])
+def test_what_a_user_wrote_may_draw_from_others(make: Any) -> None:
+    assert any(can_draw_from_others(module) for module in make().modules())
+
+
+def test_a_hook_that_a_layer_gets_between_steps_draws_the_same_for_every_number_of_stages() -> None:
+    batch = torch.ones(4, 2), torch.ones(4, 2)
+    gradients = []
+    for partitions, mode in (([2], "never"), ([2], "always"), ([1, 1], "always")):
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        with torch.no_grad():
+            for parameter in layers.parameters():
+                parameter.fill_(0.5)
+        pipeline = gpipe.Pipeline(layers, nn.functional.mse_loss, partitions, 2, rematerialize=mode)
+        pipeline.train_step(batch)
+        layers[1].register_forward_hook(_scale)
+        pipeline.train_step(batch)
+        gradients.append([parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None])
+    for others in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], others))

@@ -6,9 +6,11 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 _MASK = (1 << 64) - 1
 
@@ -28,14 +30,39 @@ def derive_seed(*keys: int) -> int:
     return state >> 32
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the global generators that a layer on `device` draws from: torch's, Python's and numpy's."""
+def seed_generators(seed: int, device: torch.device, *, others: bool = True) -> None:
+    """Seed the global generators that a layer on `device` draws from: torch's and, unless not wanted, the others.
+
+    others: Python's and numpy's. To seed them takes 1 % of a step of small layers.
+    """
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if (numpy_random := _numpy_random()) is not None:
-        numpy_random.seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[_index(device)].manual_seed(seed)
+    if others:
+        random.seed(seed)
+        if (numpy_random := _numpy_random()) is not None:
+            numpy_random.seed(seed)
+
+
+def can_draw_from_others(module: nn.Module) -> bool:
+    """Return whether a module's own code, without that of its submodules, may draw from Python's or numpy's generator.
+
+    Layers of torch, torchvision, timm and our own do not. What a user wrote may: a class, a hook, a forward put on an
+    instance.
+    """
+    attributes = module.__dict__
+    return (
+        not _is_known(type(module))  # type: ignore[arg-type]  # classes can be hashed
+        or "forward" in attributes
+        or bool(attributes["_forward_hooks"] or attributes["_forward_pre_hooks"])
+    )
+
+
+@cache
+def _is_known(kind: type[nn.Module]) -> bool:
+    takes_functions = issubclass(kind, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)  # as activations
+    homes = {parent.__module__.partition(".")[0] for parent in kind.__mro__}
+    return not takes_functions and homes <= {"torch", "torchvision", "timm", "gpipe", "builtins"}
 
 
 @contextmanager

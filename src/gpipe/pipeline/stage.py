@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ from gpipe.pipeline.buffers import Buffers, Snapshot
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.randomness import derive_seed, seed_generators
+from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_generators
 
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.replicas import Averaging
@@ -105,6 +106,7 @@ class Stage:
         self.seed = seed
         self._final_micro_batch = 0
         self._needs_saved_tensors = False  # in a forward that will be recomputed
+        self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
         self._buffers = Buffers(self.layers)
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)
@@ -115,7 +117,9 @@ class Stage:
     def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
         """Prepare for training step number `step`, which the backward of `final_micro_batch` ends."""
         self.step, self.loss, self._final_micro_batch = step, loss, final_micro_batch
-        self._buffers.start_step()
+        modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # layers may have got others
+        self._buffers.start_step(chain(*modules.values()))
+        self._is_torch_all_random = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         if self.averaging is not None:
             self.averaging.start_step()
 
@@ -295,7 +299,8 @@ class Stage:
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
         self._position = (index, layer)
-        seed_generators(derive_seed(MASKS, self.seed, self.step, micro_batch, index), self.device)
+        seed = derive_seed(MASKS, self.seed, self.step, micro_batch, index)
+        seed_generators(seed, self.device, others=not self._is_torch_all_random.get(index))
 
     def _announce_backward(self, outputs: Payload, passed_by: list[Node | None], index: int, layer: nn.Module) -> None:
         """Note the layer when its backward begins, so that an error in there can name it.
@@ -319,6 +324,14 @@ class Stage:
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
         layer_index = None if module is None else layer
         return PipelineError(text, stage=self.index, micro_batch=micro_batch, layer=layer_index)
+
+
+def _modules_below(layer: nn.Module) -> list[nn.Module]:
+    """Return a layer and all modules below it, in a third of the time of `modules()`, which also names them."""
+    found = [layer]
+    for module in found:  # which grows meanwhile
+        found += [child for child in module._modules.values() if child is not None]
+    return found
 
 
 def _enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
