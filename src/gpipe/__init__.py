@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from gpipe.pipeline.engine import Pipeline
     from gpipe.pipeline.gradient_scaler import GradientScaler
     from gpipe.pipeline.job.errors import NonFiniteError, PeerFailure, PipelineError
+    from gpipe.pipeline.microbatch import replicated, split_along
     from gpipe.pipeline.step_report import StepReport
     from gpipe.pipeline.timeline import Timeline
     from gpipe.planning.exact_cut import partition_layers
@@ -29,6 +30,8 @@ _PLACES = {
     "is_recomputing": "pipeline.batch_norm",
     "measure_layers": "planning.timing",
     "partition_layers": "planning.exact_cut",
+    "replicated": "pipeline.microbatch",
+    "split_along": "pipeline.microbatch",
 }
 
 __all__ = [
@@ -45,6 +48,8 @@ __all__ = [
     "is_recomputing",
     "measure_layers",
     "partition_layers",
+    "replicated",
+    "split_along",
 ]
 
 

@@ -109,6 +109,57 @@ def test_an_error_names_stage_micro_batch_and_layer_and_the_pipeline_goes_on(
     assert pipeline.step == 1
 
 
+class Refused(Exception):
+    """An error that cannot be made without arguments."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+
+
+class Strict(Exception):
+    """One that cannot even be allocated without."""
+
+    def __new__(cls, *args: Any, reason: str) -> Any:
+        return super().__new__(cls, *args, reason)
+
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(reason)
+
+
+CAUSES = [
+    ValueError("no"),
+    KeyError("no"),
+    OSError(28, "no space"),
+    UnicodeDecodeError("utf-8", b"", 0, 1, "no"),
+    RuntimeError("no"),
+    torch.OutOfMemoryError("no"),
+    Refused(7, reason="no"),
+    Strict(reason="no"),
+]
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: type(cause).__name__)
+@pytest.mark.parametrize("partitions", PARTITIONS)
+def test_a_users_error_is_caught_by_its_type_and_says_where(cause: Exception, partitions: list[int]) -> None:
+    class Raise(nn.Module):
+        def forward(self, _: Tensor) -> Tensor:
+            raise cause
+
+    pipeline = pipeline_of(Keep(), Raise(), nn.Identity(), Keep(), partitions=partitions)
+    kind = gpipe.PipelineError if isinstance(cause, Strict) else type(cause)
+    with pytest.raises(kind) as error:
+        pipeline.train_step(batch())
+    assert isinstance(error.value, gpipe.PipelineError)
+    stage = stage_of_layer_1(partitions)
+    assert (
+        str(error.value) == f"stage {stage}, micro-batch 0, layer 1 (Raise), forward: {type(cause).__name__}: {cause}"
+    )
+    assert (error.value.stage, error.value.micro_batch, error.value.layer) == (stage, 0, 1)
+    assert error.value.__cause__ is cause
+    assert getattr(error.value, "code", None) == getattr(cause, "code", None)
+
+
 def test_an_error_in_a_recomputation_says_so() -> None:
     class Second(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from gpipe.pipeline.microbatch import (
     find_batch_size,
     merge,
     microbatch_sizes,
+    replicated,
     split,
+    split_along,
     unflatten,
 )
 from gpipe.pipeline.wire.format import read_structure
@@ -49,14 +51,14 @@ def test_sizes_cover_the_mini_batch_evenly_and_none_is_empty(batch_size: int, nu
 
 def test_parts_are_views_in_order() -> None:
     whole = torch.arange(10).view(5, 2)
-    parts = split(whole, [2, 2, 1])
+    parts = [part.value() for part in split(whole, [2, 2, 1])]
     assert [part.tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
     assert {part.untyped_storage().data_ptr() for part in parts} == {whole.untyped_storage().data_ptr()}
 
 
 def test_every_tensor_of_a_nest_is_cut_and_one_that_appears_twice_stays_one() -> None:
     x, y = torch.arange(3), torch.zeros(3, 2)
-    first, second = split({"x": x, "rest": (y, x, None)}, [2, 1])
+    first, second = (part.value() for part in split({"x": x, "rest": (y, x, None)}, [2, 1]))
     assert first["x"] is first["rest"][1]
     assert first["rest"][2] is None
     assert second["rest"][0].shape == (1, 2)
@@ -64,7 +66,7 @@ def test_every_tensor_of_a_nest_is_cut_and_one_that_appears_twice_stays_one() ->
 
 def test_parts_keep_the_memory_format_and_lose_the_history() -> None:
     images = torch.zeros(4, 3, 2, 2, requires_grad=True).contiguous(memory_format=torch.channels_last)
-    part = split(images, [3, 1])[0]
+    part = split(images, [3, 1])[0].value()
     assert part.is_contiguous(memory_format=torch.channels_last)
     assert not part.requires_grad
 
@@ -73,7 +75,7 @@ def test_parts_keep_the_memory_format_and_lose_the_history() -> None:
 def test_merge_undoes_split(batch_size: int, num_microbatches: int) -> None:
     value = {"a": torch.randn(batch_size, 2), "b": [torch.arange(batch_size), None]}
     parts = split(value, microbatch_sizes(batch_size, num_microbatches))
-    merged = merge([Payload.of(part) for part in parts], microbatch_sizes(batch_size, num_microbatches))
+    merged = merge(parts, microbatch_sizes(batch_size, num_microbatches))
     assert torch.equal(merged["a"], value["a"])
     assert torch.equal(merged["b"][0], value["b"][0])
     assert merged["b"][1] is None
@@ -96,6 +98,41 @@ def test_several_outputs_that_do_not_have_the_examples_first_are_refused() -> No
     ):
         merge(parts, [3, 2])
     assert merge(parts[:1], [3])[1].shape == (5, 3)
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(-3, 2))
+def test_merge_undoes_split_along_any_dimension(batch_size: int, num_microbatches: int, dimension: int) -> None:
+    shape = [2, 3]
+    shape.insert(dimension % 3, batch_size)
+    tensor, table, sizes = torch.randn(shape), torch.randn(5), microbatch_sizes(batch_size, num_microbatches)
+    parts = split((split_along(tensor, dimension), replicated(table)), sizes)
+    values = [part.value() for part in parts]
+    assert torch.equal(torch.cat([first for first, _ in values], dimension), tensor)
+    assert all(torch.equal(second, table) for _, second in values)
+    assert torch.equal(merge([Payload.of(first) for first, _ in values], sizes, dimension % 3), tensor)
+    assert find_batch_size((split_along(tensor, dimension), replicated(table)), "inputs") == batch_size
+
+
+def test_a_tensor_that_appears_twice_has_its_examples_in_one_dimension() -> None:
+    square = torch.zeros(4, 4)
+    assert find_batch_size((square, {"again": square}), "inputs") == 4
+    with pytest.raises(ValueError, match=r"^the tensor at \['again'\] appears twice, .* in dimension 1 and 0; say the"):
+        split({"x": split_along(square, 1), "again": square}, [2, 2])
+
+
+def test_a_dimension_that_a_tensor_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^the dimension is 2, but the tensor has the shape \(4, 4\)$"):
+        split_along(torch.zeros(4, 4), 2)
+
+
+def test_only_the_inputs_and_targets_may_say_where_the_examples_are() -> None:
+    with pytest.raises(PayloadError, match="is of type Examples"):
+        Payload.of((torch.zeros(1), replicated(torch.zeros(1))))
+
+
+def test_a_mini_batch_needs_a_tensor_with_examples() -> None:
+    with pytest.raises(ValueError, match=r"mark others with gpipe\.split_along or gpipe\.replicated$"):
+        find_batch_size(replicated(torch.zeros(3)), "inputs")
 
 
 def test_the_batch_size_is_the_first_dimension_of_all_tensors() -> None:

@@ -92,7 +92,9 @@ def test_inputs_and_targets_that_require_gradients_are_refused() -> None:
 
 def test_outputs_without_the_examples_first_are_refused_in_an_evaluation() -> None:
     pipeline = build(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5), Turned()))
-    with refused("an output has the shape (5, 2) for a micro-batch of 2 examples; outputs need the examples as their"):
+    with refused(
+        "an output has the shape (5, 2) for a micro-batch of 2 examples; outputs need the examples in dimension 0 to"
+    ):
         pipeline.evaluate(batch()[0])
 
 

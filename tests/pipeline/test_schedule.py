@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,9 @@ from gpipe.pipeline.schedule import (
     Rematerialize,
     StepSchedule,
     Task,
+    check_schedule,
     check_stages_per_device,
+    choose_schedule,
     dependencies,
     gpipe,
     inference,
@@ -259,3 +262,47 @@ def test_a_number_of_stages_that_a_device_cannot_have_is_refused(
         check_stages_per_device(name, num_stages, stages_per_device)
     with pytest.raises(ValueError, match=message):
         SCHEDULES[name](num_stages, 4, ALWAYS, stages_per_device)
+
+
+@given(shapes())
+def test_our_own_schedules_pass_the_check_of_a_users(shape: Shape) -> None:
+    check_schedule(shape.schedule(), shape.num_stages, shape.num_microbatches, shape.stages_per_device)
+
+
+@given(shapes(), st.randoms(use_true_random=False))
+def test_a_schedule_without_one_of_its_tasks_or_with_one_twice_is_refused(shape: Shape, random: Random) -> None:
+    for change in (list.pop, lambda tasks, i: tasks.insert(i, tasks[i])):
+        schedule = [list(tasks) for tasks in shape.schedule()]
+        tasks = random.choice(schedule)
+        position = random.randrange(len(tasks))
+        if tasks[position].kind is Kind.RECOMPUTE and change is list.pop:
+            continue  # a mode of its own
+        change(tasks, position)
+        with pytest.raises(ValueError, match=r"^the schedule has .* it must be forward, perhaps recompute, and back"):
+            check_schedule(schedule, shape.num_stages, shape.num_microbatches, shape.stages_per_device)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ([tasks("F0 B0 F1 B1", 0)], r"^the schedule has the tasks of 1 devices; 2 were expected$"),
+        ([tasks("F0 B0", 1), tasks("F0 B0", 0)], r"has a forward of stage 1, micro-batch 0 on device 0; stage s of 2"),
+        ([tasks("F0 B0 F2 B2", 0), tasks("F0 B0", 1)], r"has a forward of stage 0, micro-batch 2 on device 0; .* 1$"),
+        ([tasks("B0 F0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"has backward, forward for stage 0, micro-batch 0;"),
+        (
+            [tasks("F0 F1 B0 B1", 0), tasks("F0 F1 B1 B0", 1)],
+            r"backwards of stage 0 in the order .* \[0, 1\], .* \[1, 0\];",
+        ),
+        ([tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)], "the schedule cannot proceed"),
+    ],
+)
+def test_a_users_schedule_is_refused_with_the_reason(schedule: StepSchedule, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_schedule(lambda *_: schedule, 2, 2, ALWAYS, 1)
+
+
+def test_an_unknown_schedule_is_refused_with_the_names_of_those_that_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"^schedule is '1b1f'; it must be one of gpipe, 1f1b, interleaved_1f1b, or a "
+    ):
+        choose_schedule("1b1f", 2, 2, ALWAYS, 1)

@@ -29,7 +29,7 @@ from gpipe.pipeline.refusals import (
     refuse_parameters_of_loss,
     refuse_replaced_layers,
 )
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task, check_stages_per_device, plan_tasks
+from gpipe.pipeline.schedule import Kind, Rematerialize, ScheduleFunction, Task, choose_schedule, plan_tasks
 from gpipe.pipeline.shared.replicas import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage, uncached_autocast
@@ -39,6 +39,11 @@ from gpipe.pipeline.transfer import MiniBatch
 
 Work = Callable[[Stage, Task, Any], Any]
 """What to do for a task: (stage, task, what it received) -> what it sends."""
+
+Take = Callable[[int, Payload], Any]
+"""(a micro-batch's index, its outputs) -> nothing."""
+
+_OUTPUTS = object()  # in place of targets: the outputs are wanted
 
 
 class Pipeline:
@@ -59,7 +64,8 @@ class Pipeline:
         partitions: the number of layers of each stage, such as `partition_layers` returns.
         num_microbatches: M, into which each mini-batch is cut; smaller mini-batches make fewer, never empty ones.
         rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations.
-        schedule: "gpipe", "1f1b" or "interleaved_1f1b" (`gpipe.pipeline.schedule`).
+        schedule: "gpipe", "1f1b" or "interleaved_1f1b" (`gpipe.pipeline.schedule`); or a function of yours that returns
+            the tasks of a step as those do, which are checked before they run.
         stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, P = K / this.
         devices: of each stage, for one process; or of this process. Default: where the layers are; on a mesh, its type.
         mesh: R x P processes with the dimensions ("replica", "stage"); None: this process plays all stages.
@@ -70,6 +76,7 @@ class Pipeline:
             process with the micro-batch of all. Every replica then cuts its mini-batch into as many micro-batches as
             the smallest one makes, and must use the same batch norms in the same order. Batch norms without moving
             averages are synchronised too; evaluation exchanges nothing. With one replica it changes nothing.
+        output_dimension: along which the model's outputs have the examples, where they are put together.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
@@ -89,7 +96,7 @@ class Pipeline:
         num_microbatches: int = 32,
         *,
         rematerialize: str = "always",
-        schedule: str = "gpipe",
+        schedule: str | ScheduleFunction = "gpipe",
         stages_per_device: int = 1,
         devices: Devices = None,
         mesh: DeviceMesh | None = None,
@@ -97,6 +104,7 @@ class Pipeline:
         loss_weight: LossWeight | None = None,
         timeout_seconds: float = 300.0,
         synchronize_batch_norm: bool = False,
+        output_dimension: int = 0,
     ) -> None:
         if not isinstance(layers, nn.Sequential):
             raise TypeError(
@@ -111,10 +119,14 @@ class Pipeline:
             raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
         self.num_microbatches = num_microbatches
         self.rematerialize = Rematerialize(_check_choice(rematerialize, Rematerialize, "rematerialize"))
-        self._schedule = SCHEDULES[_check_choice(schedule, SCHEDULES, "schedule")]
         self.partitions = tuple(partitions)
         self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
-        check_stages_per_device(schedule, self.num_stages, stages_per_device)
+        self._schedule = choose_schedule(
+            schedule, self.num_stages, num_microbatches, self.rematerialize, stages_per_device
+        )
+        if type(output_dimension) is not int or output_dimension < 0:
+            raise ValueError(f"output_dimension is {output_dimension!r}; count it from 0")
+        self._output_dimension = output_dimension
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight = loss, loss_weight
         self._compilation: Compilation | None = None
@@ -125,7 +137,7 @@ class Pipeline:
             "partitions": list(partitions),
             "num_microbatches": num_microbatches,
             "rematerialize": rematerialize,
-            "schedule": schedule,
+            "schedule": schedule if isinstance(schedule, str) else f"{schedule.__module__}.{schedule.__qualname__}",
             "stages_per_device": stages_per_device,
             "seed": seed,
         }
@@ -183,6 +195,7 @@ class Pipeline:
         record_timeline: bool = False,
         note: Callable[[], Any] | None = None,
         scaler: GradientScaler | None = None,
+        return_outputs: bool = False,
     ) -> StepReport:
         """Add the gradients of a mini-batch's loss to the parameters' `.grad`, and move the moving averages once.
 
@@ -196,6 +209,7 @@ class Pipeline:
                 the job: all learn of it at the same step, without an exchange of its own.
             scaler: scales the loss for float16. Where a gradient is not finite, it skips the step, on every process:
                 nobody has gradients, no moving average has moved, and `step` stays as it is.
+            return_outputs: put the outputs of all micro-batches into the report of the last stage's process.
 
         Raises:
             NonFiniteError: the loss or, without a scaler, a gradient is not finite, on every process. The gradients are
@@ -210,7 +224,8 @@ class Pipeline:
         with self._step():
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
-            loss = self._minibatch_loss(targets, mini_batch, scale) if self.is_last else None
+            outputs: dict[int, Payload] | None = {} if return_outputs else None
+            loss = self._minibatch_loss(targets, mini_batch, scale, outputs) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
             self._tied.start_step()
             if scaler is not None:
@@ -245,6 +260,7 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.finish_step()
             timeline = self._gather_timeline(clock) if record_timeline else None
+            merged = self._merge(outputs, mini_batch)
         return StepReport(
             step=step,
             loss=totals.pop("loss"),
@@ -256,19 +272,83 @@ class Pipeline:
             step_seconds=time.perf_counter() - begin,
             peak_memory_bytes=measure_peak_memory(set(self.job.devices.values())),
             is_skipped=is_skipped,
+            outputs=merged,
         )
 
-    def evaluate(self, inputs: Any, *, layers: nn.ModuleDict | None = None, move_statistics: bool = False) -> Any:
-        """Return the model's outputs for a mini-batch in evaluation mode, without gradients; every process calls it.
+    def evaluate(
+        self,
+        inputs: Any,
+        targets: Any = _OUTPUTS,
+        *,
+        layers: nn.ModuleDict | None = None,
+        move_statistics: bool = False,
+    ) -> Any:
+        """Return the model's outputs for a mini-batch, or its loss, in evaluation mode; every process calls it.
 
         Args:
             inputs: as for `train_step`, of any number of examples; None outside of the first stage.
+            targets: as for `train_step`; None outside of the last stage. Not given on any process: the outputs.
             layers: run these in place of `self.layers`, such as their exponential moving average: same keys.
             move_statistics: let batch norms do as in a training step: normalise each micro-batch by its own statistics,
                 then move the moving statistics once.
 
         Returns:
-            The outputs of all examples in the last stage's process, None in the others.
+            Without targets the outputs of all examples in the last stage's process, None in the others. With targets
+            the loss and the metrics by name, over all replicas, on every process; no outputs are put together, which
+            may need much memory.
+        """
+
+        def give_outputs(mini_batch: MiniBatch) -> tuple[Take, Callable[[], Any]]:
+            outputs: dict[int, Payload] = {}
+            return outputs.__setitem__, lambda: self._merge(outputs, mini_batch)
+
+        def give_loss(mini_batch: MiniBatch) -> tuple[Take, Callable[[], Any]]:
+            loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
+
+            def take(micro_batch: int, outputs: Payload) -> None:
+                assert loss is not None
+                loss(outputs.value(), micro_batch)
+
+            def total() -> dict[str, float]:
+                found: list[dict[str, float] | None] = self.job.gather(loss.totals() if loss else None)
+                return next(totals for totals in found if totals is not None)
+
+            return take, total
+
+        return self._evaluate(inputs, give_outputs if targets is _OUTPUTS else give_loss, layers, move_statistics)
+
+    def measure(
+        self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any], *, layers: nn.ModuleDict | None = None
+    ) -> list[Any] | None:
+        """Call a function of yours on the outputs and targets of each micro-batch, as `evaluate` makes them.
+
+        Returns:
+            What it returned, in the last stage's process, micro-batch by micro-batch; None in the others. The outputs
+            of the whole mini-batch are never there at once.
+        """
+
+        def give_results(mini_batch: MiniBatch) -> tuple[Take, Callable[[], Any]]:
+            parts = split(targets, self._check_targets(targets, mini_batch)) if self.is_last else []
+            results: list[Any] = []
+
+            def take(micro_batch: int, outputs: Payload) -> None:
+                results.append(function(outputs.value(), parts[micro_batch].value()))
+
+            return take, lambda: results if self.is_last else None
+
+        found: list[Any] | None = self._evaluate(inputs, give_results, layers)
+        return found
+
+    def _evaluate(
+        self,
+        inputs: Any,
+        begin: Callable[[MiniBatch], tuple[Take, Callable[[], Any]]],
+        layers: nn.ModuleDict | None,
+        move_statistics: bool = False,
+    ) -> Any:
+        """Run the forwards in evaluation mode.
+
+        begin: mini-batch -> (what takes each output in the last stage, what to return in the end).
         """
         used = self.layers if layers is None else layers
         if used.keys() != self.layers.keys():
@@ -278,26 +358,33 @@ class Pipeline:
             )
         own = {k: {index: used[str(index)] for index in stage.layers} for k, stage in self.stages.items()}
         norms = self.batch_norms(layers) if move_statistics else []
-        outputs: list[Payload] = []
-
-        def evaluate(stage: Stage, task: Task, received: Payload) -> Payload:
-            payload = stage.evaluate(task.micro_batch, received, own[stage.index], move_statistics=move_statistics)
-            if stage.index == self.num_stages - 1:
-                outputs.append(payload)
-            return payload
-
         num_microbatches = self._common_num_microbatches(inputs) if move_statistics else self.num_microbatches
         try:
             with self._step(), _evaluation_mode(used, norms):
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
+                take, finish = begin(mini_batch)
+
+                def evaluate(stage: Stage, task: Task, received: Payload) -> Payload:
+                    outputs = stage.evaluate(
+                        task.micro_batch, received, own[stage.index], move_statistics=move_statistics
+                    )
+                    if stage.index == self.num_stages - 1:
+                        stage.enter_loss(task.micro_batch)
+                        take(task.micro_batch, outputs)
+                    return outputs
+
                 self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
                 self.job.wait_for_devices()
                 if move_statistics:
                     self._commit(norms)
-                sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
-                return merge(outputs, sizes) if outputs else None
+                return finish()
         finally:
             batch_norm.discard(norms)
+
+    def _merge(self, outputs: Mapping[int, Payload] | None, mini_batch: MiniBatch) -> Any:
+        """Put the outputs of the micro-batches together, where there are any."""
+        sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
+        return merge([outputs[i] for i in sorted(outputs)], sizes, self._output_dimension) if outputs else None
 
     def first_non_finite(self, batch: tuple[Any, Any]) -> FirstNonFinite | None:
         """Run the forward of a mini-batch again, as `train_step` did, and find where a number first is not finite.
@@ -394,7 +481,7 @@ class Pipeline:
         with self.job.guard(), preserved_generators(self.job.devices.values()), uncached_autocast():
             yield
 
-    def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> tuple[MiniBatch, list[Any]]:
+    def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> tuple[MiniBatch, list[Payload]]:
         """Cut the mini-batch, or learn from the stage before how it was cut; return it with its parts."""
         if not self.is_first:
             return self.job.transfer.start(None, training=training), []
@@ -408,7 +495,7 @@ class Pipeline:
         return self.num_stages, batch.num_microbatches, self.rematerialize, self.stages_per_device, tuple(self.stages)
 
     def _run(
-        self, tasks: Sequence[Task], parts: list[Any], work: Work, clock: Clock | None = None, doing: str = ""
+        self, tasks: Sequence[Task], parts: list[Payload], work: Work, clock: Clock | None = None, doing: str = ""
     ) -> None:
         """Run tasks in their order: receive, work, send.
 
@@ -419,13 +506,13 @@ class Pipeline:
             self._run_task(task, parts, work, clock, doing or task.kind)
 
     # A function of its own, so that what was received and sent is released before the next task.
-    def _run_task(self, task: Task, parts: list[Any], work: Work, clock: Clock, doing: str) -> None:
+    def _run_task(self, task: Task, parts: list[Payload], work: Work, clock: Clock, doing: str) -> None:
         kind, k, micro_batch = task
         stage, job = self.stages[k], self.job
         job.check()
         received: Any = None
         if kind is Kind.FORWARD:
-            received = job.transfer.receive(task) if k > 0 else _move(parts[micro_batch], stage)
+            received = job.transfer.receive(task) if k > 0 else parts[micro_batch].to(stage.device)
         elif kind is Kind.BACKWARD and k < self.num_stages - 1:
             received = job.transfer.receive(task)
         job.activity.start(stage.describe, micro_batch, doing)
@@ -453,16 +540,22 @@ class Pipeline:
         sizes: list[int] = self.job.replicas.gather(find_batch_size(inputs, "inputs"))
         return min(self.num_microbatches, *sizes)
 
-    def _minibatch_loss(self, targets: Any, mini_batch: MiniBatch, scale: float = 1.0) -> MiniBatchLoss:
+    def _check_targets(self, targets: Any, mini_batch: MiniBatch) -> list[int]:
+        """Refuse targets that do not fit the inputs; return the examples of each micro-batch."""
         if (found := find_batch_size(targets, "targets")) != mini_batch.num_examples:
             raise ValueError(
                 f"the mini-batch has {mini_batch.num_examples} inputs and {found} targets; every process must be given "
                 "the same mini-batch"
             )
         refuse_history(targets, "targets")
-        sizes = microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
+        return microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
+
+    def _minibatch_loss(
+        self, targets: Any, mini_batch: MiniBatch, scale: float = 1.0, outputs: dict[int, Payload] | None = None
+    ) -> MiniBatchLoss:
+        sizes = self._check_targets(targets, mini_batch)
         device = self.stages[self.num_stages - 1].device
-        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, scale)
+        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, scale, outputs)
 
     def _conclude(
         self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None, *, may_skip: bool
@@ -510,11 +603,6 @@ class Pipeline:
         origin = min(row[3] for row in rows)
         moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
         return Timeline.from_json(moved, self.num_devices)
-
-
-def _move(inputs: Any, stage: Stage) -> Payload:
-    payload = Payload.of(inputs)
-    return payload.replace([tensor.to(stage.device, non_blocking=True) for tensor in payload.tensors])
 
 
 @contextmanager

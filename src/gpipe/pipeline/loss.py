@@ -27,6 +27,7 @@ class MiniBatchLoss:
         device: where the outputs will be.
         replicas: their mini-batches make up the whole one.
         scale: by which gradients will be too large.
+        outputs: where to put the outputs of each micro-batch; None: nowhere.
 
     Raises:
         ValueError: the weights are not positive in sum.
@@ -41,11 +42,15 @@ class MiniBatchLoss:
         device: torch.device,
         replicas: Replicas,
         scale: float = 1.0,
+        outputs: dict[int, Payload] | None = None,
     ) -> None:
-        self._scale = scale
+        self._scale, self._outputs = scale, outputs
         self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
-        weights = [float(n) if weight is None else float(weight(t)) for n, t in zip(sizes, self._targets, strict=True)]
+        weights = [
+            float(n) if weight is None else float(weight(part.value()))
+            for n, part in zip(sizes, self._targets, strict=True)
+        ]
         total = sum(replicas.gather(sum(weights)))
         if not total > 0:
             raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")
@@ -61,8 +66,9 @@ class MiniBatchLoss:
             TypeError: the loss function returned something other than a scalar, or than a scalar and scalars by name.
             ValueError: a metric is called "loss", or another micro-batch had other metrics.
         """
-        targets = Payload.of(self._targets[micro_batch])
-        targets.tensors = [tensor.to(self._device, non_blocking=True) for tensor in targets.tensors]
+        if self._outputs is not None:
+            self._outputs[micro_batch] = Payload.of(outputs).detach()
+        targets = self._targets[micro_batch].to(self._device)
         scalars = _check_scalars(self._function(outputs, targets.value()))
         if scalars.keys() != (known := next(iter(self._values.values()), scalars)).keys():
             raise ValueError(

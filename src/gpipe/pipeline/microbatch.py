@@ -20,6 +20,36 @@ class PayloadError(TypeError):
     """A value that cannot travel between layers."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """A tensor of a mini-batch whose examples are not its first dimension."""
+
+    tensor: Tensor
+    dimension: int | None  # None: it has none, and every micro-batch gets all of it
+
+
+def split_along(tensor: Tensor, dimension: int) -> Any:
+    """Say that a tensor of the inputs or targets has its examples along another dimension than the first.
+
+    A nest with what comes back is given to `Pipeline.train_step` or `Pipeline.evaluate`; layers and the loss see parts
+    of the tensor itself.
+
+    Raises:
+        ValueError: the tensor has no such dimension.
+    """
+    if not -tensor.ndim <= dimension < tensor.ndim:
+        raise ValueError(f"the dimension is {dimension}, but the tensor has the shape {tuple(tensor.shape)}")
+    return Examples(tensor, dimension % tensor.ndim)
+
+
+def replicated(tensor: Tensor) -> Any:
+    """Say that a tensor of the inputs or targets belongs to no example, such as a mask or a table of positions.
+
+    Every micro-batch gets all of it. It travels from stage to stage once per micro-batch, as other tensors do.
+    """
+    return Examples(tensor, None)
+
+
 @dataclass(slots=True)
 class Payload:
     """The distinct tensors of a nest, and how they were nested.
@@ -46,8 +76,16 @@ class Payload:
             PayloadError: an entry is neither a dense tensor, None, nor a tuple, list or dict of them.
         """
         tensors: list[Tensor] = []
-        structure = _flatten(value, tensors, {}, "")
+        structure = _flatten(value, tensors, {}, "", None)
         return cls(tensors, structure, [tensor.requires_grad for tensor in tensors])
+
+    @classmethod
+    def of_mini_batch(cls, value: Any) -> tuple[Payload, list[int | None]]:
+        """Take inputs or targets apart, and find along which dimension of each tensor the examples are."""
+        tensors: list[Tensor] = []
+        dimensions: list[int | None] = []
+        structure = _flatten(value, tensors, {}, "", dimensions)
+        return cls(tensors, structure, [tensor.requires_grad for tensor in tensors]), dimensions
 
     def value(self) -> Any:
         """Rebuild the nest."""
@@ -56,6 +94,14 @@ class Payload:
     def replace(self, tensors: list[Tensor]) -> Payload:
         """Return the same payload with other tensors, such as copies on another device."""
         return Payload(tensors, self.structure, self.differentiable, self.shared)
+
+    def to(self, device: torch.device) -> Payload:
+        """Return the same payload on a device, without waiting for the copies."""
+        return self.replace([tensor.to(device, non_blocking=True) for tensor in self.tensors])
+
+    def detach(self) -> Payload:
+        """Return the same payload without a history."""
+        return self.replace([tensor.detach() for tensor in self.tensors])
 
     def find_shared(self, before: Payload) -> None:
         """Look for tensors that share memory; those that passed by from the payload `before` may have done so there."""
@@ -92,7 +138,13 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-def _flatten(value: Any, tensors: list[Tensor], positions: dict[int, int], path: str) -> Structure:
+def _flatten(
+    value: Any, tensors: list[Tensor], positions: dict[int, int], path: str, dimensions: list[int | None] | None
+) -> Structure:
+    """Take a nest apart; only with `dimensions`, which are those of the examples, may it say what they are."""
+    dimension: int | None = 0
+    if isinstance(value, Examples) and dimensions is not None:
+        value, dimension = value.tensor, value.dimension
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise PayloadError(
@@ -103,14 +155,23 @@ def _flatten(value: Any, tensors: list[Tensor], positions: dict[int, int], path:
         position = positions.setdefault(id(value), len(tensors))
         if position == len(tensors):
             tensors.append(value)
+            if dimensions is not None:
+                dimensions.append(dimension)
+        elif dimensions is not None and dimensions[position] != dimension:
+            raise ValueError(
+                f"the tensor at {path or 'the top'} appears twice, and its examples are said to be in dimension "
+                f"{dimensions[position]} and {dimension}; say the same for both"
+            )
         return position
     if value is None:
         return None
     if type(value) in (tuple, list):
-        children = tuple(_flatten(item, tensors, positions, f"{path}[{i}]") for i, item in enumerate(value))
+        children = tuple(_flatten(item, tensors, positions, f"{path}[{i}]", dimensions) for i, item in enumerate(value))
         return type(value).__name__, children
     if type(value) is dict and all(isinstance(key, str) for key in value):
-        return "dict", tuple((k, _flatten(item, tensors, positions, f"{path}[{k!r}]")) for k, item in value.items())
+        return "dict", tuple(
+            (k, _flatten(item, tensors, positions, f"{path}[{k!r}]", dimensions)) for k, item in value.items()
+        )
     text = repr(value)
     raise PayloadError(
         f"the payload{path} is of type {type(value).__name__} ({text if len(text) <= 40 else text[:37] + '...'}); "
@@ -135,49 +196,64 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> list[int]:
 
 
 def find_batch_size(value: Any, what: str) -> int:
-    """Return the length of the first dimension that all tensors of a nest share.
+    """Return the number of examples of a nest: the length of the first dimension, or of that which it says.
 
     Raises:
         ValueError: there is no tensor, a tensor without dimensions, an empty batch, or two different lengths.
     """
-    tensors = Payload.of(value).tensors
-    lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
+    payload, dimensions = Payload.of_mini_batch(value)
+    lengths = {
+        tensor.shape[dimension] if tensor.ndim else 0
+        for tensor, dimension in zip(payload.tensors, dimensions, strict=True)
+        if dimension is not None
+    }
     if len(lengths) != 1 or 0 in lengths:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensor at all"
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in payload.tensors) or "no tensor at all"
         raise ValueError(
             f"the {what} have the shapes {shapes}; every tensor needs the examples of the mini-batch, at least one, "
-            "as its first dimension"
+            "as its first dimension; mark others with gpipe.split_along or gpipe.replicated"
         )
     return lengths.pop()
 
 
-def split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut every tensor of a nest along its first dimension; the parts share its memory, nothing is copied."""
-    payload = Payload.of(value)
-    parts = [tensor.split(list(sizes)) for tensor in payload.tensors]
+def split(value: Any, sizes: Sequence[int]) -> list[Payload]:
+    """Cut every tensor of a nest along its examples; the parts share its memory, nothing is copied."""
+    payload, dimensions = Payload.of_mini_batch(value)
+    parts = [
+        tensor.split(list(sizes), dimension) if dimension is not None else [tensor] * len(sizes)
+        for tensor, dimension in zip(payload.tensors, dimensions, strict=True)
+    ]
     # `.data` has no history, and changes that autograd counts by itself: a layer that changes one micro-batch in place
     # must not make what it saved of another one look changed.
-    return [unflatten(payload.structure, [part[i].data for part in parts]) for i in range(len(sizes))]
+    nothing = [False] * len(parts)
+    shared = [dimension is None for dimension in dimensions] if None in dimensions else []
+    return [Payload([part[i].data for part in parts], payload.structure, nothing, shared) for i in range(len(sizes))]
 
 
-def merge(payloads: Sequence[Payload], sizes: Sequence[int]) -> Any:
-    """Concatenate the outputs of the micro-batches of one mini-batch, of given sizes, along the first dimension.
+def merge(payloads: Sequence[Payload], sizes: Sequence[int], dimension: int = 0) -> Any:
+    """Concatenate the outputs of the micro-batches of one mini-batch, of given sizes, along the examples' dimension.
 
     Raises:
-        ValueError: the outputs are not nested alike, one is a scalar, or of several one has not as many rows as its
-            micro-batch has examples.
+        ValueError: the outputs are not nested alike, one lacks the dimension, or of several one is not as long there as
+            its micro-batch has examples.
     """
     first = payloads[0]
     if any(payload.structure != first.structure for payload in payloads):
         raise ValueError("the outputs of the micro-batches are nested differently; return the same nest for each")
     if any(tensor.ndim == 0 for tensor in first.tensors):
         raise ValueError("an output is a scalar, which cannot be concatenated: return one number per example")
+    if short := [tensor for tensor in first.tensors if tensor.ndim <= dimension]:
+        raise ValueError(
+            f"an output has the shape {tuple(short[0].shape)}, but output_dimension={dimension} says that its examples "
+            "are in a dimension that it does not have; change the one or the other"
+        )
     for payload, size in zip(payloads, sizes, strict=True):
         for tensor in payload.tensors:
-            if len(payloads) > 1 and len(tensor) != size:
+            if len(payloads) > 1 and tensor.shape[dimension] != size:
                 raise ValueError(
                     f"an output has the shape {tuple(tensor.shape)} for a micro-batch of {size} examples; outputs need "
-                    "the examples as their first dimension to be put together: let the last layer return them so"
+                    f"the examples in dimension {dimension} to be put together: let the last layer return them so, or "
+                    "set output_dimension"
                 )
     columns = zip(*(payload.tensors for payload in payloads), strict=True)
-    return unflatten(first.structure, [torch.cat(column) for column in columns])
+    return unflatten(first.structure, [torch.cat(column, dimension) for column in columns])

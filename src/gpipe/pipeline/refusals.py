@@ -54,7 +54,7 @@ def refuse_history(value: Any, what: str) -> None:
     Raises:
         ValueError: naming `what`.
     """
-    if any(tensor.requires_grad for tensor in Payload.of(value).tensors):
+    if any(tensor.requires_grad for tensor in Payload.of_mini_batch(value)[0].tensors):
         raise ValueError(
             f"the {what} require gradients, and a training step computes none for them; give {what} without a history "
             "(.detach()), and make what computes them a layer"

@@ -129,6 +129,81 @@ SCHEDULES: dict[str, ScheduleFunction] = {
 }
 
 
+def choose_schedule(
+    schedule: str | ScheduleFunction,
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize,
+    stages_per_device: int,
+) -> ScheduleFunction:
+    """Return the schedule of a name, or a user's own after a look at its tasks.
+
+    Raises:
+        ValueError: there is no such schedule, it cannot have so many stages per device, or its tasks are not right.
+    """
+    if not isinstance(schedule, str):
+        _check_stages_divide(num_stages, stages_per_device)
+        check_schedule(
+            schedule(num_stages, num_microbatches, rematerialize, stages_per_device),
+            num_stages,
+            num_microbatches,
+            stages_per_device,
+        )
+        return schedule
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
+    check_stages_per_device(schedule, num_stages, stages_per_device)
+    return SCHEDULES[schedule]
+
+
+def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: int, stages_per_device: int) -> None:
+    """Refuse tasks that no engine could run, or that leave something out.
+
+    Raises:
+        ValueError: naming the first stage and micro-batch.
+    """
+    num_devices = num_stages // stages_per_device
+    if len(schedule) != num_devices:
+        raise ValueError(f"the schedule has the tasks of {len(schedule)} devices; {num_devices} were expected")
+    kinds: dict[tuple[int, int], list[Kind]] = {(k, m): [] for k in range(num_stages) for m in range(num_microbatches)}
+    for device, tasks in enumerate(schedule):
+        for kind, stage, micro_batch in tasks:
+            if (stage, micro_batch) not in kinds or stage % num_devices != device:
+                raise ValueError(
+                    f"the schedule has a {kind} of stage {stage}, micro-batch {micro_batch} on device {device}; "
+                    f"stage s of {num_stages} belongs to device s % {num_devices}, and micro-batches to 0 ... "
+                    f"{num_microbatches - 1}"
+                )
+            kinds[stage, micro_batch].append(kind)
+    whole = [Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD]
+    for (stage, micro_batch), found in kinds.items():
+        if found not in whole:
+            raise ValueError(
+                f"the schedule has {', '.join(found) or 'nothing'} for stage {stage}, micro-batch {micro_batch}; it "
+                "must be forward, perhaps recompute, and backward, each once and in this order"
+            )
+    for stage in range(num_stages - 1):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            here, there = (
+                [task.micro_batch for task in schedule[k % num_devices] if (task.kind, task.stage) == (kind, k)]
+                for k in (stage, stage + 1)
+            )
+            if here != there:
+                raise ValueError(
+                    f"the schedule runs the {kind}s of stage {stage} in the order of micro-batches {here}, and those "
+                    f"of stage {stage + 1} in the order {there}; both ends of a boundary need the same"
+                )
+    sequential(schedule)
+
+
+def _check_stages_divide(num_stages: int, stages_per_device: int) -> None:
+    if stages_per_device < 1 or num_stages % stages_per_device != 0:
+        raise ValueError(
+            f"{num_stages} partitions cannot be shared evenly by devices with stages_per_device={stages_per_device}; "
+            "make them a multiple of stages_per_device"
+        )
+
+
 def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: int) -> None:
     """Refuse a number of stages per device that a schedule cannot have.
 
@@ -146,11 +221,8 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
             f"stages_per_device is {stages_per_device}, but the schedule interleaved_1f1b needs at least 2; raise it, "
             "or use the schedule 1f1b"
         )
-    elif num_stages % stages_per_device != 0:
-        raise ValueError(
-            f"{num_stages} partitions cannot be shared evenly by devices with stages_per_device={stages_per_device}; "
-            "make them a multiple of stages_per_device"
-        )
+    else:
+        _check_stages_divide(num_stages, stages_per_device)
 
 
 def _in_turns(
@@ -272,6 +344,8 @@ def plan_tasks(
         found = inference(num_stages, num_microbatches, stages_per_device)
     else:
         found = schedule(num_stages, num_microbatches, rematerialize, stages_per_device)
+        if schedule not in SCHEDULES.values():
+            check_schedule(found, num_stages, num_microbatches, stages_per_device)
     tasks = sequential(found) if len(stages) == num_stages else found[min(stages)]  # device s has stage s
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
     return tasks, recomputed, {task.stage: task.micro_batch for task in tasks if task.kind is Kind.BACKWARD}

@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.buffers import Buffers, Snapshot
 from gpipe.pipeline.compilation import Compilation
-from gpipe.pipeline.job.errors import PipelineError
+from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_generators
 
@@ -234,6 +234,10 @@ class Stage:
         with microbatch_phase(norms, recompute=False, synchronized=synchronized):
             return self._run(micro_batch, inputs, layers)
 
+    def enter_loss(self, micro_batch: int) -> None:
+        """Prepare for what follows the last layer; errors then name the loss."""
+        self._enter(micro_batch, self._last + 1, None)
+
     def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
         """Run the forward of a training step again, with the same masks, and call `look` after each layer.
 
@@ -250,13 +254,13 @@ class Stage:
         """Run the layers as with a graph, so that torch picks the same kernels, but let go of it."""
         with torch.enable_grad(), nullcontext() if self._needs_saved_tensors else without_saved_tensors():
             outputs = self._run(micro_batch, _enter_graph(inputs, []), self.layers, is_stored=True, look=look)
-        return outputs.replace([tensor.detach() for tensor in outputs.tensors])
+        return outputs.detach()
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept) -> Payload:
         with torch.enable_grad():
             outputs = self._run(micro_batch, _enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
             if self.loss is not None:
-                self._enter(micro_batch, self._last + 1, None)
+                self.enter_loss(micro_batch)
                 outputs = Payload.of(self.loss(outputs.value(), micro_batch))
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
         if self.averaging is not None and micro_batch == self._final_micro_batch:
@@ -323,7 +327,7 @@ class Stage:
         doing = "loss" if module is None and doing != "backward" else doing
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
         layer_index = None if module is None else layer
-        return PipelineError(text, stage=self.index, micro_batch=micro_batch, layer=layer_index)
+        return caused_by(error, text, stage=self.index, micro_batch=micro_batch, layer=layer_index)
 
 
 def _modules_below(layer: nn.Module) -> list[nn.Module]:
@@ -375,8 +379,9 @@ def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: b
     if any(is_changed and is_shared for is_changed, is_shared in zip(changed, inputs.shared, strict=False)):
         raise ValueError(
             "the layer changed a tensor of the stage's input in place that shares memory with another one, such as a "
-            "view of it; behind a boundary the other one would not change: use the layer's out-of-place form "
-            "(inplace=False), or return a copy of one of the two (.clone()) from the layer that makes them"
+            "view of it or the same tensor of another micro-batch; behind a boundary the other one would not change: "
+            "use the layer's out-of-place form (inplace=False), or return a copy of one of the two (.clone()) from the "
+            "layer that makes them"
         )
     if is_stored and any(changed):
         raise ValueError(

@@ -29,6 +29,7 @@ class StepReport:
         step_seconds: from the call of train_step to its end, on this process.
         peak_memory_bytes: the most that this process ever held: of GPU memory on CUDA, of main memory on the CPU.
         is_skipped: whether a scaler skipped the step: no process has gradients.
+        outputs: of the model for the mini-batch, in the last stage's process, where they were asked for.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepReport:
     step_seconds: float
     peak_memory_bytes: int
     is_skipped: bool = False
+    outputs: Any = field(repr=False, default=None)
 
 
 def measure_peak_memory(devices: Iterable[torch.device]) -> int:

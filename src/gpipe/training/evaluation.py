@@ -25,10 +25,10 @@ def has_top5(num_classes: int) -> bool:
 
 
 class Metrics(Protocol):
-    """Measures the batches of an evaluation set, on any process; it has no state."""
+    """Measures the micro-batches of an evaluation set, where the outputs are; it has no state."""
 
     def measure(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the sums of a batch, given the model's outputs: float64, of one shape for all batches."""
+        """Return the sums of a micro-batch, given the model's outputs: float64, of one shape for all."""
 
     def compute(self, sums: Tensor) -> dict[str, float]:
         """Return the figures, "loss" and "top1" at least, given the sum of all batches' sums.
@@ -173,9 +173,9 @@ def evaluate(
     sums: list[Tensor] = []
     own_numbers = range(loader.start_batch, num_batches, loader.stride)
     for inputs, targets in islice(iterate(loader, pipeline), len(own_numbers)):
-        outputs = pipeline.evaluate(inputs, layers=layers)
-        if pipeline.is_last:
-            sums.append(metrics.measure(outputs, targets))
+        parts = pipeline.measure(inputs, targets, metrics.measure, layers=layers)
+        if parts is not None:
+            sums.append(torch.stack(parts).sum(0))
     own = [one.tolist() for one in sums] if pipeline.is_last else None
     shares = [share for share in pipeline.job.gather_all(own) if share is not None]
     rows = [shares[number % len(shares)][number // len(shares)] for number in range(num_batches)]

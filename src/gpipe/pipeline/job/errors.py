@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -23,6 +24,39 @@ class PipelineError(RuntimeError):
         self.stage = stage
         self.micro_batch = micro_batch
         self.layer = layer
+
+    def __str__(self) -> str:
+        """Return the message as it is: some types of errors, such as KeyError, would quote it."""
+        return str(self.args[0]) if self.args else ""
+
+
+def caused_by(error: Exception, message: str, **place: int | None) -> PipelineError:
+    """Return a PipelineError that `except` finds under the type of its cause too, with the attributes of the cause.
+
+    Args:
+        error: the cause.
+        message: says where it happened, and what.
+        place: stage, micro_batch and layer.
+    """
+    try:
+        stated = _type_under(type(error))(message, **place)  # type: ignore[arg-type]  # classes can be hashed
+    except TypeError:  # a class that nobody can extend, or make without arguments of its own
+        return PipelineError(message, **place)
+    own = {name: value for name, value in error.__dict__.items() if name != "__notes__"}  # shown with the cause
+    stated.__dict__.update(own | stated.__dict__)
+    return stated
+
+
+@cache
+def _type_under(kind: type[Exception]) -> type[PipelineError]:
+    if issubclass(PipelineError, kind):
+        return PipelineError
+
+    def make(cls: type[PipelineError], *args: Any, **_: Any) -> Any:
+        return kind.__new__(cls, *args)
+
+    members = {"__new__": make, "__module__": PipelineError.__module__}
+    return type(PipelineError.__name__, (PipelineError, kind), members)
 
 
 class NonFiniteError(PipelineError):
