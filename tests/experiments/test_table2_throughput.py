@@ -76,7 +76,7 @@ def study() -> Study:
     """Return a Transformer whose layers take 1.5 times as long for two examples as for one, linked without delay."""
     with torch.device("meta"):
         layers = transformer_lm(NUM_LAYERS, vocabulary_size=16, model_size=8, feedforward_size=16, num_heads=2)
-    device = Accelerator("d", 10**9, 1e9, 1e9, 1e9, 1e30, 0.0, starts_ahead=False)
+    device = Accelerator("d", 10**9, 1e9, 1e9, 1e9, 1e9, 1e30, 0.0, starts_ahead=False)
     return Study("T", layers, tokens, device, 8, (1, 2), fixed_size=2, timings={1: timed(1.0), 2: timed(1.5)})
 
 

@@ -1,8 +1,10 @@
 """A number that is not finite: everyone sees it before the update, its origin is named, or its mini-batch left out."""
 
+import functools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe.checkpoint.folder import find_latest
+from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError
 from gpipe.pipeline.randomness import derive_seed
 from gpipe.pipeline.stage import MASKS
@@ -84,6 +87,41 @@ def test_the_number_of_skipped_steps_survives_a_resume_and_is_limited(tmp_path: 
         spoil_gradients(resumed, step)
     with pytest.raises(NonFiniteError, match=r"gradient of layers\.5\.weight in step 6 .*; 2 steps were skipped befor"):
         resumed.train()
+
+
+def half(folder: Path, scaler: GradientScaler, **settings: Any) -> Trainer:
+    autocast = functools.partial(torch.autocast, "cpu", torch.float16)
+    return small_trainer(folder, autocast=autocast, scaler=scaler, **settings)
+
+
+def test_a_step_that_overflows_float16_updates_nothing_and_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
+    whole = half(tmp_path / "whole", GradientScaler(2.0**10, growth_interval=3))
+    spoil_gradients(whole, 1)
+    summary = whole.train()
+    assert (summary.num_steps, summary.num_skipped_steps) == (12, 0)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / METRICS_FILE).read_text().splitlines()]
+    scales = {line["step"]: line["loss_scale"] for line in lines if "loss_scale" in line}
+    assert scales == dict(
+        zip(range(1, 13), (2.0**k for k in (10, 9, 9, 9, 10, 10, 10, 11, 11, 11, 12, 12)), strict=True)
+    )
+    assert ["loss" in line for line in lines if "loss_scale" in line] == [True, False, *[True] * 10]
+
+    part = half(tmp_path / "part", GradientScaler(2.0**10, growth_interval=3), max_steps=3)
+    spoil_gradients(part, 1)
+    part.train()
+    resumed = half(tmp_path / "part", GradientScaler(2.0**10, growth_interval=3))
+    assert resumed.resume()
+    assert resumed.scaler is not None and resumed.scaler.scale == 2.0**9
+    resumed.train()
+    assert_same_state(whole, resumed)
+
+
+def test_float16_that_overflows_at_any_scale_ends_the_training(tmp_path: Path) -> None:
+    trainer = half(tmp_path, GradientScaler(2.0))
+    weight = trainer.pipeline.layers["5"].weight
+    weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(NonFiniteError, match=r"gradients overflow float16 at a loss scale of 0\.5"):
+        trainer.train()
 
 
 def test_a_stop_saves_the_state_before_and_goes_there_again(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class Autocast(Enum):
 
     none = "none"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class MatmulPrecision(Enum):
@@ -283,7 +284,8 @@ class TrainerConfig:
         overfit_batches: train on the first n mini-batches again and again, to see whether the model can learn them;
             null trains on all.
         profile_step: the step, from 0, that torch's profiler records on every process; null records none.
-        autocast: the precision of the forward and backward pass in training.
+        autocast: the precision of the forward and backward pass in training; float16 scales the loss, so that gradients
+            do not vanish, and skips the update of a step whose gradients overflow.
         channels_last: store images and kernels with their channels last.
         compile: compile each layer with torch.compile.
         deterministic: use only kernels that give the same bits each time, which are slower; null is false.

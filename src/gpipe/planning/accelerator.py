@@ -30,6 +30,7 @@ class Accelerator:
         float32_flops: FLOP/s of products of float32 numbers as torch computes them (on a TPU as XLA does by default:
             inputs rounded to bfloat16).
         bfloat16_flops: FLOP/s of products under autocast to bfloat16; without such units those of float32.
+        float16_flops: likewise to float16.
         memory_bandwidth: bytes/s between its memory and its arithmetic units.
         link_bandwidth: bytes/s to a neighbouring accelerator, in one direction.
         operation_seconds: the time that any operation takes to start.
@@ -40,14 +41,16 @@ class Accelerator:
     memory_bytes: int
     float32_flops: float
     bfloat16_flops: float
+    float16_flops: float
     memory_bandwidth: float
     link_bandwidth: float
     operation_seconds: float
     starts_ahead: bool
 
     def flops_per_second(self, precision: str) -> float:
-        """Return the FLOP/s for "float32" or "bfloat16"."""
-        return {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops}[precision]
+        """Return the FLOP/s for "float32", "bfloat16" or "float16"."""
+        of = {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}
+        return of[precision]
 
     def with_limits(self, *, memory_gib: float | None, link_gb_per_second: float | None) -> Accelerator:
         """Return the accelerator with other figures than the maker's, where they are given."""
@@ -74,15 +77,15 @@ _G = 1e9
 # GPU's time or the host's, whichever is longer: only small layers wait for the host.
 _HOST_SECONDS = 10e-6
 _ALL = (
-    Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 350 * _G, 62 * _G, 0.0, starts_ahead=True),
-    Accelerator("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G, 0.0, starts_ahead=True),
-    Accelerator("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 346 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 732 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 900 * _G, 150 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 2039 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 3350 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 4800 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, 20e-6, starts_ahead=False),
+    Accelerator("tpu_v2", 8 * GIB, 23 * _T, 23 * _T, 23 * _T, 350 * _G, 62 * _G, 0.0, starts_ahead=True),
+    Accelerator("tpu_v3", 16 * GIB, 61.5 * _T, 61.5 * _T, 61.5 * _T, 450 * _G, 82 * _G, 0.0, starts_ahead=True),
+    Accelerator("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 0.18 * _T, 346 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 18.7 * _T, 732 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 125 * _T, 900 * _G, 150 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 2039 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 989 * _T, 3350 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 989 * _T, 4800 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, 20e-6, starts_ahead=False),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _ALL}
 _UNKNOWN_GPU = "a100"
@@ -141,7 +144,7 @@ class Speed:
 
     @classmethod
     def of(cls, accelerator: Accelerator, precision: str, efficiency: float = EFFICIENCY) -> Speed:
-        """Assume that an accelerator reaches a share `efficiency` of its peaks, at "float32" or "bfloat16"."""
+        """Assume that an accelerator reaches a share `efficiency` of its peaks, at a precision that it knows."""
         peak = accelerator.flops_per_second(precision)
         reached = efficiency * peak, efficiency * accelerator.memory_bandwidth
         start = accelerator.operation_seconds, accelerator.starts_ahead

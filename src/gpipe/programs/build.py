@@ -28,6 +28,7 @@ from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters, set_drop_path
 from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.microbatch import Payload, microbatch_sizes
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.timeline import Timeline
@@ -324,6 +325,7 @@ def build_trainer(
         max_gradient_norm=run.optimizer.clip_norm,
         autocast=build_autocast(settings.autocast, place.device_type),
         evaluation_autocast=build_autocast(settings.evaluation.autocast, place.device_type),
+        scaler=GradientScaler() if settings.autocast is Autocast.float16 else None,
         set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,

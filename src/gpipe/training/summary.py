@@ -23,7 +23,7 @@ class Summary:
         num_replaced: broken training examples that were replaced, counted in each epoch, in the first replica's data.
         evaluation: the last figures of every evaluation set.
         least_loss: the first set's figures at its least loss, and the "step" after which that was.
-        num_skipped_steps: steps without an update, because a number was not finite.
+        num_skipped_steps: mini-batches skipped because a number was not finite; overflows of float16 are not counted.
     """
 
     num_steps: int
@@ -66,6 +66,7 @@ class Totals:
 
     Attributes:
         num_worse: evaluations since the first set's loss was least.
+        scaler: the state of the loss's scaler when the checkpoint was saved; None without one.
     """
 
     seconds: float = 0.0
@@ -78,17 +79,19 @@ class Totals:
     bubble: float | None = None
     peak_memory_bytes: int | None = None
     num_skipped_steps: int = 0
+    scaler: dict[str, Any] | None = None
     speeds: list[StepSpeed] = field(default_factory=list)
 
     def resumable(self) -> dict[str, Any]:
         """Return the figures that a resumed run continues, as JSON."""
         names = ("seconds", "wait_seconds", "num_replaced", "best_top1", "evaluation", "least_loss", "num_worse")
-        return {name: getattr(self, name) for name in (*names, "num_skipped_steps")}
+        own = {name: getattr(self, name) for name in (*names, "num_skipped_steps")}
+        return own if self.scaler is None else own | {"scaler": self.scaler}
 
     @classmethod
     def resume(cls, results: Mapping[str, Any]) -> "Totals":
         """Restore what `resumable` returned; raises ValueError for anything else."""
-        if set(results) != set(cls().resumable()):
+        if set(results) - {"scaler"} != set(cls().resumable()):
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
                 f"{', '.join(cls().resumable())}: choose a checkpoint that this program saved."

@@ -16,6 +16,7 @@ from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Position
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
@@ -45,6 +46,7 @@ class Trainer:
         max_steps: ends the training early, and counts as its length.
         max_gradient_norm: clips the norm over all stages.
         autocast, evaluation_autocast: make the contexts of training and of evaluation, such as torch.autocast's.
+        scaler: scales the loss for float16. A step whose gradients overflow updates nothing, and counts as a step.
         evaluation_loaders: by name; the first is the main one.
         evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
         statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
@@ -80,6 +82,7 @@ class Trainer:
     max_gradient_norm: float | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     evaluation_autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scaler: GradientScaler | None = None
     set_drop_path: Callable[[float], None] | None = None
     final_drop_path: float = 0.0
     examples: str = "examples"
@@ -164,6 +167,8 @@ class Trainer:
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
         self._totals = Totals.resume(manifest.results)
+        if self.scaler is not None and self._totals.scaler is not None:
+            self.scaler.load_state_dict(self._totals.scaler)
         self.tracker.rewind(position.step)
         return True
 
@@ -185,7 +190,7 @@ class Trainer:
         try:
             self._stop_if_asked(self.pipeline.job.gather_all(self.asked_to_stop()))
             if not self._is_done:
-                self._checkpoints.rehearse(self._position, self._totals.resumable())
+                self._checkpoints.rehearse(self._position, self._resumable())
             while not self._is_done:
                 self._train_epoch()
             self._checkpoints.finish()
@@ -225,7 +230,7 @@ class Trainer:
             seconds = time.perf_counter() - started
             self._totals.seconds += seconds
             self._totals.wait_seconds += values["wait_seconds"]
-            if report is None:
+            if report is None or report.is_skipped:
                 place = {"step": self.pipeline.step, "epoch": self._epoch}
                 self.tracker.log({**place, **values, "num_skipped_steps": self._totals.num_skipped_steps})
             else:
@@ -265,13 +270,20 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         try:
             with self.autocast():
-                report = self.pipeline.train_step(batch, record_timeline=records, note=self._note)
+                report = self.pipeline.train_step(batch, record_timeline=records, note=self._note, scaler=self.scaler)
+            if self.scaler is not None:
+                values["loss_scale"] = self.scaler.scale
+                if self.scaler.scale < 1:
+                    raise NonFiniteError(f"gradients overflow float16 at a loss scale of {self.scaler.scale:g}")
         except NonFiniteError as error:
             self._skip_or_stop(batch, error)
             return values, None
         except StepAbandoned as error:
             self._stop_if_asked([note["stop"] for note in error.notes])
             raise
+        if report.is_skipped:
+            self.pipeline.step += 1
+            return values, report
         if self.max_gradient_norm is not None:
             values["gradient_norm"] = self.pipeline.clip_gradients(self.max_gradient_norm)
         self._checkpoints.wait_until_copied()
@@ -387,7 +399,11 @@ class Trainer:
             estimate_statistics(self.pipeline, self.statistics_loader, self.num_statistics_batches, layers)
 
     def _save(self, *, is_best: bool = False) -> None:
-        self._checkpoints.save(self._position, self._totals.resumable(), is_best=is_best)
+        self._checkpoints.save(self._position, self._resumable(), is_best=is_best)
+
+    def _resumable(self) -> dict[str, Any]:
+        self._totals.scaler = None if self.scaler is None else self.scaler.state_dict()
+        return self._totals.resumable()
 
 
 def _is_due(count: int, every: int | None) -> bool:
