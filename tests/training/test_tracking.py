@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -78,6 +79,17 @@ def test_a_damaged_line_does_not_end_resuming(tmp_path: Path, damage: bytes) -> 
     with Tracker(tmp_path, mode="disabled") as tracker:
         tracker.rewind(3)
     assert read_lines(tmp_path) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_folder_that_is_removed_under_its_run_is_named(tmp_path: Path) -> None:
+    with Tracker(tmp_path / "run", mode="disabled") as tracker:
+        tracker.log({"step": 1})
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(
+            ValueError, match=r"^the run's folder .*/run was removed or renamed while the run went on: sta"
+        ):
+            tracker.log({"step": 2})
+    assert not (tmp_path / "run").exists()
 
 
 def test_only_the_enabled_process_writes(tmp_path: Path) -> None:

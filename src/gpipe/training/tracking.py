@@ -139,6 +139,11 @@ class Tracker:
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(finite, allow_nan=False) + "\n")
+        except FileNotFoundError:
+            raise ValueError(
+                f"the run's folder {self._folder} was removed or renamed while the run went on: start the same command "
+                "again, or move the folder back first."
+            ) from None
         except OSError as error:  # a full disk's has no path
             raise OSError(error.errno, error.strerror, str(self._path)) from None
         return finite
