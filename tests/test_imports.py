@@ -2,11 +2,15 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import gpipe
+import gpipe_torch
 
 ROOT = Path(__file__).parents[1]
 LOAD_ALL = """
@@ -68,6 +72,28 @@ def test_the_config_can_be_read_without_torch() -> None:
 def test_the_engine_loads_torch_and_nothing_else() -> None:
     torchs = run("import sys, torch, torch._dynamo, torch.distributed.tensor; print(*sys.modules)")
     assert packages_of("pipeline") - torchs - set(sys.stdlib_module_names) == {"gpipe"}
+
+
+NAMES = """
+import sys
+sys.path.insert(0, {folder!r})
+import gpipe_torch as gpipe
+from gpipe.models import transformer_lm
+assert gpipe.Pipeline.__module__ == "gpipe.pipeline.engine", gpipe.Pipeline
+assert gpipe.Pipeline.__init__.__code__.co_filename.startswith({folder!r})
+print(*(name for name in dir(gpipe) if getattr(gpipe, name) is None), "all there")
+"""
+
+
+def test_another_projects_gpipe_in_the_same_place_takes_no_public_name_away(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    (tmp_path / "src" / "gpipe" / "__init__.py").write_text("")  # as that of the distribution gpipe 1.0.0
+    assert run(NAMES.format(folder=str(tmp_path / "src"))) == {"all", "there"}
+
+
+def test_both_import_names_have_the_same_public_names() -> None:
+    assert gpipe_torch.__all__ == gpipe.__all__ == dir(gpipe_torch)
+    assert all(getattr(gpipe, name) is getattr(gpipe_torch, name) for name in gpipe.__all__)
 
 
 @pytest.mark.parametrize("program", ["train", "predict", "translate", "plan"])
