@@ -55,6 +55,10 @@ def test_the_example_of_the_guide_trains_with_batch_norm_and_dropout() -> None:
     assert re.fullmatch(r"\d+\.\d+ torch\.Size\(\[64, 10\]\)\n", printed)
 
 
+def test_the_example_of_a_model_that_is_no_sequence_trains() -> None:
+    assert re.fullmatch(r"\d+\.\d+ True\n", run_code(find_code("docs/library.md", "traced")))
+
+
 @pytest.mark.usefixtures("composer")
 def test_what_quickstart_trains_is_loaded_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = build_layers(to_run(compose("train", overrides=["+experiment=amoebanet_imagenet_laptop"])))

@@ -1,0 +1,6 @@
+"""Any module as a sequence of layers; needs torch and nothing else.
+
+tracer.py      which operations a model's forward runs, and on what
+batch.py       which numbers among them follow the number of examples
+segments.py    where few tensors are alive, and a layer for each piece between
+"""

@@ -1,0 +1,331 @@
+"""Cut a recorded graph where few tensors are alive, into layers that pass those on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, OfBatch, find_of_batch
+from gpipe.tracing.tracer import TracingError, storage_of, trace
+
+# A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
+# 1/64 is not cut. A cut that several tensors cross is worth it only within more than 1/16.
+_LEAST, _SMALL, _LARGE = 1 / 256, 1 / 64, 1 / 16
+
+
+class TracedLayers(nn.Sequential):
+    """A model as a sequence of layers. They hold the model's own parameters, under the model's own names.
+
+    Attributes:
+        names: of each parameter and buffer here, by that in the model: "norm.weight" -> "23.norm.weight".
+        leaves: names and types of submodules that are one operation each: they were named, or cannot be recorded.
+    """
+
+    def __init__(self, segments: Sequence[nn.Module], model: nn.Module, leaves: Collection[Any]) -> None:
+        super().__init__(*segments)
+        own = dict(_named_tensors(self))
+        by_identity = {id(tensor): name for name, tensor in reversed(list(own.items()))}
+        state = model.state_dict(keep_vars=True)
+        self.names = {name: by_identity[id(tensor)] for name, tensor in state.items() if id(tensor) in by_identity}
+        self.leaves = sorted({leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaves})
+        # What the forward does not use: no layer has it, and an export still does.
+        self._unused = {name: tensor for name, tensor in state.items() if name not in self.names}
+
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the model that was cut, with the values of the layers."""
+        own = dict(_named_tensors(self))
+        return {name: own[place].detach() for name, place in self.names.items()} | {
+            name: tensor.detach() for name, tensor in self._unused.items()
+        }
+
+    @torch.no_grad()
+    def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a state dict of the model that was cut, such as pre-trained weights.
+
+        Raises:
+            ValueError: a name is missing, unknown, or has another shape.
+        """
+        own = dict(_named_tensors(self))
+        targets = {name: own[place] for name, place in self.names.items()} | self._unused
+        if different := sorted(targets.keys() ^ state.keys()):
+            where = "missing" if different[0] in targets else "unknown to the model"
+            raise ValueError(f"{different[0]} is {where}, one of {len(different)} names; give this model's state dict")
+        for name, tensor in targets.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(state[name].shape)}, but {tuple(tensor.shape)} in the model; give "
+                    "this model's state dict"
+                )
+        for name, tensor in targets.items():
+            tensor.copy_(state[name])
+
+
+def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[nn.Module]] = ()) -> TracedLayers:
+    """Return any module as a sequence of layers for `gpipe.Pipeline`, cut wherever few tensors are alive.
+
+    The layers compute the same bits as the model: they run its own operations and submodules, in its order, on its own
+    parameters. They take what the model takes. Numbers that follow the number of examples are computed from the
+    tensors that travel, so micro-batches may have any size; other sizes are those of the example.
+
+    Args:
+        model: may be in training or evaluation mode, also later.
+        example: its input, a tensor; or a tuple of arguments; or a dict of keyword arguments. The examples are the
+            first dimension of each tensor. Only shapes and types are looked at, and nothing is computed.
+        leaves: names and types of submodules to take as one operation each. Those whose code cannot be recorded are
+            found; so are those that decide by `self.training`.
+
+    Raises:
+        TracingError: the model's own forward decides by numbers that are unknown before it runs; it names the file and
+            the line. A ValueError.
+    """
+    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch computes with small ones
+    model.train()
+    try:
+        whole: set[Any] = set(leaves)
+        while True:
+            traces = [trace(model, example, whole, batch) for batch in BATCHES]
+            if traces[-1][2] == traces[0][2]:
+                break
+            whole = traces[-1][2]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    graphs, tracers = [graph for graph, _, _ in traces], [tracer for _, tracer, _ in traces]
+    arguments, constants = find_of_batch(graphs, tracers)
+    values = [
+        dict(zip(graphs[0].nodes, map(tracer.values.get, graph.nodes), strict=True)) for graph, tracer, _ in traces
+    ]
+    segments = _Segments(model, graphs[0], arguments, constants, values)
+    cuts = _choose_cuts(segments, tracers[0].flops, tracers[0].changed)
+    layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
+    return layers.train(was_training)
+
+
+class _Segments:
+    """The operations of a model in their order, and what is alive between them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: fx.Graph,
+        arguments: Mapping[fx.Node, FreeArguments],
+        constants: Mapping[str, Constant],
+        values: Sequence[Mapping[fx.Node, Any]],
+    ) -> None:
+        self._model, self._arguments, self._constants, self._values = model, arguments, constants, values
+        self.operations = [node for node in graph.nodes if node.op.startswith("call_")]
+        (self._inputs,) = (node for node in graph.nodes if node.op == "placeholder")
+        (self._output,) = (node for node in graph.nodes if node.op == "output")
+        last_use: dict[fx.Node, int] = {}
+        for position, node in enumerate([*self.operations, self._output]):
+            for used in node.all_input_nodes:
+                last_use[used] = position
+        self._last_use = last_use
+
+    def value(self, node: fx.Node) -> Any:
+        """Return what a node gives, without data."""
+        return self._values[0][node]
+
+    def alive(self, cut: int) -> list[fx.Node]:
+        """Return what operations from a cut on need of those before it."""
+        made = [self._inputs, *self.operations[:cut]]
+        return [node for node in made if self._last_use.get(node, -1) >= cut]
+
+    def build(self, cuts: Sequence[int]) -> Iterator[nn.Module]:
+        """Yield a layer for the operations between each two cuts."""
+        ends = [0, *cuts, len(self.operations)]
+        for begin, end in pairwise(ends):
+            yield self._layer(begin, end)
+
+    def _layer(self, begin: int, end: int) -> nn.Module:
+        graph = fx.Graph()
+        payload = graph.placeholder("payload")
+        made: dict[fx.Node, fx.Node] = {}
+        entered = [self._inputs] if begin == 0 else self.alive(begin)
+        if len(entered) == 1:
+            made[entered[0]] = payload
+        else:
+            for position, node in enumerate(entered):
+                made[node] = graph.call_function(operator.getitem, (payload, position))
+        copy = _Copy(self, graph, made, entered, self._values)
+        for node in self.operations[begin:end]:
+            made[node] = copy.operation(node, *self._arguments[node])
+        if end == len(self.operations):
+            graph.output(copy.free(self._arguments[self._output].args[0]))
+        else:
+            left = [made[node] if node in made else copy.attribute(node) for node in self.alive(end)]
+            graph.output(left[0] if len(left) == 1 else tuple(left))
+        layer = fx.GraphModule(copy.attributes, graph, class_name="Segment")
+        layer.train(self._model.training)
+        for name in copy.temporary:
+            parent, _, own = name.rpartition(".")
+            layer.get_submodule(parent)._non_persistent_buffers_set.add(own)
+        return layer
+
+    def constant(self, name: str) -> Constant | None:
+        """Return a tensor that the code made out of nothing."""
+        return self._constants.get(name)
+
+    def attribute(self, name: str) -> tuple[Any, bool]:
+        """Return a submodule, parameter or buffer of the model, and whether it is a buffer that is not saved."""
+        parent, _, own = name.rpartition(".")
+        module = self._model.get_submodule(parent)
+        return getattr(module, own), own in module._non_persistent_buffers_set
+
+
+class _Copy:
+    """Copies operations into the graph of one layer."""
+
+    def __init__(
+        self,
+        segments: _Segments,
+        graph: fx.Graph,
+        made: dict[fx.Node, fx.Node],
+        entered: Sequence[fx.Node],
+        values: Sequence[Mapping[fx.Node, Any]],
+    ) -> None:
+        self._segments, self._graph, self._made = segments, graph, made
+        self._entered, self._values = entered, values
+        self._batch: fx.Node | None = None
+        self._device: fx.Node | None = None
+        self.attributes: dict[str, Any] = {}
+        self.temporary: list[str] = []
+
+    def free(self, arguments: Any) -> Any:
+        """Return arguments with what they stand for in this layer."""
+        if isinstance(arguments, OfBatch):
+            return self._of_batch(arguments)
+        if isinstance(arguments, fx.Node):
+            return self._made[arguments] if arguments in self._made else self.attribute(arguments)
+        if isinstance(arguments, slice):
+            return slice(*(self.free(part) for part in (arguments.start, arguments.stop, arguments.step)))
+        if isinstance(arguments, tuple | list):
+            return (
+                type(arguments)(self.free(part) for part in arguments)
+                if type(arguments) in (tuple, list)
+                else arguments
+            )
+        if isinstance(arguments, dict):
+            return {key: self.free(part) for key, part in arguments.items()}
+        if isinstance(arguments, torch.device):
+            return self._own_device()
+        return arguments
+
+    def attribute(self, node: fx.Node) -> fx.Node:
+        """Return a parameter, buffer or constant, or `training`, fetched in this layer."""
+        name = str(node.target).removeprefix("model.")
+        constant = self._segments.constant(name)
+        if name == "training":
+            self.attributes[name] = True
+        elif constant is not None:
+            self.attributes[name] = constant.tensor
+            self.temporary.append(name)
+        else:
+            self.attributes[name], is_temporary = self._segments.attribute(name)
+            if is_temporary:
+                self.temporary.append(name)
+        found = self._graph.get_attr(name)
+        if constant is not None and constant.shape is not None:
+            shape = tuple(self._of_batch(size) if isinstance(size, OfBatch) else size for size in constant.shape)
+            found = self._graph.call_method("expand", (found, shape))
+        self._made[node] = found
+        return found
+
+    def operation(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """Return the same operation in this layer."""
+        target = node.target
+        if node.op == "call_module":
+            target = str(node.target).removeprefix("model.")
+            self.attributes[target], _ = self._segments.attribute(target)
+        return self._graph.create_node(node.op, target, self.free(args), self.free(kwargs))
+
+    def _tensors(self) -> Iterator[tuple[fx.Node, list[Tensor]]]:
+        """Yield the tensors that this layer is given, and their values for each number of examples."""
+        for node in self._entered:
+            leaves = [tree_leaves(values[node]) for values in self._values]
+            if isinstance(self._values[0][node], Tensor):
+                yield self._made[node], [row[0] for row in leaves]
+                continue
+            nest = self._values[0][node]
+            for key in nest if isinstance(nest, dict) else range(len(nest)):
+                if isinstance(nest[key], Tensor):
+                    part = self._graph.call_function(operator.getitem, (self._made[node], key))
+                    yield part, [values[node][key] for values in self._values]
+
+    def _of_batch(self, number: OfBatch) -> Any:
+        if self._batch is None:
+            self._batch = self._find_batch()
+        scaled = self._batch
+        if number.factor != 1:
+            scaled = self._graph.call_function(operator.mul, (scaled, number.factor))
+        return self._graph.call_function(operator.add, (scaled, number.offset)) if number.offset else scaled
+
+    def _find_batch(self) -> fx.Node:
+        for tensor, values in self._tensors():
+            for dimension, sizes in enumerate(zip(*(value.shape for value in values), strict=True)):
+                factor, rest = divmod(sizes[0], BATCHES[0])
+                if rest == 0 and factor and all(size == factor * n for size, n in zip(sizes, BATCHES, strict=True)):
+                    size = self._graph.call_method("size", (tensor, dimension))
+                    return size if factor == 1 else self._graph.call_function(operator.floordiv, (size, factor))
+        raise TracingError("no tensor that enters a layer has the examples in a dimension; give the model's blocks")
+
+    def _own_device(self) -> fx.Node:
+        if self._device is None:
+            tensor, _ = next(self._tensors())
+            self._device = self._graph.call_function(getattr, (tensor, "device"))
+        return self._device
+
+
+def _choose_cuts(segments: _Segments, flops: Mapping[fx.Node, int], changed: Mapping[fx.Node, set[int]]) -> list[int]:
+    """Return the positions among the operations at which layers begin, but the first.
+
+    A piece is cut in two where the fewest bytes are alive; of places with about as many, near the middle of its FLOPs.
+    """
+    operations = segments.operations
+    work = [0, *accumulate(flops.get(node, 0) + 1 for node in operations)]
+    total = work[-1]
+    crossing: dict[int, tuple[int, int]] = {}  # cut -> bytes, number of tensors
+    later: set[int] = set()
+    for cut in range(len(operations) - 1, 0, -1):
+        later |= changed.get(operations[cut], set())
+        tensors = [segments.value(node) for node in segments.alive(cut)]
+        if all(isinstance(tensor, Tensor) and storage_of(tensor) not in later for tensor in tensors):
+            crossing[cut] = sum(tensor.nbytes for tensor in tensors), len(tensors)
+    cuts: list[int] = []
+    pieces = [(0, len(operations))]
+    while pieces:
+        begin, end = pieces.pop()
+        own = work[end] - work[begin]
+        if own <= _SMALL * total:
+            continue
+        possible = [
+            cut
+            for cut in range(begin + 1, end)
+            if cut in crossing
+            and min(work[cut] - work[begin], work[end] - work[cut]) >= _LEAST * total
+            and (crossing[cut][1] == 1 or own > _LARGE * total)
+        ]
+        if not possible:
+            continue
+        least = min(crossing[cut][0] for cut in possible)
+        near = [cut for cut in possible if crossing[cut][0] <= 1.25 * least]
+        best = min(near, key=lambda cut: (crossing[cut][1], abs(work[cut] - (work[begin] + work[end]) / 2)))
+        cuts.append(best)
+        pieces += [(begin, best), (best, end)]
+    return sorted(cuts)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

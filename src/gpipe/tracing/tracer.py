@@ -1,0 +1,338 @@
+"""Record the operations of a model's forward, while it runs on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+INPUTS = "inputs"
+
+
+class TracingError(ValueError):
+    """A model whose operations depend on what it computes, so that no sequence of layers is equal to it."""
+
+
+class _Whole(Exception):
+    """A submodule must be one operation: what happens inside cannot be recorded. So must others of its type."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(type(module).__name__)
+        self.module = module
+
+
+class _Undecided(Exception):
+    """The code asks for a value that is only known when the model runs."""
+
+
+class _Call(nn.Module):
+    """Calls a model with the parts of one nest: a tensor, a tuple of arguments, or a dict of keyword arguments."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._kind = type(example)
+        self._keys = list(example) if isinstance(example, dict) else range(len(example) if self._kind is tuple else 0)
+
+    def forward(self, inputs: Any) -> Any:
+        parts: dict[Any, Any] = {key: inputs[key] for key in self._keys}
+        if self._kind is dict:
+            outputs = self.model(**parts)
+        else:
+            outputs = self.model(*parts.values()) if self._kind is tuple else self.model(inputs)
+        return _travelling(outputs)
+
+
+def _travelling(outputs: Any) -> Any:
+    """Return outputs as tensors, tuples, lists and dicts; of a dict without what is None."""
+    if isinstance(outputs, dict):  # such as the dataclasses of transformers
+        found = {key: _travelling(value) for key, value in outputs.items() if value is not None}
+        return next(iter(found.values())) if len(found) == 1 else found
+    if isinstance(outputs, tuple | list):
+        return tuple(_travelling(value) for value in outputs)
+    return outputs
+
+
+class TracedTensor(fx.Proxy):
+    """A tensor in the code of a model, or a tuple of them: its numbers are unknown, all else is known.
+
+    Shapes, types and devices are plain values, so the code may compute and decide with them. `batch.py` finds out which
+    of them follow the number of examples.
+    """
+
+    value: Any
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.value, name)
+        if isinstance(found, Tensor):
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        if callable(found):
+            return lambda *args, **kwargs: self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([operator.getitem(self, position) for position in range(len(self.value))])
+
+    def __bool__(self) -> bool:
+        if isinstance(self.value, Tensor):
+            raise _Undecided("decides by the numbers of a tensor")
+        return bool(self.value)
+
+    def __index__(self) -> int:
+        raise _Undecided("uses the number of a tensor as an integer")
+
+    __int__ = __float__ = __index__
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", _set_item, (self, key, value), {})
+
+
+def _set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
+    tensor[key] = value
+    return tensor
+
+
+class _Training:
+    """`module.training` in a model's code: as an argument it is read anew each time, but nobody may decide by it."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def __bool__(self) -> bool:
+        raise _Whole(self.tracer.deciding)
+
+
+_CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+)
+
+
+class Tracer(fx.Tracer):
+    """Records the operations of one call.
+
+    Args:
+        whole: names of submodules, and types, that are one operation each. Those of torch.nn are, too.
+        batch: the number of examples.
+
+    Attributes:
+        values: of each node, without data.
+        flops: of each node.
+        changed: the storages that each node changes in place.
+        constants: tensors that the code made out of nothing, by the name of their node's target.
+    """
+
+    def __init__(self, whole: Collection[str | type[nn.Module]], batch: int) -> None:
+        super().__init__()
+        self.proxy_buffer_attributes = True
+        self._whole, self._batch = whole, batch
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.values: dict[fx.Node, Any] = {}
+        self.flops: dict[fx.Node, int] = {}
+        self.changed: dict[fx.Node, set[int]] = {}
+        self.constants: dict[str, Tensor] = {}
+        self._is_running = False  # an operation, whose own code is not recorded
+
+    def record(self, model: nn.Module, example: Any) -> fx.Graph:
+        """Return the graph of the operations; its placeholder is the nest of inputs."""
+        with self._fake:
+            self._inputs = tree_map(
+                lambda t: torch.empty((self._batch, *t.shape[1:]), dtype=t.dtype, device=t.device), example
+            )
+        self._current: list[str] = []
+        with _known_training(self), torch.no_grad():
+            return self.trace(_Call(model, example))
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether code of the model runs that is recorded."""
+        return bool(self._current) and not self._is_running
+
+    @property
+    def deciding(self) -> nn.Module:
+        """The submodule whose code runs."""
+        return self.root.get_submodule(self._current[-1])
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a submodule is one operation."""
+        name = module_qualified_name.removeprefix("model.")
+        if name == "model":
+            return False
+        is_torchs = type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, _CONTAINERS)
+        return is_torchs or name in self._whole or type(m) in self._whole
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record a submodule's operations, or the submodule as one."""
+        if self._is_running:
+            return forward(*args, **kwargs)
+        name = self.path_of_module(m)
+        self._current.append(name)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except _Whole:
+            raise
+        except Exception as error:
+            # The submodule becomes one operation, which hides what the code in it does. Of the model itself nothing
+            # would be left.
+            if name in ("", "model") or self.is_leaf_module(m, name):
+                raise
+            raise _Whole(m) from error
+        finally:
+            self._current.pop()
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return an attribute of a module, traced where it is a parameter or buffer."""
+        return attr_val if self._is_running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> TracedTensor:
+        """Return what stands for a node in the model's code."""
+        return TracedTensor(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """Return an argument as a graph has it."""
+        if isinstance(a, _Training):
+            return self.create_node("get_attr", "training", (), {})
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
+            name = f"constant_{len(self.constants)}"
+            self.constants[name] = a
+            node = self.create_node("get_attr", name, (), {})
+            self.values[node] = a
+            return node
+        return super().create_arg(a)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> Any:
+        """Run an operation on tensors without data, and note it where it gives any."""
+        if kind == "output":
+            return super().create_proxy(kind, target, args, kwargs)
+        bare = _bare((args, kwargs))
+        tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        self._is_running = True
+        try:
+            with self._fake, FlopCounterMode(display=False) as counter:
+                value = self._run(kind, target, *bare)
+        finally:
+            self._is_running = False
+        is_assertion = target is torch._assert
+        if is_assertion or (kind != "placeholder" and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))):
+            return value
+        traced = super().create_proxy(kind, target, args, kwargs)
+        assert isinstance(traced, TracedTensor)
+        traced.value = value
+        self.values[traced.node], self.flops[traced.node] = value, counter.get_total_flops()
+        pairs = zip(tensors, versions, strict=True)
+        self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
+        return traced
+
+    def _run(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
+        if kind == "placeholder":
+            return self._inputs
+        if kind == "get_attr":
+            found: Any = self.root
+            for part in target.split("."):
+                found = getattr(found, part) if not isinstance(found, Tensor) else found
+            return self._fake.from_tensor(found) if isinstance(found, Tensor) else found
+        if kind == "call_module":
+            module = self.root.get_submodule(target)
+            try:
+                return module.forward(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - such as a decision by numbers, which a named submodule may make
+                return self._run_for_real(module, args, kwargs)
+        if kind == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+    def _run_for_real(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a copy of a submodule on ones, to see what shapes come out of it."""
+
+        def ones(leaf: Any) -> Any:
+            return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Tensor) else leaf
+
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+            args, kwargs = tree_map(ones, (args, kwargs))
+            found = copy.deepcopy(module).forward(*args, **kwargs)
+        return tree_map(lambda leaf: self._fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, found)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the identity of the memory that a tensor is a view of."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bare(nest: Any) -> Any:
+    """Return a nest with the values of what is traced."""
+
+    def bare(leaf: Any) -> Any:
+        return leaf.value if isinstance(leaf, TracedTensor) else True if isinstance(leaf, _Training) else leaf
+
+    return tree_map(bare, nest, is_leaf=lambda leaf: isinstance(leaf, TracedTensor))
+
+
+@contextmanager
+def _known_training(tracer: Tracer) -> Iterator[None]:
+    """Notice where the code of a model reads `training`."""
+
+    def read(module: nn.Module) -> Any:
+        return _Training(tracer) if tracer.is_recording else module.__dict__["training"]
+
+    def write(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.training
+
+
+def trace(
+    model: nn.Module, example: Any, leaves: Collection[str | type[nn.Module]], batch: int
+) -> tuple[fx.Graph, Tracer, set[str | type[nn.Module]]]:
+    """Record a model's operations on so many examples.
+
+    Submodules whose code cannot be recorded become one operation each; they are returned too, among the leaves.
+
+    Raises:
+        TracingError: the model's own code cannot be recorded.
+    """
+    whole = set(leaves)
+    while True:
+        tracer = Tracer(whole, batch)
+        try:
+            return tracer.record(model, example), tracer, whole
+        except _Whole as found:
+            if found.module is model:
+                raise TracingError(_explain(model, found, "decides by self.training")) from None
+            whole.add(type(found.module))
+        except Exception as error:
+            raise TracingError(_explain(model, error, str(error).partition("\n")[0] or type(error).__name__)) from error
+
+
+def _explain(model: nn.Module, error: BaseException, what: str) -> str:
+    """Say where in the model's code it happened, and what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(tuple(_OURS))]
+    place = f"{own[-1].filename}, line {own[-1].lineno}" if own else "its forward"
+    return (
+        f"{type(model).__name__} cannot be cut into layers: {place}: {what}; name the submodule in which that happens, "
+        "leaves=['...'], or give the model's blocks as an nn.Sequential of your own"
+    )
+
+
+_OURS = (__file__, torch.__file__.rpartition("/")[0] + "/")

@@ -1,0 +1,266 @@
+"""A model that nobody here wrote becomes layers that compute its bits, keep its names, and train in any pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+import gpipe._compat.torchvision  # before torchvision and timm
+
+# isort: split
+
+import timm
+import torchvision
+
+from gpipe.tracing.tracer import TracingError
+
+SIZE = 32
+
+
+def of_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: timm.create_model(name, num_classes=5, **options)
+
+
+def of_torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: torchvision.models.get_model(name, weights=None, num_classes=5, **options)
+
+
+class TwoInputs(nn.Module):
+    """Has keyword arguments, several outputs, a parameter used twice, and constants, one of which follows the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.unused = nn.Parameter(torch.randn(3))
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+
+    def forward(self, tokens: Tensor, images: Tensor, factor: float = 2.0) -> dict[str, Any]:
+        batch, time = tokens.shape
+        x = self.embedding(tokens) * self.scale + images.flatten(1)[:, None, :8]
+        x = x + torch.zeros(batch, 1, 8) + torch.arange(time)[None, :, None] / factor
+        x = torch.cat([self.token.expand(batch, -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        x = F.dropout(x, 0.3, self.training)
+        return {"logits": x.reshape(batch * (time + 1), 8) @ self.embedding.weight.T, "first": x[:, 0], "none": None}
+
+
+class InPlace(nn.Module):
+    """Changes tensors in place of which others are views, and leaves its output unchanged by cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            left, right = x[:, :3], x[:, 3:]
+            right.mul_(2)
+            x[:, 0] = x[:, 1:].sum(-1)
+            x = F.relu(x, inplace=True) + left.repeat(1, 2)
+        return x
+
+
+def images(batch: int = 3) -> Tensor:
+    return torch.randn(batch, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(batch))
+
+
+def two_inputs(batch: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(batch)
+    return {
+        "tokens": torch.randint(11, (batch, 4), generator=generator),
+        "images": torch.randn(batch, 1, 3, 3, generator=generator),
+    }
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "ResNet": (of_torchvision("resnet18"), images),
+    "ResNet, stochastic depth": (of_timm("resnet14t", drop_path_rate=0.3, drop_rate=0.2), images),
+    "DenseNet": (of_timm("densenet121", growth_rate=8, block_config=(2, 2, 2, 2)), images),
+    "ViT": (of_timm("vit_tiny_patch16_224", img_size=SIZE, depth=3, drop_rate=0.1, attn_drop_rate=0.2), images),
+    "Swin": (of_timm("swin_tiny_patch4_window7_224", img_size=SIZE, window_size=4, embed_dim=24), images),
+    "ConvNeXt": (of_timm("convnext_atto", drop_path_rate=0.2), images),
+    "EfficientNet": (of_torchvision("efficientnet_b0"), images),
+    "MobileNet": (of_torchvision("mobilenet_v3_small"), images),
+    "MLP-Mixer": (of_timm("mixer_s32_224", img_size=SIZE), images),
+    "ShuffleNet": (of_torchvision("shufflenet_v2_x0_5"), images),
+    "SqueezeNet": (of_torchvision("squeezenet1_1"), images),
+    "two inputs": (TwoInputs, two_inputs),
+    "in place": (InPlace, lambda batch: torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch))),
+}
+
+
+def build(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name][0]().train()
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    torch.manual_seed(7)
+    return model(**inputs) if isinstance(inputs, dict) and not isinstance(model, nn.Sequential) else model(inputs)
+
+
+def tensors_of(nest: Any) -> Iterator[Tensor]:
+    values = nest.values() if isinstance(nest, dict) else [nest]
+    return (value for value in values if value is not None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_gradients_averages_and_masks_have_the_models_bits_for_any_batch(name: str) -> None:
+    model = build(name)
+    plain, batch = copy.deepcopy(model), MODELS[name][1]
+    layers = gpipe.as_layers(model, batch(1))
+    assert len(layers) > 1
+    for size in (2, 5):
+        expected, found = list(tensors_of(call(plain, batch(size)))), list(tensors_of(call(layers, batch(size))))
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+        for outputs in (expected, found):
+            sum(output.square().mean() for output in outputs).backward()
+    for (key, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (twin.grad is None), key
+        assert parameter.grad is None or torch.equal(parameter.grad, twin.grad), key
+    for key, value in plain.state_dict().items():
+        assert torch.equal(layers.model_state_dict()[key], value), key
+    plain.eval(), layers.eval()
+    assert all(map(torch.equal, tensors_of(call(layers, batch(4))), tensors_of(call(plain, batch(4)))))
+
+
+@pytest.mark.parametrize("name", ["ResNet, stochastic depth", "ViT", "DenseNet", "two inputs"])
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_in_a_pipeline_the_number_of_stages_and_the_mode_change_no_bit(name: str, data: st.DataObject) -> None:
+    gradients = []
+    layers = gpipe.as_layers(build(name), MODELS[name][1](2))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(layers) - 1), max_size=3)))
+    partitions = [end - begin for begin, end in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
+    mode = data.draw(st.sampled_from(["always", "except_last", "never"]))
+    for shape, rematerialize in (([len(layers)], "never"), (partitions, mode)):
+        layers = gpipe.as_layers(build(name), MODELS[name][1](2))
+        pipeline = gpipe.Pipeline(gpipe.convert_batch_norm(layers), loss, shape, 2, rematerialize=rematerialize)
+        pipeline.train_step((MODELS[name][1](5), torch.arange(5) % 5))
+        gradients.append({key: parameter.grad for key, parameter in pipeline.named_parameters()})
+    for key, gradient in gradients[0].items():
+        twin = gradients[1][key]
+        assert gradient is twin is None or torch.equal(gradient, twin), key
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    if isinstance(outputs, dict):
+        return outputs["logits"].square().mean() + outputs["first"].mean() + 0 * targets.sum()
+    return F.cross_entropy(outputs, targets)
+
+
+def test_the_models_own_state_dict_is_loaded_and_returned_under_its_own_names() -> None:
+    model, other = build("two inputs"), build("two inputs")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    layers = gpipe.as_layers(model, two_inputs())
+    layers.load_model_state_dict(other.state_dict())
+    found = layers.model_state_dict()
+    assert found.keys() == other.state_dict().keys()
+    for key, value in other.state_dict().items():
+        assert torch.equal(found[key], value) and torch.equal(model.state_dict()[key], value), key
+    assert layers.names["blocks.2.norm2.weight"].partition(".")[2] == "blocks.2.norm2.weight"
+    with pytest.raises(ValueError, match=r"^token is missing, one of 1 names; give this model's state dict$"):
+        layers.load_model_state_dict({key: value for key, value in found.items() if key != "token"})
+    with pytest.raises(
+        ValueError, match=r"^token has the shape \(2,\), but \(1, 1, 8\) in the model; give this model's"
+    ):
+        layers.load_model_state_dict(found | {"token": torch.zeros(2)})
+
+
+def test_layers_share_the_models_parameters_and_leave_its_mode_alone() -> None:
+    model = build("ResNet").eval()
+    model.layer1.train()
+    layers = gpipe.as_layers(model, images())
+    assert {id(parameter) for parameter in layers.parameters()} == {id(parameter) for parameter in model.parameters()}
+    assert not layers.training and not model.training and model.layer1.training
+    assert copy.deepcopy(layers).state_dict().keys() == layers.state_dict().keys()
+
+
+def test_a_tied_parameter_stays_one_in_a_pipeline() -> None:
+    layers = gpipe.as_layers(build("two inputs"), two_inputs())
+    pipeline = gpipe.Pipeline(layers, loss, [1, len(layers) - 1], 2)
+    assert [{name.partition(".")[2].partition(".")[2] for name in names} for names in pipeline.ties] == [
+        {"embedding.weight"}
+    ]
+
+
+class Decides(nn.Module):
+    """Is not the same operations for all inputs."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.where = Inner(), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.where == "numbers" and x.sum() > 0:
+            return x + 1
+        if self.where == "training" and self.training:
+            return x + 2
+        return x
+
+
+class Inner(nn.Module):
+    """Decides too, and can be one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 if self.training else 2)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("numbers", "decides by the numbers of a tensor"), ("training", r"decides by self\.training")],
+)
+def test_a_model_that_decides_while_it_runs_is_refused_with_the_line(where: str, said: str) -> None:
+    pattern = rf"^Decides cannot be cut into layers: .*test_as_layers\.py, line \d+: {said}; name the submodule .*$"
+    with pytest.raises(TracingError, match=pattern) as error:
+        gpipe.as_layers(Decides(where), torch.zeros(2, 3))
+    line = int(str(error.value).partition(", line ")[2].partition(":")[0])
+    assert f'self.where == "{where}"' in Path(__file__).read_text().splitlines()[line - 1]
+
+
+def test_a_submodule_that_decides_is_one_operation_of_itself() -> None:
+    layers = gpipe.as_layers(nn.Sequential(Decides("nowhere"), nn.Linear(3, 3)), torch.zeros(2, 3))
+    assert layers.leaves == ["Inner"]
+    x = torch.randn(4, 3)
+    layers.train()
+    before = layers(x)
+    assert not torch.equal(layers.eval()(x), before)
+
+
+@pytest.mark.parametrize("leaf", ["0", Decides])
+def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
+    model = nn.Sequential(Decides("numbers"), nn.Linear(3, 3))
+    layers = gpipe.as_layers(model, torch.zeros(2, 3), leaves=[leaf])
+    x = torch.randn(4, 3)
+    assert torch.equal(layers(x), model(x))
+
+
+def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (len(x) ** 2)
+
+    with pytest.raises(TracingError, match=r"mul> has \(9, 25, 49\) for \(3, 5, 7\) examples, which does not follow"):
+        gpipe.as_layers(Square(), torch.zeros(2, 3))
