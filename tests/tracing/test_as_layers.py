@@ -69,6 +69,7 @@ class InPlace(nn.Module):
             x = layer(x)
             left, right = x[:, :3], x[:, 3:]
             right.mul_(2)
+            left += 0.5
             x[:, 0] = x[:, 1:].sum(-1)
             x = F.relu(x, inplace=True) + left.repeat(1, 2)
         return x

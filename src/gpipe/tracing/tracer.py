@@ -99,6 +99,19 @@ class TracedTensor(fx.Proxy):
         self.tracer.create_proxy("call_function", _set_item, (self, key, value), {})
 
 
+def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], Any]:
+    """Return a method such as __iadd__, which fx.Proxy lacks: Python would make a new tensor."""
+
+    def method(self: TracedTensor, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow"):
+    setattr(TracedTensor, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
 def _set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
     tensor[key] = value
     return tensor
