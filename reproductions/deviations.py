@@ -31,6 +31,7 @@ _CAPACITY, _THROUGHPUT = "experiments/table1_capacity/*.py", "experiments/table2
 _PIPELINE = ("conf/pipeline/*.yaml", "src/gpipe/pipeline/*.py", "conf/launch/*.yaml")
 _PLACES = {
     "bubble": _PIPELINE,
+    "task_independence": ("src/gpipe/tracing/*.py",),
     "table1_model_size": (
         *_PIPELINE,
         *_AMOEBANET,

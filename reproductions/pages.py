@@ -27,6 +27,7 @@ from reproductions.table2_throughput import tables as table2
 from reproductions.table3_slow_links import tables as table3
 from reproductions.table4_imagenet_and_transfer import tables as table4
 from reproductions.table5_batch_size import tables as table5
+from reproductions.task_independence import tables as task_independence
 
 CLAIMS: dict[str, ModuleType] = {
     "bubble": bubble,
@@ -36,6 +37,7 @@ CLAIMS: dict[str, ModuleType] = {
     "table4_imagenet_and_transfer": table4,
     "figure3_multilingual": figure3,
     "table5_batch_size": table5,
+    "task_independence": task_independence,
 }
 """The module of each claim's tables, by its folder's name, in the order of the table of claims."""
 TABLES: dict[str, tuple[str, Table]] = {

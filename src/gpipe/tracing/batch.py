@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from gpipe.tracing.tracer import Tracer, TracingError
 
@@ -33,6 +34,18 @@ class FreeArguments(NamedTuple):
 
     args: Any
     kwargs: Any
+
+
+def are_equal(first: fx.Graph, second: fx.Graph) -> bool:
+    """Return whether two graphs have the same operations on the same tensors and numbers."""
+    rows = [list(graph.nodes) for graph in (first, second)]
+    position = {node: number for row in rows for number, node in enumerate(row)}
+
+    def describe(node: fx.Node) -> Any:
+        arguments = map_arg((node.args, node.kwargs), lambda used: f"node {position[used]}")
+        return node.op, node.target, repr(arguments)
+
+    return [describe(node) for node in rows[0]] == [describe(node) for node in rows[1]]
 
 
 def find_of_batch(

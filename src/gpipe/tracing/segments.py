@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, OfBatch, find_of_batch
-from gpipe.tracing.tracer import TracingError, storage_of, trace
+from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, OfBatch, are_equal, find_of_batch
+from gpipe.tracing.tracer import Tracer, TracingError, explain, storage_of, trace
 
 # A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
 # 1/64 is not cut. A cut that several tensors cross is worth it only within more than 1/16.
@@ -95,6 +95,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
             if traces[-1][2] == traces[0][2]:
                 break
             whole = traces[-1][2]
+        _refuse_decision(model, example, whole, *traces[0][:2])
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -110,6 +111,15 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     cuts = _choose_cuts(segments, tracers[0].flops, tracers[0].changed)
     layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
     return layers.train(was_training)
+
+
+def _refuse_decision(model: nn.Module, example: Any, whole: Collection[Any], graph: fx.Graph, tracer: Tracer) -> None:
+    """Refuse a model whose own code decides by `training`, unless it runs the same operations in both modes."""
+    if tracer.decision is None:
+        return
+    other, _, _ = trace(model, example, whole, BATCHES[0], training=False)
+    if not are_equal(graph, other):
+        raise TracingError(explain(model, tracer.decision, "decides by self.training"))
 
 
 class _Segments:

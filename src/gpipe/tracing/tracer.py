@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,13 +118,13 @@ def _set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
 
 
 class _Training:
-    """`module.training` in a model's code: as an argument it is read anew each time, but nobody may decide by it."""
+    """`module.training` in a model's code: as an argument, it is read anew each time that the layer runs."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
 
     def __bool__(self) -> bool:
-        raise _Whole(self.tracer.deciding)
+        return self.tracer.decide()
 
 
 _CONTAINERS = (
@@ -143,18 +143,21 @@ class Tracer(fx.Tracer):
     Args:
         whole: names of submodules, and types, that are one operation each. Those of torch.nn are, too.
         batch: the number of examples.
+        training: the mode by which the model's own code decides.
 
     Attributes:
         values: of each node, without data.
         flops: of each node.
         changed: the storages that each node changes in place.
         constants: tensors that the code made out of nothing, by the name of their node's target.
+        decision: where the model's own code first decided by the mode; None where it did not.
     """
 
-    def __init__(self, whole: Collection[str | type[nn.Module]], batch: int) -> None:
+    def __init__(self, whole: Collection[str | type[nn.Module]], batch: int, *, training: bool) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
-        self._whole, self._batch = whole, batch
+        self._whole, self._batch, self._training = whole, batch, training
+        self.decision: traceback.StackSummary | None = None
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.values: dict[fx.Node, Any] = {}
         self.flops: dict[fx.Node, int] = {}
@@ -177,10 +180,12 @@ class Tracer(fx.Tracer):
         """Whether code of the model runs that is recorded."""
         return bool(self._current) and not self._is_running
 
-    @property
-    def deciding(self) -> nn.Module:
-        """The submodule whose code runs."""
-        return self.root.get_submodule(self._current[-1])
+    def decide(self) -> bool:
+        """Return `training` to code that decides by it: that of the model itself, for a submodule can be a whole."""
+        if self._current[-1] != "model":
+            raise _Whole(self.root.get_submodule(self._current[-1]))
+        self.decision = self.decision or traceback.extract_stack()
+        return self._training
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a submodule is one operation."""
@@ -315,7 +320,7 @@ def _known_training(tracer: Tracer) -> Iterator[None]:
 
 
 def trace(
-    model: nn.Module, example: Any, leaves: Collection[str | type[nn.Module]], batch: int
+    model: nn.Module, example: Any, leaves: Collection[str | type[nn.Module]], batch: int, *, training: bool = True
 ) -> tuple[fx.Graph, Tracer, set[str | type[nn.Module]]]:
     """Record a model's operations on so many examples.
 
@@ -326,20 +331,18 @@ def trace(
     """
     whole = set(leaves)
     while True:
-        tracer = Tracer(whole, batch)
+        tracer = Tracer(whole, batch, training=training)
         try:
             return tracer.record(model, example), tracer, whole
         except _Whole as found:
-            if found.module is model:
-                raise TracingError(_explain(model, found, "decides by self.training")) from None
             whole.add(type(found.module))
         except Exception as error:
-            raise TracingError(_explain(model, error, str(error).partition("\n")[0] or type(error).__name__)) from error
+            what = str(error).partition("\n")[0] or type(error).__name__
+            raise TracingError(explain(model, traceback.extract_tb(error.__traceback__), what)) from error
 
 
-def _explain(model: nn.Module, error: BaseException, what: str) -> str:
+def explain(model: nn.Module, frames: Sequence[traceback.FrameSummary], what: str) -> str:
     """Say where in the model's code it happened, and what to do."""
-    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(tuple(_OURS))]
     place = f"{own[-1].filename}, line {own[-1].lineno}" if own else "its forward"
     return (

@@ -1,0 +1,172 @@
+"""Make sequences of layers of models that nobody here wrote, and compare them with those models, bit by bit.
+
+    python -m experiments.traced_models
+
+Of timm one architecture of each family of at most 60 million parameters, a small one; of torchvision every model for
+classification. Each is traced. Then the layers and a copy of the model train on the same two images from the same seed:
+outputs, gradients, state and outputs in evaluation are compared. Of models beyond 100 million parameters only the trace
+and the balance are there. A quarter of an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import gpipe._compat.torchvision  # before torchvision and timm
+
+# isort: split
+
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import gpipe
+from experiments.program import StudyProgram, track
+from gpipe.planning.accelerator import ACCELERATORS, Speed
+from gpipe.planning.exact_cut import partition_layers
+from gpipe.planning.profile import profile_layers
+from gpipe.records import make_record
+from gpipe.tracing.tracer import TracingError
+from reproductions.task_independence.tables import EXPERIMENT, STAGES, traced_models, traced_models_run, traced_share
+
+CLAIM = "task_independence"
+NUM_CLASSES, BATCH_SIZE, MOST_PARAMETERS = 10, 2, 100_000_000
+# By the size of an image in pixels: 96 where the architecture takes any.
+OF_TIMM = {
+    96: """
+        convmixer_768_32 convnext_atto_rms cpubone_nano cs3darknet_focus_s csatv2 cspnext_tiny davit_tiny densenet121
+        dla46x_c dpn48b edgenext_xx_small efficientnet_b0 efficientvim_m1 efficientvit_b0 ese_vovnet19b_slim_dw
+        fasternet_t0 fastvit_s12 focalnet_tiny_srf ghostnet_050 hardcorenas_b hgnetv2_b0 hrnet_w18_small iformer_s
+        inception_next_atto inception_resnet_v2 inception_v3 inception_v4 lcnetv2_small legacy_seresnet18
+        legacy_xception lowformer_b0 mobilenetv3_small_050 mobileone_s1 mobilevit_xxs nextvit_small poolformer_s12
+        pvt_v2_b0 rdnet_tiny regnetx_002 repghostnet_050 repvit_m1_0 res2net50_14w_8s resnest14d resnetv2_18 rexnet_100
+        sam2_hiera_tiny selecsls42 shvit_s1 skresnet18 starnet_s050 test_mambaout test_nfnet test_resnet tiny_vit_5m_224
+        tresnet_m xception41p
+    """,
+    160: """
+        test_vit test_vit_relpos
+    """,
+    224: """
+        cait_xxs24_224 coat_tiny coatnet_pico_rw_224 convit_tiny deit_tiny_patch16_224 efficientformer_l1
+        efficientformerv2_s0 efficientvit_m0 eva02_tiny_patch14_224 gcvit_xxtiny hiera_tiny_224 levit_384_s8
+        mixer_s16_224 mvitv2_tiny nest_tiny pit_s_224 sequencer2d_s swiftformer_s swin_tiny_patch4_window7_224
+        swinv2_cr_tiny_224 tnt_s_legacy_patch16_224 twins_svt_small visformer_tiny vit_small_r26_s32_224
+        vitamin_small_224 volo_d1_224 xcit_nano_12_p8_224
+    """,
+    240: """
+        crossvit_tiny_240
+    """,
+    256: """
+        eca_botnext26ts_256 swinv2_tiny_window8_256
+    """,
+}
+# Their windows or tables of positions are made for one size.
+OF_TORCHVISION_AT = {"maxvit_t": 224}
+OF_TORCHVISION_OPTIONS = {"vit_b_16": 64, "vit_b_32": 64, "vit_l_16": 64, "vit_l_32": 64, "vit_h_14": 56}
+
+
+def list_models() -> list[tuple[str, str, int]]:
+    """Return library, name and image size of each model."""
+    found = [("timm", name, size) for size, names in OF_TIMM.items() for name in names.split()]
+    for name in torchvision.models.list_models(module=torchvision.models):
+        size = OF_TORCHVISION_OPTIONS.get(name) or OF_TORCHVISION_AT.get(name, 96)
+        found.append(("torchvision", name, size))
+    return found
+
+
+def build(library: str, name: str, size: int) -> nn.Module:
+    """Build a model with random weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how it is initialised
+        if library == "timm":
+            model: nn.Module = timm.create_model(name, num_classes=NUM_CLASSES)
+            return model
+        options = {"image_size": size} if name in OF_TORCHVISION_OPTIONS else {}
+        made: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=NUM_CLASSES, **options)
+        return made
+
+
+def examine(case: tuple[str, str, int]) -> dict[str, Any]:
+    """Return what became of one model."""
+    library, name, size = case
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = build(library, name, size).train()
+    row: dict[str, Any] = {"library": library, "model": name, "image_size": size}
+    row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    images = torch.randn(BATCH_SIZE, 3, size, size)
+    plain = copy.deepcopy(model) if row["parameters"] <= MOST_PARAMETERS else None
+    try:
+        layers = gpipe.as_layers(model, images)
+    except TracingError as error:
+        return row | {"refused": str(error)}
+    row |= {"num_layers": len(layers), "whole": layers.leaves, "balance": measure_balance(layers, images)}
+    return row if plain is None else row | {"differs": find_difference(plain, layers, images)}
+
+
+def measure_balance(layers: nn.Sequential, images: torch.Tensor) -> dict[str, float | None]:
+    """Return for each K the mean of the stages' planned seconds over that of the slowest; None for too few layers."""
+    profiles = profile_layers(layers, lambda outputs, _: outputs.sum(), (images, None))
+    planned = Speed.of(ACCELERATORS["h100"], "float32").seconds(profiles)[:-1]
+    seconds = [layer.forward + layer.recompute + layer.backward for layer in planned]
+    found: dict[str, float | None] = {}
+    for num_stages in STAGES:
+        if num_stages > len(seconds):
+            found[str(num_stages)] = None
+            continue
+        ends = [0, *itertools.accumulate(partition_layers(seconds, num_stages))]
+        stages = [sum(seconds[begin:end]) for begin, end in itertools.pairwise(ends)]
+        found[str(num_stages)] = sum(stages) / num_stages / max(stages)
+    return found
+
+
+def find_difference(plain: nn.Module, layers: Any, images: torch.Tensor) -> str:
+    """Train both on the same images; return what is not bitwise equal, nothing where all is."""
+    outputs = []
+    for model in (plain, layers):
+        torch.manual_seed(1)
+        outputs.append(model(images))
+        outputs[-1].sum().backward()
+    if not torch.equal(*outputs):
+        return "outputs"
+    gradients = {
+        layers.names[name]: parameter.grad for name, parameter in plain.named_parameters() if name in layers.names
+    }
+    own = dict(layers.named_parameters(remove_duplicate=False))
+    for name, gradient in gradients.items():
+        if (gradient is None) != (own[name].grad is None) or (
+            gradient is not None and not torch.equal(gradient, own[name].grad)
+        ):
+            return f"the gradient of {name}"
+    state = layers.model_state_dict()
+    if any(not torch.equal(state[name], value) for name, value in plain.state_dict().items()):
+        return "the state"
+    with torch.no_grad():
+        return "" if torch.equal(plain.eval()(images), layers.eval()(images)) else "outputs in evaluation"
+
+
+def main() -> None:
+    """Read the command line, examine all models, and record."""
+    program = StudyProgram(__doc__, {CLAIM: [traced_share, traced_models, traced_models_run]})
+    program.parser.add_argument("--models", nargs="+", help="only these; --record then needs a folder")
+    options = program.parse()
+    cases = list_models()
+    if options.models is not None:
+        program.require_folder("the page shows all models")
+        cases = [case for case in cases if case[1] in options.models]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        rows = [row for row, _ in zip(pool.map(examine, cases), track(cases, "models"), strict=True)]
+    config = {"num_classes": NUM_CLASSES, "batch_size": BATCH_SIZE, "most_parameters": MOST_PARAMETERS}
+    record = make_record(kind="measured", experiment=EXPERIMENT, config=config, seed=0, results={"models": rows})
+    program.publish({CLAIM: [record]})
+
+
+if __name__ == "__main__":
+    main()

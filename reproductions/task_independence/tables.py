@@ -1,0 +1,64 @@
+"""The paper's claim that any network that is a sequence of layers can be scaled, on models that nobody here wrote."""
+
+from collections.abc import Sequence
+
+from gpipe.records import Record
+from reproductions.claims import NO_TEST, NOT_RUN, Claim
+from reproductions.table import Paper, markdown, newest, not_run, provenance
+
+EXPERIMENT = "traced_models"
+STAGES = (2, 4, 8)
+_PROGRAM = "python -m experiments.traced_models"
+
+
+def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG001 - every page's claims take both
+    """Return the share of architectures that become layers with the same bits."""
+    found = newest(records, EXPERIMENT)
+    measured = NOT_RUN
+    if found is not None:
+        compared = [model for model in found.results["models"] if "refused" in model or "differs" in model]
+        exact = [model for model in compared if model.get("differs") == ""]
+        measured = f"{len(exact)} of {len(compared)} architectures become layers with the same bits"
+    text = "any network that is a sequence of layers (abstract), here of models that are none"
+    return [Claim(text, "any", measured, verdict=NO_TEST)]
+
+
+def traced_share(records: Sequence[Record]) -> str:
+    """Return how many models of each library became layers, and how many of those compared have the same bits."""
+    found = newest(records, EXPERIMENT)
+    if found is None:
+        return not_run(_PROGRAM)
+    rows = []
+    for library in ("timm", "torchvision"):
+        models = [model for model in found.results["models"] if model["library"] == library]
+        traced = [model for model in models if "refused" not in model]
+        compared = [model for model in traced if "differs" in model]
+        exact = [model for model in compared if model["differs"] == ""]
+        rows.append([library, *(str(len(part)) for part in (models, traced, compared, exact))])
+    return markdown(["library", "architectures", "became layers", "compared", "same bits"], rows)
+
+
+def traced_models(records: Sequence[Record]) -> str:
+    """Return each architecture, the number of layers, whether it has the same bits, and the balance."""
+    found = newest(records, EXPERIMENT)
+    if found is None:
+        return not_run(_PROGRAM)
+    rows = []
+    for model in found.results["models"]:
+        name = f"{model['library']}: {model['model']}"
+        if "refused" in model:
+            rows.append([name, "refused", "", *[""] * len(STAGES)])
+            continue
+        same = {None: "not compared", "": "yes"}.get(model.get("differs"), f"no: {model.get('differs')}")
+        balances = [model["balance"][str(k)] for k in STAGES]
+        shown = ["" if balance is None else f"{balance:.0%}" for balance in balances]
+        rows.append([name, str(model["num_layers"]), same, *shown])
+    return markdown(["model", "layers", "same bits", *(f"balance, K = {k}" for k in STAGES)], rows)
+
+
+def traced_models_run(records: Sequence[Record]) -> str:
+    """Return where the record comes from."""
+    return provenance(newest(records, EXPERIMENT), _PROGRAM)
+
+
+TABLES = (traced_share, traced_models, traced_models_run)
