@@ -250,6 +250,90 @@ def test_a_submodule_that_decides_is_one_operation_of_itself() -> None:
     assert not torch.equal(layers.eval()(x), before)
 
 
+class Noise(nn.Module):
+    """Draws numbers that no tensor enters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(3)
+
+
+class Remembers(nn.Module):
+    """Keeps a table, counts in a buffer, and may keep what it saw last."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.linear, self.table, self.what = nn.Linear(3, 3), None, what
+        self.last: Any = None
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) != x.shape[1]:
+            self.table = torch.arange(x.shape[1])
+        self.seen += 1
+        x = self.linear(x) + self.table + self.seen
+        if self.what == "attribute":
+            self.last = x
+        if self.what == "buffer":
+            self.seen = self.seen.clone()
+        return x
+
+
+def test_a_model_keeps_nothing_of_being_recorded_and_its_layers_count_as_it_does() -> None:
+    model = Remembers()
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert model.table is None and torch.equal(model.seen, torch.zeros(3))
+    plain, x = copy.deepcopy(model), torch.randn(4, 3)
+    for _ in range(2):
+        assert torch.equal(layers(x), plain(x))
+    assert torch.equal(model.seen, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("what", ["attribute", "buffer"])
+def test_what_keeps_what_it_computed_is_one_operation_or_refused(what: str) -> None:
+    with pytest.raises(
+        TracingError, match="puts a tensor into an attribute or another one into a buffer, which a layer"
+    ):
+        gpipe.as_layers(Remembers(what), torch.zeros(2, 3))
+    model = nn.Sequential(Remembers(what), nn.Linear(3, 3))
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert layers.leaves == ["Remembers"] and model[0].last is None
+    plain, x = copy.deepcopy(model), torch.randn(4, 3)
+    for _ in range(2):
+        assert torch.equal(layers(x), plain(x))
+    assert torch.equal(model[0].seen, plain[0].seen)
+
+
+class Outer(nn.Module):
+    """Has a submodule called as the tracer calls the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other = Noise(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(self.other(self.model(x)))
+
+
+def test_random_numbers_that_no_input_enters_are_drawn_anew_each_time() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model = Outer()
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert layers.leaves == ["Noise"]
+    x = torch.zeros(4, 3)
+    for _ in range(2):
+        torch.set_rng_state(state)
+        assert torch.equal(layers(x), model(x)) is False
+        torch.set_rng_state(state)
+        expected = model(x)
+        torch.set_rng_state(state)
+        assert torch.equal(layers(x), expected)
+    with pytest.raises(
+        TracingError, match=r"draws random numbers that no input enters, which would be the same ones fo"
+    ):
+        gpipe.as_layers(Noise(), torch.zeros(2, 3))
+
+
 @pytest.mark.parametrize("leaf", ["0", Decides])
 def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
     model = nn.Sequential(Decides("numbers"), nn.Linear(3, 3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
-
-INPUTS = "inputs"
 
 
 class TracingError(ValueError):
@@ -108,7 +106,9 @@ def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, A
     return method
 
 
-for _name in ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow"):
+_NAMES = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow")
+_IN_PLACE = {getattr(operator, name) for name in _NAMES}
+for _name in _NAMES:
     setattr(TracedTensor, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
@@ -172,7 +172,7 @@ class Tracer(fx.Tracer):
                 lambda t: torch.empty((self._batch, *t.shape[1:]), dtype=t.dtype, device=t.device), example
             )
         self._current: list[str] = []
-        with _known_training(self), torch.no_grad():
+        with _known_training(self), _unchanged(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             return self.trace(_Call(model, example))
 
     @property
@@ -189,9 +189,9 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a submodule is one operation."""
-        name = module_qualified_name.removeprefix("model.")
-        if name == "model":
+        if module_qualified_name == "model":
             return False
+        name = module_qualified_name.removeprefix("model.")
         is_torchs = type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, _CONTAINERS)
         return is_torchs or name in self._whole or type(m) in self._whole
 
@@ -201,8 +201,15 @@ class Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         self._current.append(name)
+        before, buffers = torch.get_rng_state(), dict(m._buffers)
         try:
-            return super().call_module(m, forward, args, kwargs)
+            found = super().call_module(m, forward, args, kwargs)
+            if not self.is_leaf_module(m, name) and _keeps_tensors(m, buffers):
+                raise _Undecided(
+                    "puts a tensor into an attribute or another one into a buffer, which a layer would not"
+                )
+            if not torch.equal(before, torch.get_rng_state()):
+                raise _Undecided("draws random numbers that no input enters, which would be the same ones for ever")
         except _Whole:
             raise
         except Exception as error:
@@ -213,6 +220,7 @@ class Tracer(fx.Tracer):
             raise _Whole(m) from error
         finally:
             self._current.pop()
+        return found
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Return an attribute of a module, traced where it is a parameter or buffer."""
@@ -293,6 +301,23 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _keeps_tensors(module: nn.Module, buffers: Mapping[str, Any]) -> bool:
+    """Return whether code has put what it computed into attributes of a module, or replaced the buffers that it had."""
+    for name, buffer in buffers.items():
+        if _is_changed_in_place(module._buffers.get(name), name):
+            module._buffers[name] = buffer
+    is_replaced = any(module._buffers.get(name) is not buffer for name, buffer in buffers.items())
+    return is_replaced or any(isinstance(value, TracedTensor) for value in module.__dict__.values())
+
+
+def _is_changed_in_place(value: Any, name: str) -> bool:
+    """Return whether a buffer was assigned what `self.buffer += 1` gives: itself."""
+    node: Any = value.node if isinstance(value, TracedTensor) else None
+    while node is not None and node.target in _IN_PLACE:
+        node = node.args[0]
+    return node is not None and node.op == "get_attr" and node.target.rpartition(".")[2] == name
+
+
 def _bare(nest: Any) -> Any:
     """Return a nest with the values of what is traced."""
 
@@ -317,6 +342,20 @@ def _known_training(tracer: Tracer) -> Iterator[None]:
         yield
     finally:
         del nn.Module.training
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo what the code of a model puts into attributes and buffers, such as a table for later calls."""
+    kept = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def trace(
