@@ -85,7 +85,6 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
         TracingError: the model's own forward decides by numbers that are unknown before it runs; it names the file and
             the line. A ValueError.
     """
-    was_training = model.training
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch computes with small ones
     model.train()
@@ -111,7 +110,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     segments = _Segments(model, graphs[0], arguments, constants, values)
     cuts = _choose_cuts(segments, tracers[0].flops, tracers[0].changed)
     layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
-    return layers.train(was_training)
+    layers.training = model.training
+    return layers
 
 
 def _refuse_decision(model: nn.Module, example: Any, whole: Collection[Any], graph: fx.Graph, tracer: Tracer) -> None:
@@ -178,7 +178,7 @@ class _Segments:
             left = [made[node] if node in made else copy.attribute(node) for node in self.alive(end)]
             graph.output(left[0] if len(left) == 1 else tuple(left))
         layer = fx.GraphModule(copy.attributes, graph, class_name="Segment")
-        layer.train(self._model.training)
+        layer.training = self._model.training  # of the model's submodules, each keeps its own mode
         for name in copy.temporary:
             parent, _, own = name.rpartition(".")
             layer.get_submodule(parent)._non_persistent_buffers_set.add(own)
