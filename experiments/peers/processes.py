@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,20 @@ from experiments.peers.engines import Place
 from experiments.peers.workloads import SCALES, Workload
 
 METHOD = "forkserver"  # fresh processes that need not import torch again
+
+
+class Setting(Protocol):
+    """What is measured in new processes, and where."""
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Either cpu or cuda."""
+        ...
 
 
 class Cell(NamedTuple):
@@ -42,7 +56,7 @@ class Cell(NamedTuple):
         return self.num_stages if self.device == "cpu" or self.num_stages <= torch.cuda.device_count() else 1
 
 
-def run(function: Callable[..., Any], cell: Cell, num_processes: int, *args: Any) -> Any:
+def run(function: Callable[..., Any], cell: Setting, num_processes: int, *args: Any) -> Any:
     """Run a function in new processes, and return the result of the first one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = torch.multiprocessing.get_context(METHOD)
@@ -55,7 +69,7 @@ def run(function: Callable[..., Any], cell: Cell, num_processes: int, *args: Any
 
 
 def _serve(
-    rank: int, num_processes: int, port: int, results: Any, function: Callable[..., Any], cell: Cell, args: Any
+    rank: int, num_processes: int, port: int, results: Any, function: Callable[..., Any], cell: Setting, args: Any
 ) -> None:
     torch.set_num_threads(1)
     backend = "gloo"

@@ -8,7 +8,9 @@ from reproductions.table import Paper, markdown, newest, not_run, provenance
 
 EXPERIMENT = "traced_models"
 STAGES = (2, 4, 8)
+SPEED_EXPERIMENT = "traced_speed"
 _PROGRAM = "python -m experiments.traced_models"
+_SPEED_PROGRAM = "python -m experiments.traced_speed"
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG001 - every page's claims take both
@@ -61,4 +63,28 @@ def traced_models_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, EXPERIMENT), _PROGRAM)
 
 
-TABLES = (traced_share, traced_models, traced_models_run)
+def traced_speed(records: Sequence[Record]) -> str:
+    """Return what the layers cost beside the plain model, and what a second stage gains."""
+    found = newest(records, SPEED_EXPERIMENT)
+    if found is None:
+        return not_run(_SPEED_PROGRAM)
+    rows = [
+        [
+            model["model"],
+            model["schedule"],
+            *(f"{model['seconds'][name]:.3f}" for name in ("plain", "ours", "one_stage", "stages")),
+            f"{model['cost']:.3f}",
+            f"{model['speedup']:.2f}",
+        ]
+        for model in found.results["models"]
+    ]
+    heads = ["plain loop, s", "K = 1 beside it, s", "K = 1 alone, s", "K = 2, s", "layers over plain", "K = 2 gains"]
+    return markdown(["model", "schedule", *heads], rows)
+
+
+def traced_speed_run(records: Sequence[Record]) -> str:
+    """Return where the record of the speed comes from."""
+    return provenance(newest(records, SPEED_EXPERIMENT), _SPEED_PROGRAM)
+
+
+TABLES = (traced_share, traced_models, traced_models_run, traced_speed, traced_speed_run)
