@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError, RunConfig, name_sources, register_schemas, to_run
 from gpipe.launch.errors import report_errors, report_hydra_errors
+from gpipe.programs.complete import check_run_data, complete
 from gpipe.programs.resume import name_runs, resume_folder
 from gpipe.programs.sweep import run_job
 
@@ -64,10 +65,8 @@ def check_settings(composed: DictConfig) -> RunConfig:
             f"evaluate is {run.evaluate} in a sweep, expected null: evaluate without -m, a run at a time."
         )
     if not run.trainer.dry_run:
-        from gpipe.data import check_data
-
-        check_data(run.data.name, run.data.root, getattr(run.data, "num_classes", None))
-    return run
+        check_run_data(run)
+    return complete(run)
 
 
 def load_and_train(

@@ -3,9 +3,10 @@
     python -m experiments.traced_models
 
 Of timm one architecture of each family of at most 60 million parameters, a small one; of torchvision every model for
-classification. Each is traced. Then the layers and a copy of the model train on the same two images from the same seed:
-outputs, gradients, state and outputs in evaluation are compared. Of models beyond 100 million parameters only the trace
-and the balance are there. A quarter of an hour on two cores.
+classification; of transformers GPT-2, BERT, T5, Llama and ViT, small and with random weights. Each is traced. Then the
+layers and a copy of the model train on the same two examples from the same seed: outputs, gradients, state and outputs
+in evaluation are compared. Of models beyond 100 million parameters only the trace and the balance are there. A quarter
+of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import gpipe._compat.torchvision  # before torchvision and timm
 import timm
 import torch
 import torchvision
+import transformers
 from torch import nn
 
 import gpipe
@@ -69,6 +71,24 @@ OF_TIMM = {
 }
 # Their windows or tables of positions are made for one size.
 OF_TORCHVISION_AT = {"maxvit_t": 224}
+_SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+_T5_SIZES = {"num_layers": 4, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_heads": 4, "vocab_size": 500}
+# A cache of keys and values, which training does without, is no tensor.
+OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "GPT2LMHeadModel": (
+        "GPT2Config",
+        {"n_layer": 6, "n_embd": 64, "n_head": 4, "vocab_size": 500, "use_cache": False},
+        ("input_ids",),
+    ),
+    "BertForMaskedLM": ("BertConfig", {**_SIZES, "vocab_size": 500}, ("input_ids", "attention_mask")),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {**_T5_SIZES, "use_cache": False},
+        ("input_ids", "decoder_input_ids"),
+    ),
+    "LlamaForCausalLM": ("LlamaConfig", {**_SIZES, "vocab_size": 500, "use_cache": False}, ("input_ids",)),
+    "ViTForImageClassification": ("ViTConfig", {**_SIZES, "num_labels": NUM_CLASSES}, ("pixel_values",)),
+}
 OF_TORCHVISION_OPTIONS = {"vit_b_16": 64, "vit_b_32": 64, "vit_l_16": 64, "vit_l_32": 64, "vit_h_14": 56}
 
 
@@ -78,7 +98,17 @@ def list_models() -> list[tuple[str, str, int]]:
     for name in torchvision.models.list_models(module=torchvision.models):
         size = OF_TORCHVISION_OPTIONS.get(name) or OF_TORCHVISION_AT.get(name, 96)
         found.append(("torchvision", name, size))
-    return found
+    return found + [("transformers", name, 224 if "ViT" in name else 32) for name in OF_TRANSFORMERS]
+
+
+def make_inputs(library: str, name: str, size: int) -> Any:
+    """Return two examples: images of a size in pixels, or texts of so many tokens."""
+    images = torch.randn(BATCH_SIZE, 3, size, size)
+    if library != "transformers":
+        return images
+    tokens = torch.randint(500, (BATCH_SIZE, size))
+    of = {"pixel_values": images, "attention_mask": torch.ones_like(tokens)}
+    return {key: of.get(key, tokens) for key in OF_TRANSFORMERS[name][2]}
 
 
 def build(library: str, name: str, size: int) -> nn.Module:
@@ -88,6 +118,10 @@ def build(library: str, name: str, size: int) -> nn.Module:
         if library == "timm":
             model: nn.Module = timm.create_model(name, num_classes=NUM_CLASSES)
             return model
+        if library == "transformers":
+            config, sizes, _ = OF_TRANSFORMERS[name]
+            found: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**sizes))
+            return found
         options = {"image_size": size} if name in OF_TORCHVISION_OPTIONS else {}
         made: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=NUM_CLASSES, **options)
         return made
@@ -101,19 +135,19 @@ def examine(case: tuple[str, str, int]) -> dict[str, Any]:
     model = build(library, name, size).train()
     row: dict[str, Any] = {"library": library, "model": name, "image_size": size}
     row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    images = torch.randn(BATCH_SIZE, 3, size, size)
+    inputs = make_inputs(library, name, size)
     plain = copy.deepcopy(model) if row["parameters"] <= MOST_PARAMETERS else None
     try:
-        layers = gpipe.as_layers(model, images)
+        layers = gpipe.as_layers(model, inputs)
     except TracingError as error:
         return row | {"refused": str(error)}
-    row |= {"num_layers": len(layers), "whole": layers.leaves, "balance": measure_balance(layers, images)}
-    return row if plain is None else row | {"differs": find_difference(plain, layers, images)}
+    row |= {"num_layers": len(layers), "whole": layers.leaves, "balance": measure_balance(layers, inputs)}
+    return row if plain is None else row | {"differs": find_difference(plain, layers, inputs)}
 
 
-def measure_balance(layers: nn.Sequential, images: torch.Tensor) -> dict[str, float | None]:
+def measure_balance(layers: nn.Sequential, inputs: Any) -> dict[str, float | None]:
     """Return for each K the mean of the stages' planned seconds over that of the slowest; None for too few layers."""
-    profiles = profile_layers(layers, lambda outputs, _: outputs.sum(), (images, None))
+    profiles = profile_layers(layers, lambda outputs, _: _main(outputs).sum(), (inputs, None))
     planned = Speed.of(ACCELERATORS["h100"], "float32").seconds(profiles)[:-1]
     seconds = [layer.forward + layer.recompute + layer.backward for layer in planned]
     found: dict[str, float | None] = {}
@@ -127,12 +161,23 @@ def measure_balance(layers: nn.Sequential, images: torch.Tensor) -> dict[str, fl
     return found
 
 
-def find_difference(plain: nn.Module, layers: Any, images: torch.Tensor) -> str:
-    """Train both on the same images; return what is not bitwise equal, nothing where all is."""
+def _main(outputs: Any) -> torch.Tensor:
+    """Return the logits, of outputs that may have other tensors."""
+    found: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs["logits"]
+    return found
+
+
+def _call(model: Any, inputs: Any) -> torch.Tensor:
+    is_model = isinstance(inputs, dict) and not isinstance(model, nn.Sequential)
+    return _main(model(**inputs) if is_model else model(inputs))
+
+
+def find_difference(plain: nn.Module, layers: Any, inputs: Any) -> str:
+    """Train both on the same examples; return what is not bitwise equal, nothing where all is."""
     outputs = []
     for model in (plain, layers):
         torch.manual_seed(1)
-        outputs.append(model(images))
+        outputs.append(_call(model, inputs))
         outputs[-1].sum().backward()
     if not torch.equal(*outputs):
         return "outputs"
@@ -149,7 +194,7 @@ def find_difference(plain: nn.Module, layers: Any, images: torch.Tensor) -> str:
     if any(not torch.equal(state[name], value) for name, value in plain.state_dict().items()):
         return "the state"
     with torch.no_grad():
-        return "" if torch.equal(plain.eval()(images), layers.eval()(images)) else "outputs in evaluation"
+        return "" if torch.equal(_call(plain.eval(), inputs), _call(layers.eval(), inputs)) else "outputs in evaluation"
 
 
 def main() -> None:

@@ -9,7 +9,10 @@ from reproductions.table import Paper, markdown, newest, not_run, provenance
 EXPERIMENT = "traced_models"
 STAGES = (2, 4, 8)
 SPEED_EXPERIMENT = "traced_speed"
+PLANNED_EXPERIMENT = "planned_models"
+PLANNED_STAGES = (1, 2, 4, 8)
 _PROGRAM = "python -m experiments.traced_models"
+_PLANNED_PROGRAM = "python -m experiments.planned_models"
 _SPEED_PROGRAM = "python -m experiments.traced_speed"
 
 
@@ -31,7 +34,7 @@ def traced_share(records: Sequence[Record]) -> str:
     if found is None:
         return not_run(_PROGRAM)
     rows = []
-    for library in ("timm", "torchvision"):
+    for library in ("timm", "torchvision", "transformers"):
         models = [model for model in found.results["models"] if model["library"] == library]
         traced = [model for model in models if "refused" not in model]
         compared = [model for model in traced if "differs" in model]
@@ -87,4 +90,30 @@ def traced_speed_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, SPEED_EXPERIMENT), _SPEED_PROGRAM)
 
 
-TABLES = (traced_share, traced_models, traced_models_run, traced_speed, traced_speed_run)
+def planned_models(records: Sequence[Record]) -> str:
+    """Return the planned speed and the fullest device's memory of well-known models, for each K."""
+    found = newest(records, PLANNED_EXPERIMENT)
+    if found is None:
+        return not_run(_PLANNED_PROGRAM)
+    rows = []
+    for model in found.results["models"]:
+        plans = [model["plans"][str(k)] for k in PLANNED_STAGES]
+        cells = [f"{plan['images_per_second']:,.0f}; {plan['peak_bytes'] / 2**30:.1f} GiB" for plan in plans]
+        rows.append([model["model"], f"{model['parameters'] / 1e6:.0f}M", str(model["image_size"]), *cells])
+    return markdown(["model", "parameters", "pixels", *(f"images/s; peak, K = {k}" for k in PLANNED_STAGES)], rows)
+
+
+def planned_models_run(records: Sequence[Record]) -> str:
+    """Return where the record of the plans comes from."""
+    return provenance(newest(records, PLANNED_EXPERIMENT), _PLANNED_PROGRAM)
+
+
+TABLES = (
+    traced_share,
+    traced_models,
+    traced_models_run,
+    traced_speed,
+    traced_speed_run,
+    planned_models,
+    planned_models_run,
+)

@@ -109,9 +109,9 @@ def test_an_experiment_of_ones_own_is_one_file(tmp_path: Path) -> None:
 
 def test_data_of_ones_own_is_one_file_that_inherits_from_its_kind(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "cats.yaml").write_text("defaults: [image_folders, _self_]\nroot: cats\nnum_classes: 2\n")
+    (tmp_path / "data" / "cats.yaml").write_text("defaults: [image_folder, _self_]\nroot: cats\nnum_classes: 2\n")
     found = raw(f"hydra.searchpath=[file://{tmp_path}]", "data=cats")["data"]
-    assert found == {**raw("data=image_folders")["data"], "root": "cats", "num_classes": 2}
+    assert found == {**raw("data=image_folder")["data"], "root": "cats", "num_classes": 2}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ BASES = (
     ("optimizer=rmsprop",),
     ("model=transformer_lm_small", "data=random_tokens", "optimizer=adafactor"),
     ("model=translation_small", "data=multilingual_embedded", "optimizer=adamw"),
-    ("optimizer=sgd",),
+    ("optimizer=sgd", "model=timm", "data=image_folder"),
 )
 ZERO, NEGATIVE, HUGE, INFINITE, NONE = ("0",), ("-1",), ("100000000000000000000", "1e20"), ("inf", "nan"), ("null",)
 EMPTY, LIST, WORD = ("''",), ("[1,2]",), ("word",)
@@ -33,11 +33,15 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         r"init_from|evaluate|reproduction|data\.(name|root|tokenizer|cache)|trainer\.resume_from|tracking\.project",
         TEXTS,
     ),
-    ("the first part of the run's folder", r"name", (*ZERO, "100000000000000000000", *INFINITE, *WORD)),
+    (
+        "the first part of the run's folder, or a name that timm is asked for",
+        r"name|model\.name",
+        (*ZERO, "100000000000000000000", *INFINITE, *WORD),
+    ),
     (
         "yes or no, for which YAML has numbers too",
         (
-            r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.flip|pipeline\.synchronize_batch_norm"
+            r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.(flip|keep_aspect)|model\.pretrained|pipeline\.synchronize_batch_norm"
             r"|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|deterministic|dry_run)|launch\.(pin_cores|debug)"
         ),
         (*ZERO, *NEGATIVE, "100000000000000000000"),
@@ -56,7 +60,8 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "null is off, unlimited, or chosen by the program",
         (
             r"init_from|evaluate|reproduction|model\.logit_limit"
-            r"|data\.(root|crop_scale|mixup|cutmix|random_erasing|languages|tokenizer|max_pairs|cache)"
+            r"|data\.(root|crop_scale|mixup|cutmix|random_erasing|languages|tokenizer|max_pairs|cache|validation_share)"
+            r"|data\.(num_classes|image_size|center_crop|keep_aspect|interpolation|mean|std)"
             r"|pipeline\.(memory_limit_bytes|partitions)|optimizer\.clip_norm|schedule\.warm_up_steps|ema\.decay"
             r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from|deterministic|float32_matmul_precision)"
             r"|trainer\.evaluation\.(every_epochs|every_steps|max_batches|statistics_batches|patience)"

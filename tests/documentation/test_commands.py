@@ -49,6 +49,8 @@ BLANKS = {
 
 MODULE_RUNNER = "run_module.py"
 """A program of the clone that is `python -m`: what it imports beside gpipe comes from the clone."""
+TIMM = "tests/programs/test_train_timm.py"
+"""Trains, evaluates and exports models of timm."""
 
 Treatment = Callable[["Clone", str], None]
 
@@ -191,6 +193,8 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     (r"wandb sync", is_tested_by("tests/training/test_tracking.py")),
     (r"python train\.py evaluate=(<run>|.* data=.*)", is_tested_by("tests/programs/test_evaluate.py")),
     (r"python train\.py evaluate=.*", runs()),
+    (r".* runs/image_classification_laptop .*|.*evaluate=runs/image_classification_laptop", is_tested_by(TIMM)),
+    (r"(python|torchrun .*) examples/.*", is_tested_by("tests/documentation/test_examples.py")),
     (r"export GPIPE_JOB_SECRET=.*", is_tested_by("tests/launch/test_rendezvous.py")),
     (r"(salloc|srun) .*|torchrun .*", is_tested_by("tests/reliability/test_many_hosts.py")),
     (r"(\w+=\S+ )?make .*", is_made),

@@ -27,8 +27,8 @@ def test_classes_that_the_data_do_not_have_are_said_before_anything_is_built(tmp
     for split in ("train", "val"):
         for name in ("cats", "dogs", "birds"):
             (tmp_path / "sets" / split / name).mkdir(parents=True)
-    done = start(tmp_path, *TINY, "data=image_folders", f"data.root={tmp_path / 'sets'}", "data.num_classes=9")
-    assert "error: data.num_classes is 9, but image_folders has 3: set data.num_classes=3.\n" in done.stderr
+    done = start(tmp_path, *TINY, "data=image_folder", f"data.root={tmp_path / 'sets'}", "data.num_classes=9")
+    assert "error: data.num_classes is 9, but image_folder has 3: set data.num_classes=3.\n" in done.stderr
 
 
 def test_missing_data_is_said_before_anything_is_built(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import gpipe._compat.torchvision  # before torchvision and timm
 
 import timm
 import torchvision
+import transformers
 
 from gpipe.tracing.tracer import TracingError
 
@@ -87,6 +88,41 @@ def two_inputs(batch: int = 3) -> dict[str, Tensor]:
     }
 
 
+class Numbered(nn.Module):
+    """Adds to each example its number, and takes them in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            numbers = torch.arange(x.shape[0])
+            x = layer(x[numbers]) + numbers[:, None]
+        return x
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+WORDS = {**SIZES, "vocab_size": 11, "max_position_embeddings": 8}
+
+
+def of_transformers(name: str, **options: Any) -> Callable[[], nn.Module]:
+    """Return what makes a small model; a cache is no tensor, and an answer with one alone cannot be a layer's."""
+    config = getattr(transformers, f"{name.partition('For')[0].removesuffix('LMHeadModel')}Config")
+    return lambda: getattr(transformers, name)(config(**options))
+
+
+def words(*names: str) -> Callable[[int], dict[str, Tensor]]:
+    def draw(batch: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(batch)
+        return {
+            name: torch.randint(2 if name == "attention_mask" else 11, (batch, 6), generator=generator)
+            for name in names
+        }
+
+    return draw
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "ResNet": (of_torchvision("resnet18"), images),
     "ResNet, stochastic depth": (of_timm("resnet14t", drop_path_rate=0.3, drop_rate=0.2), images),
@@ -100,6 +136,35 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "ShuffleNet": (of_torchvision("shufflenet_v2_x0_5"), images),
     "SqueezeNet": (of_torchvision("squeezenet1_1"), images),
     "two inputs": (TwoInputs, two_inputs),
+    "GPT-2": (
+        of_transformers(
+            "GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, vocab_size=11, n_positions=8, use_cache=False
+        ),
+        words("input_ids"),
+    ),
+    "BERT": (of_transformers("BertForMaskedLM", **WORDS), words("input_ids", "attention_mask")),
+    "T5": (
+        of_transformers(
+            "T5ForConditionalGeneration",
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            vocab_size=11,
+            use_cache=False,
+        ),
+        words("input_ids", "decoder_input_ids"),
+    ),
+    "Llama": (of_transformers("LlamaForCausalLM", **WORDS, use_cache=False), words("input_ids")),
+    "ViT of transformers": (
+        of_transformers("ViTForImageClassification", **SIZES, image_size=SIZE, patch_size=8, num_labels=5),
+        lambda batch: {"pixel_values": images(batch)},
+    ),
+    "numbered examples": (
+        Numbered,
+        lambda batch: torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch)),
+    ),
     "in place": (InPlace, lambda batch: torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch))),
 }
 
@@ -195,12 +260,14 @@ def test_layers_share_the_models_parameters_and_leave_its_mode_alone() -> None:
     assert copy.deepcopy(layers).state_dict().keys() == layers.state_dict().keys()
 
 
-def test_a_tied_parameter_stays_one_in_a_pipeline() -> None:
-    layers = gpipe.as_layers(build("two inputs"), two_inputs())
+@pytest.mark.parametrize(
+    ("name", "names"), [("two inputs", {"embedding.weight"}), ("GPT-2", {"transformer.wte.weight", "lm_head.weight"})]
+)
+def test_a_tied_parameter_stays_one_in_a_pipeline(name: str, names: set[str]) -> None:
+    layers = gpipe.as_layers(build(name), MODELS[name][1](2))
     pipeline = gpipe.Pipeline(layers, loss, [1, len(layers) - 1], 2)
-    assert [{name.partition(".")[2].partition(".")[2] for name in names} for names in pipeline.ties] == [
-        {"embedding.weight"}
-    ]
+    assert [{name.split(".", 2)[2] for name in tied} for tied in pipeline.ties] == [names]
+    assert {layers.model_names[place.removeprefix("layers.")] for tied in pipeline.ties for place in tied} <= names
 
 
 class Decides(nn.Module):

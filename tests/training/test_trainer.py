@@ -371,3 +371,13 @@ def test_an_optimizer_that_cannot_be_saved_is_refused_when_the_trainer_is_made(t
     with pytest.raises(TypeError, match="does not know its parameters' names: build it from"):
         small_trainer(tmp_path, optimizer=nameless)
     small_trainer(tmp_path, optimizer=nameless, checkpoint_folder=None).train()
+
+
+def test_only_the_pipeline_the_optimizer_and_the_data_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    run = small_run((2, 4))
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.007
+    summary = Trainer(pipeline=run.pipeline, optimizer=run.optimizer, train_loader=RandomImages()).train()
+    assert (summary.num_steps, summary.num_epochs, summary.evaluation) == (4, 1, {})
+    assert {group["lr"] for group in run.optimizer.param_groups} == {0.007}
+    assert "step 4/4" in capsys.readouterr().out

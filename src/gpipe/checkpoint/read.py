@@ -4,7 +4,7 @@ A reader opens only the files that have its layers, and verifies their sizes, ha
 if a process finds a fault, CheckpointError is raised on all of them, and nothing has been changed.
 """
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +58,28 @@ def load_weights(
     *,
     replaced: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
+    model_names: Mapping[str, str] | None = None,
 ) -> None:
     """Begin with the model that a checkpoint's run evaluated: with its averages, or its weights if it has none.
 
     Every process calls this.
 
     Args:
-        path: the checkpoint's folder, or a file that `export` wrote.
+        path: the checkpoint's folder; or a file that `export` wrote, or that has the model's own names.
         pipeline: whose processes load together.
         model: this process's weights, statistics and, if this run keeps any, averages, which are overwritten.
         replaced: the names of tensors that stay as they are.
         settings: this model's, as JSON; if the layers differ, the message names the settings that do.
+        model_names: of tensors in the model that became these layers, by those here, without "layers.".
 
     Raises:
         CheckpointError: on all processes; the checkpoint is damaged, or is of another model.
     """
-    source = run_on_all(pipeline, lambda: (_ExportedFile if path.is_file() else _Source)(path, settings))
+
+    def open_source() -> _Source:
+        return _ExportedFile(path, settings, model_names or {}) if path.is_file() else _Source(path, settings)
+
+    source = run_on_all(pipeline, open_source)
     source.refuse_num_layers(pipeline.num_layers)
     _refuse_partly_replaced(pipeline, replaced)
     kind = source.choose_kind()
@@ -112,7 +118,9 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
 
 
 def export(path: Path, output: Path, *, averages: bool = True) -> str:
-    """Write a checkpoint's weights, verified, as one safetensors file that the plain nn.Sequential can load.
+    """Write a checkpoint's weights, verified, as one safetensors file that the plain model can load.
+
+    That is the nn.Sequential, or the model that became these layers.
 
     Args:
         path: the checkpoint's folder.
@@ -133,13 +141,25 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
     entries = source.manifest.tensors.get(kind, {})
     if not entries:
         raise CheckpointError(f"{path} has no {kind}: choose another.")
+    rename = _model_renaming(source.manifest)
     others = {name: value for name, value in source.manifest.config.items() if name.endswith("_sha256")}
-    image = FileImage(_rename(entries), metadata=others)  # such as the tokenizer's, which `init_from` compares
+    image = FileImage(rename(entries), metadata=others)  # such as the tokenizer's, which `init_from` compares
     for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
-        image.copy(_rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
+        image.copy(rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
     with replacing(output) as partial:
         image.write(partial)
     return kind
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of a checkpoint, or of a file of weights, by the names that they have there.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if path.is_file():
+        return {name: tuple(spec.shape) for name, spec in read_specs(path).items()}
+    return {name: tuple(entry.shape) for name, entry in Manifest.read(path).tensors.get("weights", {}).items()}
 
 
 def find_damage(path: Path) -> list[str]:
@@ -297,11 +317,21 @@ class _Source:
 
 
 class _ExportedFile(_Source):
-    """A file that `export` wrote, in the place of a checkpoint."""
+    """A file that `export` wrote, or that has the model's own names, in the place of a checkpoint."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None, model_names: Mapping[str, str]) -> None:
         self._path, self._settings = path, settings or {}
-        specs = {f"layers.{name}": spec for name, spec in read_specs(path).items()}
+        found = read_specs(path)
+        # The name in the file, by that here.
+        self._names = {f"layers.{own}": name for own, name in model_names.items() if name in found}
+        if model_names and not self._names:
+            raise CheckpointError(
+                f"{path} has {next(iter(found), 'nothing')}, but the model calls its tensors "
+                f"{', '.join(list(model_names.values())[:2])} and so on: name a file with the weights of this model."
+            )
+        if not model_names:
+            self._names = {f"layers.{name}": name for name in found}
+        specs = {own: found[name] for own, name in self._names.items()}
         self._num_layers = 1 + max(map(parse_layer, specs), default=-1)
         entries = {name: TensorEntry(spec.dtype, spec.shape, path.name) for name, spec in specs.items()}
         self.manifest = Manifest(Position(0, 0, 0, 0), self._num_layers, None, {}, {}, {}, {"weights": entries})
@@ -309,10 +339,7 @@ class _ExportedFile(_Source):
     def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
         """Read the tensors called `names`, by kind, to the CPU; safetensors has compared the header with the size."""
         with safe_open(self._path, framework="pt", device="cpu") as reader:
-            return {
-                kind: {name: reader.get_tensor(name.removeprefix("layers.")) for name in own}
-                for kind, own in names.items()
-            }
+            return {kind: {name: reader.get_tensor(self._names[name]) for name in own} for kind, own in names.items()}
 
     def refuse_num_layers(self, num_layers: int) -> None:
         """Refuse a model with fewer layers than the file; its last layers may have no tensors."""
@@ -334,6 +361,19 @@ def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> No
 def _rename(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Give tensors the names that they have in the plain nn.Sequential: `<layer>.<name>`."""
     return {name.removeprefix("layers."): tensor for name, tensor in tensors.items()}
+
+
+def _model_renaming(manifest: Manifest) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what gives tensors the names of the model that became the layers, if it was one, else those here.
+
+    Of a tensor that several layers have, one is kept.
+    """
+    names = manifest.config.get("model_names")
+    if names is None:
+        return _rename
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError("the model_names of the checkpoint are not names by name: restore its manifest.json.")
+    return lambda tensors: {names[own]: tensor for own, tensor in _rename(tensors).items() if own in names}
 
 
 @torch.no_grad()

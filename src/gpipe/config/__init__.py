@@ -6,11 +6,20 @@ unknown keys and wrong types while it composes; `to_run` refuses wrong values wh
 
 from gpipe.config.checks import ConfigError
 from gpipe.config.composed import compose_plain, name_sources
-from gpipe.config.data import AugmentationPolicy, DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
+from gpipe.config.data import (
+    AugmentationPolicy,
+    DataConfig,
+    ImagesConfig,
+    Interpolation,
+    OwnImagesConfig,
+    TokensConfig,
+    TranslationDataConfig,
+)
 from gpipe.config.model import (
     AmoebaNetConfig,
     ModelConfig,
     TiedTables,
+    TimmConfig,
     TransformerLMConfig,
     TranslationModelConfig,
     Variant,
@@ -59,12 +68,14 @@ __all__ = [
     "EmaConfig",
     "EvaluationConfig",
     "ImagesConfig",
+    "Interpolation",
     "LaunchConfig",
     "ModelConfig",
     "NonFiniteAction",
     "NonFiniteConfig",
     "Objective",
     "OptimizerConfig",
+    "OwnImagesConfig",
     "PartitionBy",
     "PipelineConfig",
     "PipelineSchedule",
@@ -75,6 +86,7 @@ __all__ = [
     "SGDConfig",
     "ScheduleConfig",
     "TiedTables",
+    "TimmConfig",
     "TokensConfig",
     "TrackingConfig",
     "TrackingMode",

@@ -18,6 +18,13 @@ class AugmentationPolicy(Enum):
     randaugment = "randaugment"
 
 
+class Interpolation(Enum):
+    """How images are resized."""
+
+    bilinear = "bilinear"
+    bicubic = "bicubic"
+
+
 @dataclass
 class DataConfig:
     """What all data sets share.
@@ -36,7 +43,8 @@ class ImagesConfig(DataConfig):
     """Labelled images, and how they are changed before the model sees them.
 
     Attributes:
-        image_size: pixels per side.
+        num_classes: null counts them, where that takes no time.
+        image_size: pixels per side; null is the model's own.
         channels: 1 is grey, 3 is colour; a grey image is repeated if 3 are asked for.
         crop_scale: the smallest and the largest share of the area in the training crop; null resizes the whole image.
         crop_aspect: the smallest and the largest ratio of the crop's width to its height.
@@ -44,14 +52,19 @@ class ImagesConfig(DataConfig):
         mixup, cutmix: training images are mixed in pairs, by weights that are more even for a larger value; 0 or null
             is off. With both, each mini-batch takes one of them.
         random_erasing: the probability that noise replaces a rectangle of a training image; 0 or null is off.
-        center_crop: the evaluation crop's share of the side.
+        center_crop: the evaluation crop's share of the side; null is the model's own.
+        keep_aspect: whether that crop is a square, and not the same share of the height and of the width; null is the
+            model's own.
+        interpolation: how images are resized; null is the model's own.
+        mean, std: of each channel of pixels in [0, 1], which the model expects to become 0 and 1; null is the model's
+            own.
         num_workers: processes that decode images; 0 decodes in the training process.
         prefetch_factor: mini-batches that each worker prepares ahead.
         max_broken_images: the number of broken files allowed per split; another image of the class replaces each.
     """
 
-    num_classes: int = MISSING
-    image_size: int = MISSING
+    num_classes: int | None = MISSING
+    image_size: int | None = MISSING
     channels: int = MISSING
     crop_scale: list[float] | None = MISSING
     crop_aspect: list[float] = MISSING
@@ -62,14 +75,19 @@ class ImagesConfig(DataConfig):
     mixup: float | None = MISSING
     cutmix: float | None = MISSING
     random_erasing: float | None = MISSING
-    center_crop: float = MISSING
+    center_crop: float | None = MISSING
+    keep_aspect: bool | None = MISSING
+    interpolation: Interpolation | None = MISSING
+    mean: list[float] | None = MISSING
+    std: list[float] | None = MISSING
     num_workers: int = MISSING
     prefetch_factor: int = MISSING
     max_broken_images: int = MISSING
 
     def __post_init__(self) -> None:
-        at_least("data.num_classes", self.num_classes, 2)
-        within("data.image_size", self.image_size, 3, _MOST_PIXELS)
+        optional_at_least("data.num_classes", self.num_classes, 2)
+        if self.image_size is not None:
+            within("data.image_size", self.image_size, 3, _MOST_PIXELS)
         require(self.channels in (1, 3), "data.channels", self.channels, "1 (grey) or 3 (colour)")
         _pair("data.crop_aspect", self.crop_aspect)
         if self.crop_scale is not None:
@@ -83,7 +101,13 @@ class ImagesConfig(DataConfig):
         require(
             erasing is None or 0 <= erasing <= 1, "data.random_erasing", erasing, "a probability from 0 to 1, or null"
         )
-        require(0 < self.center_crop <= 1, "data.center_crop", self.center_crop, "a share of the side in (0, 1]")
+        share = self.center_crop
+        require(share is None or 0 < share <= 1, "data.center_crop", share, "a share of the side in (0, 1], or null")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            fits = values is None or (len(values) == self.channels and all(0 < value <= 1 for value in values))
+            require(
+                fits, f"data.{name}", values, f"a number in (0, 1] for each of data.channels={self.channels}, or null"
+            )
         within("data.num_workers", self.num_workers, 0, MOST_PROCESSES)
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
         at_least("data.max_broken_images", self.max_broken_images, 0)
@@ -92,6 +116,24 @@ class ImagesConfig(DataConfig):
     def mixes(self) -> bool:
         """Whether training images are mixed in pairs."""
         return bool(self.mixup or self.cutmix)
+
+
+@dataclass
+class OwnImagesConfig(ImagesConfig):
+    """Images of the user's own.
+
+    Attributes:
+        validation_share: the share of the images of each class that is kept for evaluation, where no set of its own is
+            there for that; null expects one.
+    """
+
+    validation_share: float | None = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = self.validation_share
+        fits = share is None or 0 < share < 1
+        require(fits, "data.validation_share", share, "a share between 0 and 1, or null")
 
 
 @dataclass

@@ -9,7 +9,10 @@ from gpipe.config.checks import ConfigError
 from gpipe.config.run import RunConfig
 from gpipe.config.saved import from_plain
 
-_AS_TRAINED = ("image_size", "channels", "center_crop", "tokenizer", "vocabulary_size", "max_tokens")
+_AS_TRAINED = (
+    "image_size", "channels", "center_crop", "keep_aspect", "interpolation", "mean", "std",
+    "tokenizer", "vocabulary_size", "max_tokens",
+)  # fmt: skip
 """What the model expects of its examples, whichever data set they are of."""
 _SAYABLE = ("data", "pipeline", "launch", "trainer.evaluation")
 _OTHERS = ("evaluate", "hydra", "tracking")
@@ -42,6 +45,8 @@ def to_evaluated(composed: DictConfig, saved: Mapping[str, Any], overrides: Sequ
             given = {name: plain["data"][name] for name in _AS_TRAINED if name in plain["data"]}
             chosen = _plain(composed, "data")
             plain["data"] = {name: given.get(name, value) for name, value in chosen.items()}
+            if chosen.get("num_classes", 0) is None:  # whether it has as many is counted with the data
+                plain["data"]["num_classes"] = saved["data"].get("num_classes")
         elif key == section:
             plain[section] = _plain(composed, section)
         else:

@@ -15,7 +15,7 @@ from gpipe.config.model import ModelConfig
 from gpipe.config.training import OptimizerConfig
 
 _PARENTS: dict[Any, str] = {
-    DataConfig: "image_folders or parallel_text",
+    DataConfig: "image_folder or parallel_text",
     ModelConfig: "amoebanet_d",
     OptimizerConfig: "adamw",
 }

@@ -1,11 +1,13 @@
 """The model's settings: one dataclass per family, so that another family's keys are refused."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import at_least, fixed, positive, rate, require
+from gpipe.config.checks import ConfigError, at_least, fixed, positive, rate, require
 
 
 class Variant(Enum):
@@ -68,6 +70,48 @@ class AmoebaNetConfig(ModelConfig):
         require(0 < momentum <= 1, "model.batch_norm_momentum", momentum, "the weight of a new mini-batch in (0, 1]")
         positive("model.batch_norm_epsilon", self.batch_norm_epsilon)
         at_least("model.min_microbatch_size", self.min_microbatch_size, 1)
+
+
+_TIMM_NAME = re.compile(r"[a-z0-9_]{1,100}(\.[a-z0-9_]{1,100})?")
+# Settings of the run say these, or they name files to read or code to run.
+_NOT_ARGUMENTS = (
+    "cache_dir", "checkpoint_path", "exportable", "img_size", "in_chans", "model_name", "no_jit", "num_classes",
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "scriptable",
+)  # fmt: skip
+
+
+@dataclass
+class TimmConfig(ModelConfig):
+    """Any classification model of timm, cut into layers; the image size, the channels and the classes are the data's.
+
+    Attributes:
+        name: timm's, with or without the tag of pre-trained weights.
+        pretrained: whether timm fetches weights, which nothing else here does.
+        arguments: timm's further arguments of this model, such as {drop_path_rate: 0.1}.
+    """
+
+    family: str = "timm"
+    name: str = MISSING
+    pretrained: bool = MISSING
+    arguments: dict[str, Any] = MISSING
+
+    def __post_init__(self) -> None:
+        fixed("model.family", self.family, "timm", "model")
+        is_name = _TIMM_NAME.fullmatch(self.name) is not None
+        require(is_name, "model.name", repr(self.name), "a name that timm.list_models() has, such as resnet50")
+        for name, value in self.arguments.items():
+            place = f"model.arguments.{name}"
+            if name in _NOT_ARGUMENTS:
+                raise ConfigError(
+                    f"{place} is {value}, but data, model.pretrained and init_from say what it is about: leave it out."
+                )
+            require(_is_plain(value), place, value, "a number, a word, yes or no, null, or a list of those")
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and abs(value) < 1e9)
 
 
 @dataclass

@@ -13,10 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
 from gpipe.config.checks import ConfigError, at_least, countable, require, why
-from gpipe.config.data import DataConfig, ImagesConfig, TokensConfig, TranslationDataConfig
+from gpipe.config.data import DataConfig, ImagesConfig, OwnImagesConfig, TokensConfig, TranslationDataConfig
 from gpipe.config.folders import command_words, date_folder, job_folder, sweep_id
 from gpipe.config.gate import guard_composition
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, TransformerLMConfig, TranslationModelConfig
+from gpipe.config.model import AmoebaNetConfig, ModelConfig, TimmConfig, TransformerLMConfig, TranslationModelConfig
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
     AdafactorConfig,
@@ -33,6 +33,7 @@ from gpipe.config.training import (
 # The data of each family of models, and what to choose for it.
 _SEES: dict[type[ModelConfig], tuple[type[DataConfig], str]] = {
     AmoebaNetConfig: (ImagesConfig, "images, such as data=fashion_mnist_embedded"),
+    TimmConfig: (ImagesConfig, "images, such as data=image_folder"),
     TransformerLMConfig: (TokensConfig, "tokens, such as data=random_tokens"),
     TranslationModelConfig: (TranslationDataConfig, "pairs of sentences, such as data=multilingual_embedded"),
 }
@@ -85,7 +86,7 @@ class RunConfig:
                 f"data.name is {self.data.name}, but model.family is {self.model.family}, which expects {such_as}: "
                 "choose one for the other."
             )
-        if self.pipeline.synchronize_batch_norm and not isinstance(self.model, AmoebaNetConfig):
+        if self.pipeline.synchronize_batch_norm and not isinstance(self.data, ImagesConfig):
             raise ConfigError(
                 f"pipeline.synchronize_batch_norm is true, expected false with model.family={self.model.family}, which "
                 "has no batch norm: set pipeline.synchronize_batch_norm=false."
@@ -145,9 +146,11 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(name="run_schema", node=run)
     # Outside their groups, whose files alone --help lists.
     store.store(name="amoebanet_schema", node=AmoebaNetConfig)
+    store.store(name="timm_schema", node=TimmConfig)
     store.store(name="transformer_lm_schema", node=TransformerLMConfig)
     store.store(name="translation_model_schema", node=TranslationModelConfig)
     store.store(name="images_schema", node=ImagesConfig)
+    store.store(name="own_images_schema", node=OwnImagesConfig)
     store.store(name="tokens_schema", node=TokensConfig)
     store.store(name="translation_data_schema", node=TranslationDataConfig)
     store.store(name="rmsprop_schema", node=RMSPropConfig)
@@ -237,7 +240,7 @@ def refuse_added_keys(node: DictConfig, path: str) -> None:
     for key in map(str, node):
         if key not in known:
             raise ConfigError(f"{path}{key} is unknown, expected one of {', '.join(sorted(known))}: correct its name.")
-        if OmegaConf.is_dict(node._get_node(key)):
+        if is_dataclass(OmegaConf.get_type(node, key)):
             refuse_added_keys(node[key], f"{path}{key}.")
 
 

@@ -47,10 +47,11 @@ def _part(base: Any, value: Any) -> Any:
         return value
     assert isinstance(base, type)
     kinds = [kind for kind in _family(base) if _names(kind) - _nullable(kind) <= set(value) <= _names(kind)]
-    if len(kinds) != 1:
+    if not kinds:
         raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(value))}")
-    complete: dict[Any, Any] = {**dict.fromkeys(_nullable(kinds[0])), **value}
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kinds[0]), complete))
+    kind = min(kinds, key=lambda kind: len(_names(kind)))  # a kind that adds settings is meant where one is there
+    complete: dict[Any, Any] = {**dict.fromkeys(_nullable(kind)), **value}
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), complete))
 
 
 def _names(kind: type) -> set[str]:

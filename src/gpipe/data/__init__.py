@@ -9,6 +9,7 @@ from gpipe.data.images.catalogue import (
     Source,
     TableCounts,
     check_image_set,
+    count_classes,
     count_differences,
     open_image_set,
     refuse_other_classes,
@@ -21,6 +22,7 @@ from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus
 from gpipe.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from gpipe.data.dataset_loader import DatasetLoader
     from gpipe.data.images.augmentation import Transform, evaluation_transform, training_transform
     from gpipe.data.images.loader import Batch, ImageLoader
     from gpipe.data.images.mixing import Mixing
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 # Imported on first use: they load torch, and a message about missing data must not wait for that.
 _MODULES = {
+    "dataset_loader": ("DatasetLoader",),
     "images.augmentation": ("Transform", "evaluation_transform", "training_transform"),
     "images.loader": ("Batch", "ImageLoader"),
     "images.mixing": ("Mixing",),
@@ -39,15 +42,18 @@ _MODULES = {
 }
 
 __all__ = [
-    "CORPORA", "IMAGE_SETS", "SPLITS", "Batch", "BrokenImage", "DataMissing", "ImageArray", "ImageFiles", "ImageLoader",
-    "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens", "Source", "TableCounts", "TokenLoader",
-    "TokenSet", "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader", "check_corpus", "check_data",
-    "check_image_set", "count_differences", "evaluation_transform", "open_corpus", "open_image_set", "open_tokenizer",
-    "refuse_other_classes", "sampling_probabilities", "split_of", "training_transform",
+    "CORPORA", "IMAGE_SETS", "SPLITS", "Batch", "BrokenImage", "DataMissing", "DatasetLoader", "ImageArray",
+    "ImageFiles", "ImageLoader", "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens", "Source",
+    "TableCounts", "TokenLoader", "TokenSet", "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader",
+    "check_corpus", "check_data", "check_image_set", "count_classes", "count_differences", "evaluation_transform",
+    "open_corpus", "open_image_set", "open_tokenizer", "refuse_other_classes", "sampling_probabilities", "split_of",
+    "training_transform",
 ]  # fmt: skip
 
 
-def check_data(name: str, root: str | Path | None = None, num_classes: int | None = None) -> None:
+def check_data(
+    name: str, root: str | Path | None = None, num_classes: int | None = None, validation_share: float | None = None
+) -> None:
     """Look for a data set of any kind.
 
     Raises:
@@ -59,11 +65,11 @@ def check_data(name: str, root: str | Path | None = None, num_classes: int | Non
     elif name == "random_tokens":  # a run generates these
         refuse_root(name, root)
     elif name in IMAGE_SETS:
-        check_image_set(name, root, num_classes)
+        check_image_set(name, root, num_classes, validation_share)
     else:
         raise ValueError(
             f"data.name is {name}, expected one of {', '.join((*IMAGE_SETS, *CORPORA, 'random_tokens'))}: it says how "
-            "the data are read; set data.name=image_folders for images of your own, parallel_text for text."
+            "the data are read; set data.name=image_folder for images of your own, parallel_text for text."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe.checkpoint.read import read_shapes
 from gpipe.config import (
     AmoebaNetConfig,
     Autocast,
@@ -39,7 +40,7 @@ from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.chosen_checkpoint import find_checkpoint, find_kindred, newest_manifest, refuse_other_files
-from gpipe.programs.workloads import workload_of
+from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
@@ -56,7 +57,7 @@ _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "track
 
 
 def build_layers(run: RunConfig) -> nn.Sequential:
-    """Describe the whole model on the meta device, where it takes no memory; the pipeline fills its own layers."""
+    """Describe the whole model; where it can be, on the meta device, where the pipeline fills its own layers."""
     return workload_of(run).layers()
 
 
@@ -348,7 +349,7 @@ def build_trainer(
         non_finite=settings.non_finite.action.value,
         max_skipped_steps=settings.non_finite.max_skipped_steps,
         asked_to_stop=partial(stops.find_reason, settings.max_hours),
-        config={**to_plain(run), **kept},
+        config={**to_plain(run), **kept, **_model_names(workload)},
     )
     if trainer.resume():
         progress.message(f"going on after step {pipeline.step}")
@@ -358,8 +359,13 @@ def build_trainer(
         return trainer
     tracker.rewind(0)  # what an earlier session did before it saved anything is done again
     if run.init_from is not None:
-        trainer.start_from(find_kindred("init_from", run.init_from, kept), workload.replaced(pipeline.layers))
+        start = find_kindred("init_from", run.init_from, kept)
+        trainer.start_from(start, workload.replaced(pipeline.layers, read_shapes(start)))
     return trainer
+
+
+def _model_names(workload: Workload) -> dict[str, Any]:
+    return {} if workload.model_names is None else {"model_names": dict(workload.model_names)}
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:

@@ -26,12 +26,12 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
     """
     with report_errors(debug=composed.launch.debug):
         from gpipe.checkpoint.manifest import Manifest
-        from gpipe.data import check_data
         from gpipe.programs.chosen_checkpoint import find_checkpoint
+        from gpipe.programs.complete import check_run_data, without_fetching
 
         path = find_checkpoint("evaluate", composed.evaluate)
-        run = to_evaluated(composed, Manifest.read(path).config, overrides)
-        check_data(run.data.name, run.data.root, getattr(run.data, "num_classes", None))
+        run = without_fetching(to_evaluated(composed, Manifest.read(path).config, overrides))
+        check_run_data(run)
         launch = run.launch
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
     processes.run(evaluate_in_process, describe_processes(run, folder), run, path)
@@ -51,8 +51,9 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
 
     garbage_collection.resume()
     layers = build.build_layers(run)
-    partitions, _planner = build.share_partitions(run, layers, place)
+    partitions, planner = build.share_partitions(run, layers, place)
     pipeline = build.build_pipeline(run, layers, partitions, place)
+    del layers, planner  # other stages' layers may have memory, which ends here
     workload, settings = workload_of(run), run.trainer.evaluation
     loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")[1]
     ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)

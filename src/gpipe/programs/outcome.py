@@ -12,6 +12,7 @@ from gpipe.config import (
     AmoebaNetConfig,
     PipelineConfig,
     RunConfig,
+    TimmConfig,
     TransformerLMConfig,
     TranslationModelConfig,
     to_plain,
@@ -141,9 +142,13 @@ def suggest(folder: Path, run: RunConfig, summary: Summary, overrides: Sequence[
         commands["train on"] = _command(overrides, *_lengthen(run, summary), f"trainer.resume_from={folder}")
         if isinstance(run.model, TranslationModelConfig):
             commands["translate"] = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
+        if isinstance(run.model, TimmConfig):
+            best = folder / "checkpoints" / "best"
+            words = ["python", "-m", "gpipe.checkpoint", "export", str(best if best.exists() else folder)]
+            commands["export to timm"] = shlex.join([*words, "--output", "model.safetensors"])
     if run.pipeline.num_stages > 1:
         commands["without pipeline"] = _command(overrides, *_merge_stages(run))
-    if (experiment := _PAPERS[type(run.model)]) != run.name:
+    if (experiment := _PAPERS.get(type(run.model), run.name)) != run.name:
         commands["the paper's plan"] = f"python train.py +experiment={experiment} trainer.dry_run=true"
     files = ", ".join(sorted(path.name for path in folder.glob("[!.]*")))
     return f"Files in {folder}: {files}\nTry next:\n" + "\n".join(f"  {to:<17} {what}" for to, what in commands.items())

@@ -17,13 +17,14 @@ from PIL import Image
 from torch import nn
 
 from gpipe.checkpoint.read import load_layers
-from gpipe.config import AmoebaNetConfig, ConfigError
+from gpipe.config import AmoebaNetConfig, ConfigError, TimmConfig
 from gpipe.config.predict import PredictConfig
 from gpipe.config.saved import from_plain
 from gpipe.data import BrokenImage, ImageFiles, Transform
 from gpipe.durable_files import replacing
 from gpipe.launch.errors import report_errors
 from gpipe.programs.build import build_layers
+from gpipe.programs.complete import without_fetching
 from gpipe.programs.trained import find_trained
 from gpipe.programs.translate import check_output, find_device
 from gpipe.programs.workloads import workload_of
@@ -93,14 +94,14 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     Raises ConfigError where there is no checkpoint, and for one of another family of models; CheckpointError for a
     damaged one.
     """
-    path, manifest = find_trained(checkpoint, AmoebaNetConfig.family)
-    run = from_plain(manifest.config)
+    path, manifest = find_trained(checkpoint, AmoebaNetConfig.family, TimmConfig.family)
+    run = without_fetching(from_plain(manifest.config))
     workload = workload_of(run)
     assert isinstance(workload, ImageClassification)
     layers = build_layers(run)
     load_layers(path, layers)
     names = path.parent.parent / CLASSES_FILE
-    num_classes = workload.data.num_classes
+    num_classes = workload.num_classes
     class_names = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
     if len(class_names) != num_classes:  # the checkpoint lies elsewhere, or is older than the file
         class_names = [f"class {label}" for label in range(num_classes)]

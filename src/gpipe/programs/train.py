@@ -70,13 +70,13 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
         write_flushed(folder / "config.yaml", to_yaml(run))
         plan = print_plan(planner, build.build_setting(run, place), run.name)
     pipeline = build.build_pipeline(run, layers, partitions, place)
+    del layers, planner  # other stages' layers may have memory, which ends here
     timelines: list[Timeline] = []
     try:
         with build.build_tracker(run, folder, overrides, enabled=place.is_main) as tracker:
             trainer = build.build_trainer(run, pipeline, place, folder, tracker, timelines.append)
             tracker.begin([] if plan is None else plan.rows())
-            with trainer.progress:
-                summary = trainer.train()
+            summary = trainer.train()
             if plan is not None:
                 timeline = timelines[-1] if timelines else None
                 outcome.record_outcome(folder, run, plan, summary, timeline, place, overrides, tracker, hints=hints)

@@ -49,17 +49,17 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
     return TrainedModel(run, run.data, layers.to(device).eval(), tokenizer, path, manifest.position.step)
 
 
-def find_trained(checkpoint: str, family: str) -> tuple[Path, Manifest]:
+def find_trained(checkpoint: str, *families: str) -> tuple[Path, Manifest]:
     """Return the folder of the checkpoint that is meant, and its manifest.
 
     Raises ConfigError where there is none, and for one of another family of models.
     """
     path = find_checkpoint("checkpoint", checkpoint)
     manifest = Manifest.read(path)
-    if (found := manifest.config.get("model", {}).get("family")) != family:
+    if (found := manifest.config.get("model", {}).get("family")) not in families:
         raise ConfigError(
-            f"checkpoint is {checkpoint}, which has a model of the family {found}, expected {family}: name a run that "
-            "trained such a model."
+            f"checkpoint is {checkpoint}, which has a model of the family {found}, expected {' or '.join(families)}: "
+            "name a run that trained such a model."
         )
     return path, manifest
 

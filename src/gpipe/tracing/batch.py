@@ -29,6 +29,13 @@ class Constant(NamedTuple):
     shape: tuple[int | OfBatch, ...] | None  # to expand it to
 
 
+class Numbering(NamedTuple):
+    """A tensor that the code made out of nothing and that numbers the examples: 0, 1, 2, ..."""
+
+    dtype: torch.dtype
+    shape: tuple[int | OfBatch, ...]
+
+
 class FreeArguments(NamedTuple):
     """The arguments of a node, with OfBatch in place of numbers that follow the batch."""
 
@@ -50,7 +57,7 @@ def are_equal(first: fx.Graph, second: fx.Graph) -> bool:
 
 def find_of_batch(
     graphs: Sequence[fx.Graph], tracers: Sequence[Tracer]
-) -> tuple[dict[fx.Node, FreeArguments], dict[str, Constant]]:
+) -> tuple[dict[fx.Node, FreeArguments], dict[str, Constant | Numbering]]:
     """Return the arguments of each node of the first graph, and its constants, for any number of examples.
 
     Raises:
@@ -103,13 +110,18 @@ def _line(values: Sequence[Any], place: str) -> OfBatch:
     return OfBatch(factor, offset)
 
 
-def _join_constants(tensors: Sequence[Tensor], name: str) -> Constant:
+def _join_constants(tensors: Sequence[Tensor], name: str) -> Constant | Numbering:
     first = tensors[0]
     if all(tensor.shape == first.shape for tensor in tensors):
         if all(torch.equal(tensor, first) for tensor in tensors):
             return Constant(first, None)
         raise TracingError(f"{name} has other values for another number of examples; name what makes it, leaves=[...]")
     shape = _join([tuple(tensor.shape) for tensor in tensors], {}, name)
+    if all(
+        torch.equal(tensor.flatten(), torch.arange(size, dtype=tensor.dtype, device=tensor.device))
+        for tensor, size in zip(tensors, BATCHES, strict=True)
+    ):
+        return Numbering(first.dtype, shape)
     for dimension, size in enumerate(shape):
         if isinstance(size, OfBatch):
             tensors = [tensor.narrow(dimension, 0, 1) for tensor in tensors]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, OfBatch, are_equal, find_of_batch
+from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
 from gpipe.tracing.tracer import Tracer, TracingError, explain, storage_of, trace
 
 # A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
@@ -24,6 +24,7 @@ class TracedLayers(nn.Sequential):
 
     Attributes:
         names: of each parameter and buffer here, by that in the model: "norm.weight" -> "23.norm.weight".
+        model_names: the other way round, also of those that several layers have.
         leaves: names and types of submodules that are one operation each: they were named, or cannot be recorded.
     """
 
@@ -33,6 +34,8 @@ class TracedLayers(nn.Sequential):
         by_identity = {id(tensor): name for name, tensor in reversed(list(own.items()))}
         state = model.state_dict(keep_vars=True)
         self.names = {name: by_identity[id(tensor)] for name, tensor in state.items() if id(tensor) in by_identity}
+        in_model = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+        self.model_names = {name: in_model[id(tensor)] for name, tensor in own.items() if id(tensor) in in_model}
         self.leaves = sorted({leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaves})
         # What the forward does not use: no layer has it, and an export still does.
         self._unused = {name: tensor for name, tensor in state.items() if name not in self.names}
@@ -131,7 +134,7 @@ class _Segments:
         model: nn.Module,
         graph: fx.Graph,
         arguments: Mapping[fx.Node, FreeArguments],
-        constants: Mapping[str, Constant],
+        constants: Mapping[str, Constant | Numbering],
         values: Sequence[Mapping[fx.Node, Any]],
     ) -> None:
         self._model, self._arguments, self._constants, self._values = model, arguments, constants, values
@@ -184,7 +187,7 @@ class _Segments:
             layer.get_submodule(parent)._non_persistent_buffers_set.add(own)
         return layer
 
-    def constant(self, name: str) -> Constant | None:
+    def constant(self, name: str) -> Constant | Numbering | None:
         """Return a tensor that the code made out of nothing."""
         return self._constants.get(name)
 
@@ -237,6 +240,9 @@ class _Copy:
         """Return a parameter, buffer or constant, or `training`, fetched in this layer."""
         name = str(node.target).removeprefix("model.")
         constant = self._segments.constant(name)
+        if isinstance(constant, Numbering):
+            self._made[node] = self._number_examples(constant)
+            return self._made[node]
         if name == "training":
             self.attributes[name] = True
         elif constant is not None:
@@ -248,10 +254,17 @@ class _Copy:
                 self.temporary.append(name)
         found = self._graph.get_attr(name)
         if constant is not None and constant.shape is not None:
-            shape = tuple(self._of_batch(size) if isinstance(size, OfBatch) else size for size in constant.shape)
-            found = self._graph.call_method("expand", (found, shape))
+            found = self._graph.call_method("expand", (found, self._sizes(constant.shape)))
         self._made[node] = found
         return found
+
+    def _number_examples(self, constant: Numbering) -> fx.Node:
+        options: dict[str, Any] = {"dtype": constant.dtype, "device": self._own_device()}
+        numbers = self._graph.call_function(torch.arange, (self._of_batch(OfBatch(1, 0)),), options)
+        return self._graph.call_method("reshape", (numbers, self._sizes(constant.shape)))
+
+    def _sizes(self, shape: tuple[int | OfBatch, ...]) -> tuple[Any, ...]:
+        return tuple(self._of_batch(size) if isinstance(size, OfBatch) else size for size in shape)
 
     def operation(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         """Return the same operation in this layer."""

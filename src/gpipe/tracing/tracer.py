@@ -19,6 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 class TracingError(ValueError):
     """A model whose operations depend on what it computes, so that no sequence of layers is equal to it."""
 
+    @property
+    def reason(self) -> str:
+        """What it says, without the remedy."""
+        return str(self).partition("; ")[0]
+
 
 class _Whole(Exception):
     """A submodule must be one operation: what happens inside cannot be recorded. So must others of its type."""

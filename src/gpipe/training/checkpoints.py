@@ -115,7 +115,14 @@ class Checkpoints:
             CheckpointError: the checkpoint is damaged, or is of another model.
         """
         model = get_tensors(self._pipeline, self._ema)
-        load_weights(path, self._pipeline, model, replaced=replaced, settings=self._config.get("model"))
+        load_weights(
+            path,
+            self._pipeline,
+            model,
+            replaced=replaced,
+            settings=self._config.get("model"),
+            model_names=self._config.get("model_names"),
+        )
 
     def rehearse(self, position: Position, results: Mapping[str, Any]) -> None:
         """Find out, before the training begins, whether it can be saved.

@@ -42,12 +42,21 @@ class Trainer:
 
     The learning rate and the drop-path rate, which rises linearly from 0, are functions of the finished steps.
 
+    Only the pipeline, the optimiser and the training data must be given.
+
     Attributes:
+        optimizer: made from `pipeline.named_parameters()`, by whose names its state is saved.
+        train_loader: such as `gpipe.data.DatasetLoader`.
+        num_epochs: of the whole training.
+        learning_rate: from the number of finished steps; None leaves the optimiser's as it is.
+        tracker: the log; None keeps none.
+        progress: what a person sees; None shows it in the first process.
+        seed: of the data's order, which a checkpoint remembers; None takes the pipeline's.
         max_steps: ends the training early, and counts as its length.
         max_gradient_norm: clips the norm over all stages.
         autocast, evaluation_autocast: make the contexts of training and of evaluation, such as torch.autocast's.
         scaler: scales the loss for float16. A step whose gradients overflow updates nothing, and counts as a step.
-        evaluation_loaders: by name; the first is the main one.
+        evaluation_loaders: by name; the first is the main one. Without any, nothing is evaluated.
         evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
         statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
         num_statistics_batches: how many mini-batches an estimate takes; None evaluates with the moving averages.
@@ -70,14 +79,14 @@ class Trainer:
 
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
-    learning_rate: Schedule
     train_loader: Loader
-    evaluation_loaders: Mapping[str, Loader]
-    num_epochs: int
-    tracker: Tracker
-    progress: Progress
-    seed: int
+    num_epochs: int = 1
     max_steps: int | None = None
+    learning_rate: Schedule | None = None
+    evaluation_loaders: Mapping[str, Loader] = field(default_factory=dict)
+    tracker: Tracker | None = None
+    progress: Progress | None = None
+    seed: int | None = None
     ema: Ema | None = None
     max_gradient_norm: float | None = None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -118,6 +127,11 @@ class Trainer:
         if self.non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip.")
         self._epoch, self._batch, self._totals = 0, 0, Totals()
+        self._seed = self.pipeline.seed if self.seed is None else self.seed
+        self._tracker = self.tracker or Tracker(Path(), enabled=False)
+        job = self.pipeline.job
+        is_main = job.process == 0 and job.replica_index == 0
+        self._progress = self.progress or Progress(self.num_steps, self.num_epochs, enabled=is_main)
         self._checkpoints = Checkpoints(
             self.checkpoint_folder,
             self.pipeline,
@@ -125,7 +139,7 @@ class Trainer:
             self.ema,
             keep=self.keep_checkpoints,
             config=self.config,
-            say=self.progress.message,
+            say=self._progress.message,
         )
 
     @property
@@ -135,7 +149,7 @@ class Trainer:
 
     @property
     def _position(self) -> Position:
-        return Position(self.pipeline.step, self._epoch, self._batch, self.seed)
+        return Position(self.pipeline.step, self._epoch, self._batch, self._seed)
 
     @property
     def _is_done(self) -> bool:
@@ -158,8 +172,8 @@ class Trainer:
         else:
             return False
         position = manifest.position
-        if position.seed != self.seed:
-            raise ValueError(f"{path} was saved with seed {position.seed}, not {self.seed}: resume with that seed.")
+        if position.seed != self._seed:
+            raise ValueError(f"{path} was saved with seed {position.seed}, not {self._seed}: resume with that seed.")
         if position.step != position.epoch * len(self.train_loader) + position.batch:
             raise ValueError(
                 f"{path} stands at step {position.step} as mini-batch {position.batch} of epoch {position.epoch}, but "
@@ -169,7 +183,7 @@ class Trainer:
         self._totals = Totals.resume(manifest.results)
         if self.scaler is not None and self._totals.scaler is not None:
             self.scaler.load_state_dict(self._totals.scaler)
-        self.tracker.rewind(position.step)
+        self._tracker.rewind(position.step)
         return True
 
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
@@ -191,8 +205,9 @@ class Trainer:
             self._stop_if_asked(self.pipeline.job.gather_all(self.asked_to_stop()))
             if not self._is_done:
                 self._checkpoints.rehearse(self._position, self._resumable())
-            while not self._is_done:
-                self._train_epoch()
+            with self._progress:
+                while not self._is_done:
+                    self._train_epoch()
             self._checkpoints.finish()
         except Stopped:
             self._close_loaders()
@@ -232,7 +247,7 @@ class Trainer:
             self._totals.wait_seconds += values["wait_seconds"]
             if report is None or report.is_skipped:
                 place = {"step": self.pipeline.step, "epoch": self._epoch}
-                self.tracker.log({**place, **values, "num_skipped_steps": self._totals.num_skipped_steps})
+                self._tracker.log({**place, **values, "num_skipped_steps": self._totals.num_skipped_steps})
             else:
                 num_targets = 0 if batch[1] is None else round(self.count_targets(batch[1]))
                 self._log(values, report, num_targets, seconds)
@@ -254,13 +269,14 @@ class Trainer:
             yield
         with replacing(self.profile_file) as path:
             profiler.export_chrome_trace(str(path))
-        self.progress.message(f"step {self.profile_step}: torch's profile is in {self.profile_file}")
+        self._progress.message(f"step {self.profile_step}: torch's profile is in {self.profile_file}")
 
     def _step(self, batch: tuple[Any, Any]) -> tuple[dict[str, Any], StepReport | None]:
         """Make one update; return its settings and norms for the log, and the pipeline's report (None if skipped)."""
         step = self.pipeline.step
-        values: dict[str, Any] = {"learning_rate": self.learning_rate(step)}
-        set_learning_rate(self.optimizer, values["learning_rate"])
+        if self.learning_rate is not None:
+            set_learning_rate(self.optimizer, self.learning_rate(step))
+        values: dict[str, Any] = {"learning_rate": self.optimizer.param_groups[0]["lr"]}
         if self.set_drop_path is not None:
             values["drop_path"] = self.final_drop_path * step / max(1, self.num_steps - 1)
             self.set_drop_path(values["drop_path"])
@@ -303,7 +319,7 @@ class Trainer:
         if self.non_finite == "skip" and skipped < self.max_skipped_steps:
             self._totals.num_skipped_steps += 1
             self.pipeline.step += 1
-            self.progress.message(f"skipping a mini-batch, {skipped + 1} of {self.max_skipped_steps}: {error.what}")
+            self._progress.message(f"skipping a mini-batch, {skipped + 1} of {self.max_skipped_steps}: {error.what}")
             return
         with self.autocast():
             place = self.pipeline.first_non_finite(batch)
@@ -345,8 +361,8 @@ class Trainer:
         )
         speeds = {"examples_per_second": status.examples_per_second, "step_seconds": report.step_seconds}
         line = {"step": status.step, "epoch": status.epoch, "loss": report.loss, **report.metrics, **values, **speeds}
-        self.tracker.log({**line, "peak_memory_bytes": status.peak_memory_bytes})
-        self.progress.update(status, ends_epoch=self._batch == len(self.train_loader))
+        self._tracker.log({**line, "peak_memory_bytes": status.peak_memory_bytes})
+        self._progress.update(status, ends_epoch=self._batch == len(self.train_loader))
 
     def _after_step(self, saves: Sequence[dict[str, Any] | None]) -> None:
         """Start the next epoch where this one ends, then evaluate and save where they are due.
@@ -360,7 +376,8 @@ class Trainer:
         if ends_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
         is_last = self._is_done and (every_epochs is not None or every_steps is not None)
-        if is_last or _is_due(step, every_steps) or (ends_epoch and _is_due(self._epoch, every_epochs)):
+        is_due = is_last or _is_due(step, every_steps) or (ends_epoch and _is_due(self._epoch, every_epochs))
+        if is_due and self.evaluation_loaders:
             self._evaluate()
         # An evaluation may have ended the training.
         is_best = self._totals.least_loss.get("step") == step
@@ -387,9 +404,9 @@ class Trainer:
             values = {f"{name}/{metric}": value for metric, value in metrics.items()}
             if num_replaced := self.evaluation_loaders[name].num_replaced:
                 values[f"{name}/replaced_{self.examples}"] = num_replaced
-            self.tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
+            self._tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
-            self.progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
+            self._progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
 
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:

@@ -12,6 +12,7 @@ from gpipe.data import evaluation_transform, training_transform
 from gpipe.data.randomness import preserve_generators, seed_sample
 
 # isort: split
+from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import v2
 
@@ -212,3 +213,27 @@ def test_random_erasing_is_timms(channels: int) -> None:
 def test_settings_out_of_range_are_refused(make, settings: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make(**{"image_size": 8, **settings})
+
+
+@pytest.mark.parametrize("make", [training_transform, evaluation_transform])
+def test_pixels_have_the_models_mean_and_deviation(make) -> None:
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    plain, normalized = draw(make(32), COLOUR), draw(make(32, mean=mean, std=std), COLOUR)
+    expected = ((plain + 1) / 2 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    assert torch.allclose(normalized, expected, atol=1e-5)
+    assert torch.equal(draw(make(32, mean=(0.5,), std=(0.5,)), COLOUR), plain)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(300, 200), (180, 320)])
+def test_a_square_is_evaluated_as_timm_does(size: tuple[int, int], interpolation: str) -> None:
+    across = np.linspace(0, 1, size[0])[None, :] + 0.3 * np.sin(np.linspace(0, 9, size[1]))[:, None]
+    image = Image.fromarray((200 * across / across.max()).clip(0, 255).astype(np.uint8)).convert("RGB")
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    theirs = create_transform((3, 64, 64), interpolation=interpolation, mean=mean, std=std, crop_pct=0.8)
+    settings = {"interpolation": interpolation, "mean": mean, "std": std}
+    ours = evaluation_transform(64, center_crop=0.8, keep_aspect=True, **settings)
+    difference = (ours(image) - theirs(image)).abs()
+    assert difference.mean() < 0.03  # of a standard deviation: timm resizes first, and then crops whole pixels
+    stretched = evaluation_transform(64, center_crop=0.8, **settings)
+    assert (stretched(image) - theirs(image)).abs().mean() > 3 * difference.mean()

@@ -99,7 +99,7 @@ print(sorted({{"torch", "torchvision", "sklearn", "mlxtend", "scipy"}} & set(sys
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     *missing, heavy = done.stdout.splitlines()
-    assert missing == ["image_folders", *TABLE_4, "fashion_mnist"]
+    assert missing == ["image_folder", *TABLE_4, "fashion_mnist"]
     assert heavy == "[]"
 
 
@@ -139,7 +139,7 @@ def test_imagenet_without_a_root_is_missing() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of image_folders, imagenet, "):
+    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of image_folder, imagenet, "):
         check_image_set("mnist")
     with pytest.raises(ValueError, match="unknown image set 'mnist'"):
         open_image_set("mnist", "train")
@@ -154,10 +154,10 @@ def test_a_folder_for_data_that_are_in_none_is_refused(name: str) -> None:
 
 
 def test_a_name_that_no_reader_has_is_refused_with_those_for_own_data() -> None:
-    with pytest.raises(ValueError, match=r"data.name is cats, expected one of .* set data.name=image_folders"):
+    with pytest.raises(ValueError, match=r"data.name is cats, expected one of .* set data.name=image_folder"):
         check_data("cats", "/elsewhere")
 
 
 def test_own_images_need_a_folder() -> None:
-    with pytest.raises(DataMissing, match="image_folders is missing"):
-        check_data("image_folders")
+    with pytest.raises(DataMissing, match="image_folder is missing"):
+        check_data("image_folder")

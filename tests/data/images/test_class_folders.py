@@ -120,3 +120,50 @@ def test_flat_val_folder_counts_as_missing(imagenet_root: Path) -> None:
         folder.rmdir()
     with pytest.raises(DataMissing, match=r"Looked for: val/\*/ in"):
         check_image_set("imagenet", imagenet_root)
+
+
+@pytest.fixture
+def own_root(tmp_path: Path) -> Path:
+    """Write two classes of one's own, of 10 and 3 images, and a folder that is hidden."""
+    for name, count in (("cats", 10), ("dogs", 3)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.99])
+def test_a_share_of_each_class_evaluates_and_the_others_train(own_root: Path, share: float) -> None:
+    train, test = (open_image_set("image_folder", split, own_root, share) for split in ("train", "test"))
+    assert train.class_names == test.class_names == ["cats", "dogs"]
+    paths = [{images.path(index) for index in range(len(images))} for images in (train, test)]
+    assert not paths[0] & paths[1]
+    assert paths[0] | paths[1] == set(own_root.rglob("*.png"))
+    for label, count in enumerate((10, 3)):
+        expected = min(max(1, round(share * count)), count - 1)
+        assert (test.labels == label).sum() == expected
+    again = open_image_set("image_folder", "test", own_root, share)
+    assert [again.path(index) for index in range(len(again))] == [test.path(index) for index in range(len(test))]
+
+
+def test_a_share_of_train_is_taken_where_there_is_such_a_folder(own_root: Path) -> None:
+    (own_root / "train").mkdir()
+    for name in ("cats", "dogs"):
+        (own_root / name).rename(own_root / "train" / name)
+    assert len(open_image_set("image_folder", "train", own_root, 0.5)) == 5 + 1
+
+
+def test_one_image_of_a_class_cannot_be_shared_out(own_root: Path) -> None:
+    for number in (1, 2):
+        (own_root / "dogs" / f"{number}.png").unlink()
+    with pytest.raises(ValueError, match=r"the class of dogs/0.png has one image, expected 2 or more"):
+        open_image_set("image_folder", "train", own_root, 0.5)
+
+
+def test_own_images_need_a_split_or_a_share(own_root: Path) -> None:
+    with pytest.raises(ValueError, match=r"which has no train/<class> and val/<class>: .* data.validation_share=0.1"):
+        check_image_set("image_folder", own_root)
+    (own_root / "val").mkdir()
+    with pytest.raises(ValueError, match=r"data.validation_share is 0.1, but .*val has images for evaluation"):
+        check_image_set("image_folder", own_root, validation_share=0.1)

@@ -1,12 +1,13 @@
 """Transforms from a decoded image to the model's input.
 
-A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1]. Like the transforms of
+A transform maps a PIL image to a float32 tensor [channels, size, size] with pixels in [-1, 1], or as a model's mean and
+standard deviation make them. Like the transforms of
 torchvision and timm, it draws from the global generators of torch, numpy and random; `ImageLoader` seeds them for each
 sample and restores them. Only the crop and the policies work on a PIL image: torch resizes bytes in half of PIL's time,
 and the rest is a few passes over floats, in place. The number of threads changes no bit of the result.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,9 @@ def training_transform(
     policy: str = "none",
     cutout: float = 0.0,
     random_erasing: float = 0.0,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> Transform:
     """Return the random-area crop, flip, policy, colour jitter, cutout and erasing.
 
@@ -57,6 +61,9 @@ def training_transform(
         cutout: the side of a grey square as a share of the image's side.
         random_erasing: the probability that normal noise replaces a rectangle of 2 % to a third of the area, as in
             timm's own training (Zhong et al., 2020). Its pixels may lie outside of [-1, 1].
+        interpolation: of the resizing, "bilinear" or "bicubic".
+        mean: of each channel of pixels in [0, 1], which becomes 0. None takes 0.5.
+        std: of each channel of pixels in [0, 1], which becomes 1. None takes 0.5.
 
     Raises:
         ValueError: a setting is out of range.
@@ -73,7 +80,7 @@ def training_transform(
     steps: list[Callable[[Any], Any]] = []
     if crop_scale:
         steps.append(partial(_crop, v2.RandomResizedCrop(1, scale=crop_scale, ratio=crop_aspect)))
-    steps.append(partial(_resize, image_size, channels))
+    steps.append(partial(_resize, image_size, channels, interpolation))
     if flip:
         steps.append(_flip)
     if make_policy := POLICIES[policy]:
@@ -83,6 +90,7 @@ def training_transform(
         steps.append(partial(_jitter, color_jitter))
     if cutout:
         steps.append(v2.RandomErasing(1.0, (cutout**2, cutout**2), (1.0, 1.0)))
+    steps += _normalization(mean, std)
     if random_erasing:
         from timm.data.random_erasing import RandomErasing  # takes seconds to load
 
@@ -91,7 +99,16 @@ def training_transform(
     return partial(_apply, steps, channels)
 
 
-def evaluation_transform(image_size: int, *, channels: int = 3, center_crop: float = 0.875) -> Transform:
+def evaluation_transform(
+    image_size: int,
+    *,
+    channels: int = 3,
+    center_crop: float = 0.875,
+    keep_aspect: bool = False,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Transform:
     """Return the central crop, resized to image_size pixels per side.
 
     Args:
@@ -99,6 +116,10 @@ def evaluation_transform(image_size: int, *, channels: int = 3, center_crop: flo
         channels: 1 (grey) or 3.
         center_crop: the crop's share of the height and of the width; 1 takes the whole image. The aspect changes, as
             in the public TPU code.
+        keep_aspect: take a square instead, whose side is this share of the shorter one, as timm does.
+        interpolation: as in `training_transform`.
+        mean: as there.
+        std: as there.
 
     Raises:
         ValueError: a setting is out of range.
@@ -106,9 +127,13 @@ def evaluation_transform(image_size: int, *, channels: int = 3, center_crop: flo
     if not 0 < center_crop <= 1:
         raise ValueError(f"center_crop {center_crop} must lie in (0, 1]: it is a share of the height and of the width")
     _check_size(image_size, channels)
-    return partial(
-        _apply, [partial(_crop_centre, center_crop), partial(_resize, image_size, channels), _to_pixels], channels
-    )
+    steps: list[Callable[[Any], Any]] = [
+        partial(_crop_centre, center_crop, keep_aspect),
+        partial(_resize, image_size, channels, interpolation),
+        _to_pixels,
+        *_normalization(mean, std),
+    ]
+    return partial(_apply, steps, channels)
 
 
 def _apply(steps: Iterable[Callable[[Any], Any]], channels: int, image: Image.Image) -> torch.Tensor:
@@ -127,24 +152,25 @@ def _crop(rectangle: v2.RandomResizedCrop, image: Image.Image) -> Image.Image:
     return image.crop((left, top, left + found["width"], top + found["height"]))
 
 
-def _crop_centre(share: float, image: Image.Image) -> Image.Image:
-    """Cut the central share of the height and of the width out of a PIL image."""
-    size = [max(1, round(share * side)) for side in (image.height, image.width)]
+def _crop_centre(share: float, keep_aspect: bool, image: Image.Image) -> Image.Image:
+    """Cut the central share of the height and of the width out of a PIL image, or of the shorter one for both."""
+    sides = (min(image.size),) * 2 if keep_aspect else (image.height, image.width)
+    size = [max(1, round(share * side)) for side in sides]
     cut: Image.Image = functional.center_crop(image, size)
     return cut
 
 
-def _resize(image_size: int, channels: int, image: Image.Image) -> torch.Tensor:
+def _resize(image_size: int, channels: int, interpolation: str, image: Image.Image) -> torch.Tensor:
     """Resize a PIL image to uint8 [1 or 3, image_size, image_size]; channels=1 makes it grey.
 
-    A byte differs by at most 1 from PIL's antialiased bilinear filter.
+    A byte differs by at most 1 from PIL's antialiased filter of that name.
     """
     if channels == 1 and image.mode != "L":
         image = image.convert("L")
     levels = torch.from_numpy(np.array(image))
     levels = levels[None] if levels.ndim == 2 else levels.permute(2, 0, 1)
     size = (image_size, image_size)
-    return F.interpolate(levels[None], size, mode="bilinear", antialias=True)[0].contiguous()
+    return F.interpolate(levels[None], size, mode=interpolation, antialias=True)[0].contiguous()
 
 
 def _flip(levels: torch.Tensor) -> torch.Tensor:
@@ -155,6 +181,21 @@ def _flip(levels: torch.Tensor) -> torch.Tensor:
 def _to_pixels(levels: torch.Tensor) -> torch.Tensor:
     """Map bytes to float32 in [-1, 1]; any shape."""
     return levels.to(torch.float32).div_(127.5).sub_(1.0)
+
+
+def _normalization(mean: Sequence[float] | None, std: Sequence[float] | None) -> list[Callable[[Any], Any]]:
+    """Return the step from [-1, 1] to a model's own mean and deviation of pixels, none where it has none."""
+    means, deviations = mean or [0.5], std or [0.5]
+    if {*means, *deviations} == {0.5}:
+        return []
+    shift = torch.tensor([2 * value - 1 for value in means])[:, None, None]
+    scale = torch.tensor([2 * value for value in deviations])[:, None, None]
+    return [partial(_normalize, shift, scale)]
+
+
+def _normalize(shift: torch.Tensor, scale: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    """Map pixels, [1 or 3, h, w], channel by channel; a grey image gets as many channels as there are means."""
+    return (pixels - shift) / scale
 
 
 def _jitter(strength: float, pixels: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 To add your own set, add a row here and `conf/data/<name>.yaml`. For a set with one folder per class,
 `Source(open=open_class_folders, required=("train/*/", "val/*/"), ...)` suffices. Any other layout needs a function
-(root, split) -> ImageSet.
+(root, split) -> ImageSet. Sets of the user's own, which may have no split, are opened by (root, split, share).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,12 @@ from pathlib import Path
 
 from gpipe.data.images import memory_sets, torchvision_sets
 from gpipe.data.images.birdsnap import open_birdsnap
-from gpipe.data.images.class_folders import count_class_folders, open_class_folders
+from gpipe.data.images.class_folders import (
+    check_own_folders,
+    count_class_folders,
+    open_class_folders,
+    open_own_folders,
+)
 from gpipe.data.images.image_set import SPLITS, ImageSet
 from gpipe.data.location import Location, check_known
 
@@ -40,12 +45,16 @@ class Source(Location):
     """A row of the table of image sets.
 
     Attributes:
-        open: (root, split) -> image set.
+        open: (root, split) -> image set, for a set with a split.
+        open_own: (root, split, share for evaluation or None) -> image set, for one of the user's own.
+        check_own: refuses what `open_own` would, as far as that takes no time.
         count_classes: root -> the number of its classes, where that takes well under a second.
         table: its numbers in the paper's Table 4, if it is there.
     """
 
-    open: Callable[[Path, str], ImageSet]
+    open: Callable[[Path, str], ImageSet] | None = None
+    open_own: Callable[[Path, str, float | None], ImageSet] | None = None
+    check_own: Callable[[Path, float | None], None] | None = None
     count_classes: Callable[[Path], int] | None = None
     table: TableCounts | None = None
 
@@ -58,13 +67,16 @@ def _ten(_: Path) -> int:
 _DEAD_ADDRESSES = "images whose addresses are dead are missing"
 
 IMAGE_SETS: dict[str, Source] = {
-    "image_folders": Source(
-        open=open_class_folders,
+    "image_folder": Source(
+        open_own=open_own_folders,
+        check_own=check_own_folders,
         count_classes=count_class_folders,
-        required=("train/*/", "val/*/"),
+        required=("*/",),
         tree="""\
   <data.root>/train/<class>/<image>.jpg
-  <data.root>/val/<class>/<image>.jpg    the same classes""",
+  <data.root>/val/<class>/<image>.jpg    the same classes
+or, with data.validation_share=0.1,
+  <data.root>/<class>/<image>.jpg""",
         how_to_get="sort your images into one folder per class, and set data.root.",
     ),
     "imagenet": Source(
@@ -228,13 +240,16 @@ IMAGE_SETS: dict[str, Source] = {
 }
 
 
-def check_image_set(name: str, root: str | Path | None = None, num_classes: int | None = None) -> Path:
+def check_image_set(
+    name: str, root: str | Path | None = None, num_classes: int | None = None, validation_share: float | None = None
+) -> Path:
     """Find the folder of an image set, in well under a second.
 
     Args:
         name: one of IMAGE_SETS.
         root: the folder that holds the set; None is its usual place.
         num_classes: how many classes it should have, where somebody knows.
+        validation_share: of a set of the user's own, the share of each class that evaluates; None expects a split.
 
     Returns:
         The folder; for a set that comes with a package, it means nothing.
@@ -246,6 +261,8 @@ def check_image_set(name: str, root: str | Path | None = None, num_classes: int 
     check_known("image set", name, IMAGE_SETS)
     source = IMAGE_SETS[name]
     folder = source.find_root(name, root)
+    if source.check_own is not None:
+        source.check_own(folder, validation_share)
     if num_classes is not None and source.count_classes is not None:
         refuse_other_classes(name, source.count_classes(folder), num_classes)
     return folder
@@ -257,7 +274,23 @@ def refuse_other_classes(name: str, found: int, num_classes: int) -> None:
         raise ValueError(f"data.num_classes is {num_classes}, but {name} has {found}: set data.num_classes={found}.")
 
 
-def open_image_set(name: str, split: str, root: str | Path | None = None) -> ImageSet:
+def count_classes(name: str, root: str | Path | None = None) -> int:
+    """Return the number of classes of an image set, in well under a second.
+
+    Raises:
+        DataMissing: the set is missing.
+        ValueError: the name is unknown, or it takes long to count them.
+    """
+    check_known("image set", name, IMAGE_SETS)
+    source = IMAGE_SETS[name]
+    if source.count_classes is None:
+        raise ValueError(f"data.num_classes is null, but the classes of {name} are not counted: set data.num_classes.")
+    return source.count_classes(source.find_root(name, root))
+
+
+def open_image_set(
+    name: str, split: str, root: str | Path | None = None, validation_share: float | None = None
+) -> ImageSet:
     """Open one split of a named image set.
 
     Args:
@@ -265,14 +298,18 @@ def open_image_set(name: str, split: str, root: str | Path | None = None) -> Ima
         split: "train" or "test". As in the paper's Table 4, ImageNet's "test" is its 50,000 validation images, and
             "train" of Oxford Pets and FGVC Aircraft is their training and validation images together.
         root: the folder that holds the set; None is its usual place.
+        validation_share: as in `check_image_set`.
 
     Raises:
         DataMissing: the set is missing.
         ValueError: the name or split is unknown, or a file is damaged.
     """
     check_known("split", split, SPLITS)
-    folder = check_image_set(name, root)
-    return IMAGE_SETS[name].open(folder, split)
+    folder, source = check_image_set(name, root, validation_share=validation_share), IMAGE_SETS[name]
+    if source.open_own is not None:
+        return source.open_own(folder, split, validation_share)
+    assert source.open is not None
+    return source.open(folder, split)
 
 
 def count_differences(name: str, split: str, image_set: ImageSet) -> list[str]:

@@ -1,19 +1,105 @@
-"""The reader of ImageNet-2012: image files in one folder per class, as most tools expect them."""
+"""The reader of image files in one folder per class, as most tools expect them: ImageNet-2012, and one's own."""
 
 import os
+import random
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
 
 from gpipe.data.images.image_set import ImageFiles
 
 _FOLDERS = {"train": "train", "test": "val"}
+_SHARES = 0x5E7  # keeps the draw of a share apart from others
 
 
 def count_class_folders(root: Path) -> int:
-    """Return the number of folders in root/train."""
-    with os.scandir(root / "train") as entries:
-        return sum(entry.is_dir() for entry in entries)
+    """Return the number of folders in root/train, or in root where there is none."""
+    with os.scandir(_training_folder(root)) as entries:
+        return sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
+
+
+def _training_folder(root: Path) -> Path:
+    return root / "train" if (root / "train").is_dir() else root
+
+
+def check_own_folders(root: Path, share: float | None) -> None:
+    """Refuse a folder of one's own images that lacks evaluation images, or has two kinds of them.
+
+    Args:
+        root: has train/<class> and val/<class>; or, with a share, train/<class> or <class>.
+        share: of the images of each class, for evaluation; None where root/val has them.
+
+    Raises:
+        ValueError: it is so.
+    """
+    has_val = (root / "val").is_dir()
+    if share is not None and has_val:
+        raise ValueError(
+            f"data.validation_share is {share:g}, but {root / 'val'} has images for evaluation: set "
+            "data.validation_share=null, or rename that folder."
+        )
+    if share is None and not (has_val and (root / "train").is_dir()):
+        raise ValueError(
+            f"data.root is {root}, which has no train/<class> and val/<class>: sort your images so, or set "
+            "data.validation_share=0.1 to evaluate on a tenth of each class."
+        )
+    if (num_classes := count_class_folders(root)) < 2:
+        raise ValueError(
+            f"data.root is {root}, which has {num_classes} folders of classes in {_training_folder(root)}, expected 2 "
+            "or more: sort your images into one folder per class."
+        )
+    if share is None:
+        _find_classes(root)
+
+
+def _find_classes(root: Path) -> list[str]:
+    """Return the names of the folders of root/train, which are those of root/val."""
+    names, val_names = [
+        {entry.name for entry in os.scandir(root / name) if entry.is_dir() and not entry.name.startswith(".")}
+        for name in ("train", "val")
+    ]
+    if different := sorted(val_names.symmetric_difference(names)):
+        raise ValueError(
+            f"{root / 'train'} has {len(names)} class folders and {root / 'val'} has {len(val_names)}, "
+            f"different in {different[0]!r}; sort the val images into folders with the names of the training classes"
+        )
+    return sorted(names)
+
+
+def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
+    """List the images of a split, in the order of their paths.
+
+    Args:
+        root: as in `check_own_folders`.
+        split: "train" or "test".
+        share: as in `check_own_folders`. Which images it has depends on the number of those of the class alone.
+
+    Raises:
+        ValueError, FileNotFoundError: as `open_class_folders`.
+    """
+    check_own_folders(root, share)
+    if share is None:
+        return open_class_folders(root, split)
+    folder = _training_folder(root)
+    class_names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+    names, labels = _list_images(folder, class_names)
+    kept = [
+        (name, label)
+        for label, images in groupby(zip(labels, names, strict=True), key=itemgetter(0))
+        for name in _take_share([name for _, name in images], split, share)
+    ]
+    return ImageFiles(folder, [name for name, _ in kept], [label for _, label in kept], class_names)
+
+
+def _take_share(names: Sequence[str], split: str, share: float) -> list[str]:
+    """Return the images of one class that belong to a split; each split has at least one."""
+    if len(names) < 2:
+        raise ValueError(f"the class of {names[0]} has one image, expected 2 or more to share out; add another")
+    count = min(max(1, round(share * len(names))), len(names) - 1)
+    chosen = set(random.Random(_SHARES).sample(range(len(names)), count))  # noqa: S311 - no secret
+    return [name for position, name in enumerate(names) if (position in chosen) == (split == "test")]
 
 
 def open_class_folders(root: Path, split: str) -> ImageFiles:
@@ -25,28 +111,22 @@ def open_class_folders(root: Path, split: str) -> ImageFiles:
         ValueError: root/val has other classes, a folder cannot be listed, or a link leads to a folder that was listed.
         FileNotFoundError: a class has no image.
     """
-    import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
-
-    # isort: split
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
-
-    class_names, _ = find_classes(root / "train")
-    val_classes = set(find_classes(root / "val")[0])
-    if different := sorted(val_classes.symmetric_difference(class_names)):
-        raise ValueError(
-            f"{root / 'train'} has {len(class_names)} class folders and {root / 'val'} has {len(val_classes)}, "
-            f"different in {different[0]!r}; sort the val images into folders with the names of the training classes"
-        )
+    class_names = _find_classes(root)
     folder = root / _FOLDERS[split]
-    names, labels = _list_images(folder, class_names, IMG_EXTENSIONS)
+    names, labels = _list_images(folder, class_names)
     return ImageFiles(folder, names, labels, class_names)
 
 
-def _list_images(folder: Path, class_names: Sequence[str], endings: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    """Return the paths below `folder` of all files with one of the endings, and their classes.
+def _list_images(folder: Path, class_names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Return the paths below `folder` of all files with the ending of an image, and their classes.
 
     They are sorted by class, folder and name.
     """
+    import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
+
+    # isort: split
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
     visited = {os.path.realpath(folder): str(folder)}
     names: list[str] = []
     labels: list[int] = []
@@ -55,12 +135,12 @@ def _list_images(folder: Path, class_names: Sequence[str], endings: tuple[str, .
             f"{place}/{file}"
             for place, files in sorted(_walk(folder, class_name, visited))
             for file in sorted(files)
-            if file.lower().endswith(endings)
+            if file.lower().endswith(IMG_EXTENSIONS)
         ]
         if not found:
             raise FileNotFoundError(
-                f"{folder / class_name} has no image, expected files that end with {', '.join(endings)}; unpack the "
-                "set's archive again, or remove the folder"
+                f"{folder / class_name} has no image, expected files that end with {', '.join(IMG_EXTENSIONS)}; unpack "
+                "the set's archive again, or remove the folder"
             )
         names += found
         labels += [label] * len(found)

@@ -8,12 +8,14 @@ from gpipe.config import (
     ConfigError,
     ImagesConfig,
     RunConfig,
+    TimmConfig,
     TokensConfig,
     TransformerLMConfig,
     TranslationDataConfig,
     TranslationModelConfig,
 )
-from gpipe.programs.workloads.image_classification import ImageClassification
+from gpipe.programs.complete import complete
+from gpipe.programs.workloads.image_classification import AmoebaNetClassification
 from gpipe.programs.workloads.language_modelling import LanguageModelling
 from gpipe.programs.workloads.translation import Translation
 from gpipe.programs.workloads.workload import Workload
@@ -23,9 +25,14 @@ __all__ = ["Workload", "workload_of"]
 
 def workload_of(run: RunConfig) -> Workload:
     """Return what builds a run's model, loss and data. Raises ConfigError where nothing does."""
+    run = complete(run)
     match run.model, run.data:
         case AmoebaNetConfig() as model, ImagesConfig() as data:
-            return ImageClassification(run, model, data)
+            return AmoebaNetClassification(run, data, model)
+        case TimmConfig() as model, ImagesConfig() as data:
+            from gpipe.programs.workloads.timm_classification import TimmClassification  # loads timm's models
+
+            return TimmClassification(run, data, model)
         case TransformerLMConfig() as model, TokensConfig() as data:
             return LanguageModelling(run, model, data)
         case TranslationModelConfig() as model, TranslationDataConfig() as data:

@@ -1,4 +1,4 @@
-"""AmoebaNet on labelled images."""
+"""Models on labelled images; of them AmoebaNet."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import AmoebaNetConfig, ImagesConfig
+from gpipe.config import AmoebaNetConfig, ImagesConfig, Interpolation, OwnImagesConfig
 from gpipe.data import (
     ImageLoader,
     ImageSet,
@@ -29,58 +29,42 @@ from gpipe.programs.workloads.workload import Workload
 from gpipe.training.losses import ClassificationLoss
 
 CLASSES_FILE = "classes.txt"
+# The public TPU code's, where neither the data nor the model has its own.
+_IMAGE_SIZE, _CENTER_CROP = 224, 0.875
 _AMOEBANETS = {"a": amoebanet_a, "b": amoebanet_b, "c": amoebanet_c, "d": amoebanet_d}
 
 
 @dataclass(frozen=True)
 class ImageClassification(Workload):
-    """AmoebaNet on labelled images: the loss may have an auxiliary head's share."""
+    """Any model on labelled images."""
 
-    model: AmoebaNetConfig
     data: ImagesConfig
     examples = "images"
-    has_batch_norm = True
 
     @property
-    def final_drop_path(self) -> float:
-        """The drop-path rate at the end of training."""
-        return self.model.drop_path
+    def num_classes(self) -> int:
+        """The number of classes."""
+        assert self.data.num_classes is not None  # `complete` has counted them
+        return self.data.num_classes
 
-    def layers(self) -> nn.Sequential:
-        """Describe the whole model on the meta device."""
-        model, data = self.model, self.data
-        with torch.device("meta"):
-            layers = _AMOEBANETS[model.variant.value](
-                model.num_layers,
-                model.num_filters,
-                data.num_classes,
-                image_channels=data.channels,
-                image_size=data.image_size,
-                auxiliary_head=model.auxiliary_head,
-                dropout=model.dropout,
-                drop_path=0.0,  # the trainer raises it step by step
-                batch_norm_momentum=model.batch_norm_momentum,
-                batch_norm_epsilon=model.batch_norm_epsilon,
-            )
-        convert_batch_norm(layers)
-        return layers
+    @property
+    def image_size(self) -> int:
+        """Pixels per side."""
+        return self.data.image_size or _IMAGE_SIZE
 
     def inputs(self, num_examples: int) -> Tensor:
         """Describe so many images on the meta device."""
-        data = self.data
-        return torch.empty(num_examples, data.channels, data.image_size, data.image_size, device="meta")
+        return torch.empty(num_examples, self.data.channels, self.image_size, self.image_size, device="meta")
 
     def targets(self, num_examples: int) -> Tensor:
         """Describe the classes of so many images, or the probabilities of classes of mixed ones, on the meta device."""
         if self.data.mixes:
-            return torch.empty(num_examples, self.data.num_classes, device="meta")
+            return torch.empty(num_examples, self.num_classes, device="meta")
         return torch.empty(num_examples, dtype=torch.int64, device="meta")
 
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
-        model = self.model
-        share = model.auxiliary_weight if model.auxiliary_head else 0.0
-        return ClassificationLoss(self.run.trainer.label_smoothing, share)
+        return ClassificationLoss(self.run.trainer.label_smoothing)
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
         """Return the loaders of the training and the test images; only the first stage's decode images.
@@ -133,21 +117,33 @@ class ImageClassification(Workload):
 
     def _open(self, split: str) -> ImageSet:
         data = self.data
-        image_set = open_image_set(data.name, split, data.root)
-        refuse_other_classes(data.name, len(image_set.class_names), data.num_classes)
+        share = data.validation_share if isinstance(data, OwnImagesConfig) else None
+        image_set = open_image_set(data.name, split, data.root, share)
+        refuse_other_classes(data.name, len(image_set.class_names), self.num_classes)
         return image_set
 
     def evaluation_transform(self) -> Transform:
         """Return what happens to a test image."""
+        data = self.data
         return evaluation_transform(
-            self.data.image_size, channels=self.data.channels, center_crop=self.data.center_crop
+            self.image_size,
+            channels=data.channels,
+            center_crop=data.center_crop or _CENTER_CROP,
+            keep_aspect=bool(data.keep_aspect),
+            interpolation=self._interpolation,
+            mean=data.mean,
+            std=data.std,
         )
+
+    @property
+    def _interpolation(self) -> str:
+        return (self.data.interpolation or Interpolation.bilinear).value
 
     def _training_transform(self) -> Transform:
         """Return what happens to a training image."""
         data = self.data
         return training_transform(
-            data.image_size,
+            self.image_size,
             channels=data.channels,
             crop_scale=None if data.crop_scale is None else (data.crop_scale[0], data.crop_scale[1]),
             crop_aspect=(data.crop_aspect[0], data.crop_aspect[1]),
@@ -156,6 +152,9 @@ class ImageClassification(Workload):
             policy=data.policy.value,
             cutout=data.cutout,
             random_erasing=data.random_erasing or 0.0,
+            interpolation=self._interpolation,
+            mean=data.mean,
+            std=data.std,
         )
 
     def _mixing(self) -> Mixing | None:
@@ -166,6 +165,44 @@ class ImageClassification(Workload):
         return Mixing(
             mixup=data.mixup or 0.0,
             cutmix=data.cutmix or 0.0,
-            num_classes=data.num_classes,
-            image_size=data.image_size,
+            num_classes=self.num_classes,
+            image_size=self.image_size,
         )
+
+
+@dataclass(frozen=True)
+class AmoebaNetClassification(ImageClassification):
+    """AmoebaNet on labelled images: the loss may have an auxiliary head's share."""
+
+    model: AmoebaNetConfig
+    has_batch_norm = True
+
+    @property
+    def final_drop_path(self) -> float:
+        """The drop-path rate at the end of training."""
+        return self.model.drop_path
+
+    def layers(self) -> nn.Sequential:
+        """Describe the whole model on the meta device."""
+        model = self.model
+        with torch.device("meta"):
+            layers = _AMOEBANETS[model.variant.value](
+                model.num_layers,
+                model.num_filters,
+                self.num_classes,
+                image_channels=self.data.channels,
+                image_size=self.image_size,
+                auxiliary_head=model.auxiliary_head,
+                dropout=model.dropout,
+                drop_path=0.0,  # the trainer raises it step by step
+                batch_norm_momentum=model.batch_norm_momentum,
+                batch_norm_epsilon=model.batch_norm_epsilon,
+            )
+        convert_batch_norm(layers)
+        return layers
+
+    def loss(self) -> LossFunction:
+        """Return the loss of a micro-batch."""
+        model = self.model
+        share = model.auxiliary_weight if model.auxiliary_head else 0.0
+        return ClassificationLoss(self.run.trainer.label_smoothing, share)

@@ -1,7 +1,7 @@
 """An encoder-decoder Transformer on pairs of sentences."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -115,7 +115,7 @@ class Translation(Workload):
         )
         return train_loader, {"valid": valid_loader}
 
-    def replaced(self, layers: nn.ModuleDict) -> tuple[str, ...]:
+    def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
         """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
         return ()
 

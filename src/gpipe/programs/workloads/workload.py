@@ -72,10 +72,15 @@ class Workload(ABC):
         out by mini-batches, so that each replica is given all of them.
         """
 
-    def replaced(self, layers: nn.ModuleDict) -> Collection[str]:
+    @property
+    def model_names(self) -> Mapping[str, str] | None:
+        """Of a model that became layers, the name of each of their tensors in the model; None for other models."""
+        return None
+
+    def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
         """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew.
 
-        The softmax layers belong to one set of classes.
+        The softmax layers belong to one set of classes. saved: the shapes of the other weights, by name.
         """
         return softmax_names(layers)
 

@@ -1,0 +1,75 @@
+"""Mini-batches of any torch Dataset."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from gpipe.data.epoch_loader import EpochLoader, EpochOptions
+from gpipe.data.randomness import preserve_generators, seed_sample
+
+
+class DatasetLoader(EpochLoader):
+    """Yield the mini-batches of an epoch of a torch Dataset, whose items are pairs (input, target).
+
+    A resumed training sees the same mini-batches as one that never stopped: their order is a function of (seed, epoch),
+    and torch's, numpy's and Python's generators are seeded for each item by (seed, epoch, index).
+
+    Args:
+        dataset: has a length, and items by index.
+        batch_size: examples per replica and step.
+        seed: of the order and of what items draw.
+        num_workers: processes that read items; 0 reads in this process. Only the speed depends on it.
+        collate: makes a mini-batch (inputs, targets) of a list of items; torch's by default.
+        options: as in EpochLoader. `shuffle` must be said.
+
+    Raises:
+        ValueError: a setting is wrong, or there are too few items for one mini-batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        seed: int,
+        *,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        **options: Unpack[EpochOptions],
+    ) -> None:
+        num_examples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not say that it has a length
+        super().__init__(num_examples, batch_size, seed, noun="example", **options)
+        self._dataset, self._num_workers, self._collate = dataset, num_workers, collate
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the mini-batches from start_batch on."""
+        self.wait_seconds = 0.0
+        parts: Sequence[list[int]] = [part.tolist() for part in self._parts()]
+        items = _SeededItems(self._dataset, self._seed, self.epoch)
+        reader = DataLoader(
+            items,
+            batch_sampler=parts,
+            num_workers=self._num_workers,
+            collate_fn=self._collate,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+        batches = iter(reader)
+        for _ in parts:
+            started = time.perf_counter()
+            inputs, targets = next(batches)
+            self.wait_seconds += time.perf_counter() - started
+            yield inputs, targets
+
+
+class _SeededItems(Dataset[Any]):
+    """The items of a dataset in one epoch."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
+        self._dataset, self._seed, self._epoch = dataset, seed, epoch
+
+    def __getitem__(self, index: int) -> Any:
+        with preserve_generators():
+            seed_sample(self._seed, self._epoch, index)
+            return self._dataset[index]

@@ -1,0 +1,115 @@
+"""Models of timm: made by name, with what they expect of images, and errors that say what to set."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import timm
+import torch
+from timm.data.config import resolve_data_config
+from timm.models import get_pretrained_cfg
+from torch import nn
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What a model of timm expects of images.
+
+    Attributes:
+        image_size: pixels per side.
+        center_crop: the share of the shorter side that an evaluation crop has.
+        interpolation: "bilinear" or "bicubic".
+        mean, std: of each channel of pixels in [0, 1].
+    """
+
+    image_size: int
+    center_crop: float
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def check_timm_name(name: str) -> None:
+    """Raise ValueError for a model, or a tag of pre-trained weights, that timm does not have."""
+    if not timm.is_model(name):
+        close = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
+        such_as = ", ".join(close or ["resnet50", "vit_small_patch16_224"])
+        raise ValueError(f"model.name is {name}, which timm {timm.__version__} does not have: set {such_as}.")
+    tags = timm.list_pretrained(f"{name.partition('.')[0]}.*")
+    if "." in name and name not in tags:
+        raise ValueError(
+            f"model.name is {name}, expected one of {', '.join(tags) or 'no tag'} for its weights: set it."
+        )
+
+
+def data_settings(name: str, channels: int) -> DataSettings:
+    """Return what a model expects of images with so many channels; of grey ones, the means over the colours."""
+    found = resolve_data_config(pretrained_cfg=_described(name).to_dict(), verbose=False)  # type: ignore[no-untyped-call]  # timm's
+    mean, std = [
+        tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
+        for values in (found["mean"], found["std"])
+    ]
+    interpolation = found["interpolation"] if found["interpolation"] == "bilinear" else "bicubic"
+    return DataSettings(found["input_size"][-1], found["crop_pct"], interpolation, mean, std)
+
+
+def _described(name: str) -> Any:
+    found = get_pretrained_cfg(name)
+    assert found is not None, name  # check_timm_name has refused others
+    return found
+
+
+def make_timm_model(
+    name: str,
+    *,
+    num_classes: int,
+    channels: int,
+    image_size: int,
+    pretrained: bool,
+    arguments: Mapping[str, Any],
+    seed: int,
+) -> nn.Module:
+    """Make a model on the CPU, with the same initial weights in every process; the global generator stays as it was.
+
+    Args:
+        name: timm's.
+        num_classes: of the data. The softmax layer of pre-trained weights for other classes is drawn anew.
+        channels: of the data.
+        image_size: pixels per side, for models that are made for one size.
+        pretrained: let timm fetch weights.
+        arguments: timm's further ones.
+        seed: of the initial weights.
+
+    Raises:
+        ValueError: timm refuses it, or cannot fetch the weights.
+    """
+    options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels, **arguments}
+    if _described(name).fixed_input_size:
+        options["img_size"] = image_size
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what it raises is told below
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: nn.Module = timm.create_model(name, pretrained=pretrained, **options)
+        except Exception as error:  # whatever its architecture raises, or its hub
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
+            if pretrained and isinstance(error, OSError | RuntimeError):
+                raise ValueError(
+                    f"model.pretrained is true, but timm has no weights of {name} here ({reason}): set "
+                    "model.pretrained=false, and init_from=<file>.safetensors for weights that you have."
+                ) from error
+            raise ValueError(
+                f"model.name is {name}, which timm does not make for data.image_size={image_size}, "
+                f"data.channels={channels} and model.arguments={dict(arguments)} ({reason}): set one of them."
+            ) from error
+    return model
+
+
+def head_names(name: str) -> tuple[str, ...]:
+    """Return the names of the modules of a model whose size is the number of classes."""
+    head = _described(name).classifier or ()
+    return (head,) if isinstance(head, str) else tuple(head)

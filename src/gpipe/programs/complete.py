@@ -1,0 +1,66 @@
+"""Fill in the settings that the data or the model decides, where they are null."""
+
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+from gpipe.config import ConfigError, ImagesConfig, Interpolation, OwnImagesConfig, RunConfig, TimmConfig
+from gpipe.data import DataMissing, check_data, count_classes
+
+_Run = TypeVar("_Run", bound=RunConfig)
+
+
+def check_run_data(run: RunConfig) -> None:
+    """Refuse missing or wrong data of a run, in well under a second.
+
+    Raises:
+        DataMissing: the data are missing.
+        ValueError: they are other data.
+    """
+    data = run.data
+    share = data.validation_share if isinstance(data, OwnImagesConfig) else None
+    check_data(data.name, data.root, getattr(data, "num_classes", None), share)
+
+
+def complete(run: _Run) -> _Run:
+    """Return the settings with the number of classes, and with what a model of timm expects of images.
+
+    Only timm itself knows its models, and it takes seconds to load; runs of other models do not wait for it.
+
+    Raises:
+        ConfigError: timm has no such model, or the classes cannot be counted.
+    """
+    data = run.data
+    if not isinstance(data, ImagesConfig):
+        return run
+    found: dict[str, Any] = {}
+    if data.num_classes is None:
+        try:
+            found["num_classes"] = count_classes(data.name, data.root)
+        except DataMissing as error:
+            first, _, _ = str(error).partition("\n")
+            raise ConfigError(f"data.num_classes is null, and they cannot be counted ({first}): set it.") from None
+    if isinstance(run.model, TimmConfig):
+        found |= _timm_settings(run.model.name, data)
+    return replace(run, data=replace(data, **found)) if found else run
+
+
+def without_fetching(run: RunConfig) -> RunConfig:
+    """Return the settings for a model whose weights come from a checkpoint: timm fetches none."""
+    if isinstance(run.model, TimmConfig):
+        return replace(run, model=replace(run.model, pretrained=False))
+    return run
+
+
+def _timm_settings(name: str, data: ImagesConfig) -> dict[str, Any]:
+    from gpipe.models.timm_models import check_timm_name, data_settings
+
+    try:
+        check_timm_name(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    own = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in asdict(data_settings(name, data.channels)).items()
+    }
+    own |= {"interpolation": Interpolation(own["interpolation"]), "keep_aspect": True}
+    return {key: value for key, value in own.items() if getattr(data, key) is None}

@@ -1,0 +1,59 @@
+"""Mini-batches of a torch Dataset: the order, what items draw, resuming, replicas, and workers."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from gpipe.data import DatasetLoader
+
+
+class Numbers(Dataset):
+    """Items that say their index, and what they draw."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], float]:
+        return {"index": torch.tensor(index), "drawn": torch.rand(2)}, np.random.random()
+
+
+def read(loader: DatasetLoader) -> list[tuple[list[int], list[float], list[float]]]:
+    return [
+        (inputs["index"].tolist(), inputs["drawn"].flatten().tolist(), targets.tolist()) for inputs, targets in loader
+    ]
+
+
+def test_an_epoch_shows_every_item_once_in_an_order_of_its_own() -> None:
+    loader = DatasetLoader(Numbers(), 4, 0, shuffle=True)
+    first = read(loader)
+    assert len(loader) == 3 and [len(indices) for indices, _, _ in first] == [4, 4, 2]
+    assert sorted(index for indices, _, _ in first for index in indices) == list(range(10))
+    loader.set_epoch(1)
+    assert read(loader) != first
+    loader.set_epoch(0)
+    assert read(loader) == first
+
+
+def test_the_generators_of_the_process_stay_as_they_are() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    read(DatasetLoader(Numbers(), 4, 0, shuffle=True))
+    assert torch.equal(before[0], torch.get_rng_state()) and (before[1] == np.random.get_state()[1]).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_epoch_goes_on_where_it_stopped_with_any_number_of_workers(num_workers: int) -> None:
+    whole = read(DatasetLoader(Numbers(), 4, 0, shuffle=True))
+    loader = DatasetLoader(Numbers(), 4, 0, num_workers=num_workers, shuffle=True)
+    loader.start_batch = 1
+    assert read(loader) == whole[1:]
+
+
+def test_replicas_share_each_mini_batch() -> None:
+    whole = read(DatasetLoader(Numbers(), 4, 0, shuffle=True, drop_last=True))
+    parts = [
+        read(DatasetLoader(Numbers(), 2, 0, shuffle=True, drop_last=True, replica_index=r, num_replicas=2))
+        for r in range(2)
+    ]
+    for (indices, _, _), *shares in zip(whole, *parts, strict=True):
+        assert sorted(indices) == sorted(index for share in shares for index in share[0])

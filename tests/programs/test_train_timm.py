@@ -1,0 +1,207 @@
+"""Models of timm on a folder of images: trained, resumed, exported to timm, begun with its weights, and refused."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import gpipe._compat.torchvision  # noqa: F401  (before timm)
+
+# isort: split
+
+import timm
+
+from gpipe.checkpoint.__main__ import main as checkpoint_program
+from gpipe.config import read_yaml
+from gpipe.data import open_image_set
+from gpipe.programs.predict import open_classifier
+from tests.support.train_program import run_folder, start, train_here, weights
+
+SIZE = 32
+WORDS = (
+    "+experiment=image_classification_laptop", "model.name=test_resnet", f"data.image_size={SIZE}",
+    "trainer.max_steps=3", "trainer.batch_size=8", "trainer.evaluation.batch_size=8", "schedule.warm_up_epochs=0",
+    "trainer.timeline_every_steps=null", "launch.num_processes=1", "launch.num_threads=1", "tracking=disabled",
+)  # fmt: skip
+NUM_IMAGES = {"train": 8, "val": 3}
+
+
+def write_folder(root: Path, classes: tuple[str, ...] = ("cats", "dogs", "birds")) -> Path:
+    generator = np.random.default_rng(0)
+    for split, count in NUM_IMAGES.items():
+        for label, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 120, (40, 48, 3)) + 60 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(root / split / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("photographs"))
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("trained")
+    done = start(place, *WORDS, f"data.root={folder}")
+    assert (done.returncode, done.stderr) == (0, "")
+    return run_folder(place)
+
+
+def export(run: Path, output: Path) -> Path:
+    assert checkpoint_program(["export", str(run), "--output", str(output)]) == 0
+    return output
+
+
+def test_a_run_has_the_classes_of_the_folder_and_the_models_own_settings_of_images(trained: Path) -> None:
+    data = read_yaml(trained / "config.yaml")["data"]
+    own = timm.get_pretrained_cfg("test_resnet")
+    assert (data["num_classes"], data["image_size"]) == (3, SIZE)
+    assert (tuple(data["mean"]), tuple(data["std"]), data["interpolation"]) == (own.mean, own.std, own.interpolation)
+    assert (data["center_crop"], data["keep_aspect"]) == (1.0, True)
+    assert (trained / "classes.txt").read_text().split() == ["birds", "cats", "dogs"]
+
+
+def test_timm_loads_what_was_trained_and_answers_alike(trained: Path, folder: Path, tmp_path: Path) -> None:
+    path = export(trained, tmp_path / "model.safetensors")
+    model = timm.create_model("test_resnet", num_classes=3, checkpoint_path=str(path)).eval()
+    classifier = open_classifier(str(trained), torch.device("cpu"))
+    images = torch.stack(
+        [classifier.transform(open_image_set("image_folder", "test", folder).image(i)) for i in (0, 8)]
+    )
+    with torch.no_grad():
+        assert torch.equal(classifier.layers(images), model(images))
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    "words", [["pipeline.num_stages=1"], ["pipeline.num_stages=3", "pipeline.rematerialize=never"]], ids=" ".join
+)
+def test_the_weights_do_not_depend_on_the_number_of_stages(
+    words: list[str], trained: Path, folder: Path, tmp_path: Path
+) -> None:
+    train_here(tmp_path, *WORDS, f"data.root={folder}", *words)
+    here, there = weights(tmp_path / "runs" / "train" / "now" / "checkpoints" / ".."), weights(trained)
+    assert here.keys() == there.keys()
+    for name, tensor in there.items():
+        assert torch.equal(here[name], tensor), name
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_resumed_run_is_the_unbroken_one(trained: Path, folder: Path, tmp_path: Path) -> None:
+    (first, second) = tmp_path / "first", tmp_path / "second"
+    words = (*WORDS, f"data.root={folder}", "schedule.name=constant")
+    train_here(first, *words, "trainer.max_steps=2")
+    train_here(second, *words, "trainer.max_steps=4", f"trainer.resume_from={first / 'runs' / 'train' / 'now'}")
+    train_here(tmp_path, *words, "trainer.max_steps=4")
+    resumed, whole = (weights(place / "runs" / "train" / "now") for place in (second, tmp_path))
+    for name, tensor in whole.items():
+        assert torch.equal(resumed[name], tensor), name
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize("num_classes", [3, 1000])
+def test_training_begins_with_weights_of_timm_but_for_a_head_of_other_classes(
+    num_classes: int, folder: Path, tmp_path: Path
+) -> None:
+    given = timm.create_model("test_resnet", num_classes=num_classes).state_dict()
+    save_file(given, tmp_path / "timm.safetensors")
+    still = ("optimizer.learning_rate=1e-30", "optimizer.weight_decay=0", "ema.decay=null", "trainer.max_steps=1")
+    train_here(tmp_path, *WORDS, f"data.root={folder}", *still, f"init_from={tmp_path / 'timm.safetensors'}")
+    found = load_file(export(tmp_path / "runs" / "train" / "now", tmp_path / "model.safetensors"))
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        if "running_" in name or "num_batches" in name:
+            continue
+        is_replaced = name.startswith("fc.") and num_classes != 3
+        assert (found[name].shape != tensor.shape) if is_replaced else torch.allclose(found[name], tensor), name
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_folder_without_val_is_shared_out(folder: Path, tmp_path: Path) -> None:
+    train_here(tmp_path, *WORDS, f"data.root={folder / 'train'}", "data.validation_share=0.25")
+    assert (tmp_path / "runs" / "train" / "now" / "record.json").exists()
+
+
+def misname(root: Path) -> None:
+    (root / "val" / "cats").rename(root / "val" / "lions")
+
+
+def leave_empty(root: Path) -> None:
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+
+
+def leave_one_class(root: Path) -> None:
+    for split in NUM_IMAGES:
+        for name in ("dogs", "birds"):
+            (root / split / name).rename(root / f"{split}-{name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "damage", "said"),
+    [
+        (["model.name=resnet51"], None, "model.name is resnet51, which timm"),
+        (["model.name=resnet50.mine"], None, "model.name is resnet50.mine, expected one of resnet50.a1_in1k, "),
+        (["model.name=../weights"], None, "model.name is '../weights', expected a name that timm.list_models() has"),
+        (["+model.arguments.checkpoint_path=x"], None, "model.arguments.checkpoint_path is x, but "),
+        ([], misname, "has 3 class folders and {root}/val has 3, different in 'cats'; sort the val images"),
+        ([], leave_empty, "The image set image_folder is missing."),
+        ([], leave_one_class, "which has 1 folders of classes in {root}/train, expected 2 or more"),
+        (["data.validation_share=0.1"], None, "data.validation_share is 0.1, but {root}/val has images for evaluation"),
+        (["data.root=null"], None, "data.num_classes is null, and they cannot be counted"),
+    ],
+    ids=lambda value: getattr(value, "__name__", " ".join(value) if isinstance(value, list) else ""),
+)
+def test_what_does_not_fit_is_refused_before_a_process_starts(
+    words: list[str], damage: Callable[[Path], None] | None, said: str, tmp_path: Path
+) -> None:
+    root = write_folder(tmp_path / "photographs")
+    if damage is not None:
+        damage(root)
+    dry = ["trainer.dry_run=true"] if "data.root=null" in words else []
+    done = start(tmp_path, *WORDS, f"data.root={root}", *words, *dry)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said.format(root=root) in done.stderr.splitlines()[0]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["model.name=test_vit", "data.image_size=8"],
+            r"^error: model.name is test_vit, which does not become layers for .*size=8",
+        ),
+        (
+            ["+model.arguments.depths=3"],
+            r"^error: model.name is test_resnet, which timm does not make for .*'depths': 3",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_timm_or_its_model_refuses_is_said_with_the_settings(
+    words: list[str], said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_here(tmp_path, *WORDS, f"data.root={folder}", *words)
+    assert re.search(said, capsys.readouterr().err.splitlines()[0])
+
+
+def test_weights_that_cannot_be_fetched_are_said_in_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "no_weights"))
+    done = start(tmp_path, *WORDS, f"data.root={folder}", "model.name=resnet10t", "model.pretrained=true")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: model.pretrained is true, but timm has no weights of resnet10t here (")
+    assert "init_from=<file>.safetensors" in done.stderr.splitlines()[0]
