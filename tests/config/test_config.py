@@ -28,7 +28,8 @@ GIVEN = {name: ["init_from=null"] for name in EXPERIMENTS if name.startswith("tr
 # What a choice goes with that is not for the default model or data, by the beginning of its name.
 PARTNER = {
     "transformer_lm": "data=random_tokens",
-    "random_tokens": "model=transformer_lm",
+    "transformers": "data=random_tokens",
+    **dict.fromkeys(("random_tokens", "text_folder"), "model=transformer_lm"),
     "translation": "data=multilingual_embedded",
     **dict.fromkeys(("multilingual", "parallel_text", "binarized"), "model=translation_small"),
 }

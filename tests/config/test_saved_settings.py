@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("composer")
 def data_for(model: str) -> list[str]:
     if model.startswith("translation"):
         return ["data=multilingual_embedded"]
-    return ["data=random_tokens"] if model.startswith("transformer_lm") else []
+    return ["data=random_tokens"] if model.startswith("transformer") else []
 
 
 @pytest.mark.parametrize(

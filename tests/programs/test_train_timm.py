@@ -1,6 +1,9 @@
 """Models of timm on a folder of images: trained, resumed, exported to timm, begun with its weights, and refused."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from gpipe.checkpoint.__main__ import main as checkpoint_program
 from gpipe.config import read_yaml
 from gpipe.data import open_image_set
 from gpipe.programs.predict import open_classifier
-from tests.support.train_program import run_folder, start, train_here, weights
+from tests.support.train_program import ROOT, TRAIN, run_folder, start, train_here, weights
 
 SIZE = 32
 WORDS = (
@@ -125,6 +128,21 @@ def test_training_begins_with_weights_of_timm_but_for_a_head_of_other_classes(
 
 
 @pytest.mark.usefixtures("composer")
+def test_training_begins_with_a_run_of_another_image_size_and_other_classes(
+    trained: Path, tmp_path: Path, folder: Path
+) -> None:
+    two = write_folder(tmp_path / "two", ("cats", "dogs"))
+    words = (f"data.root={two}", "data.image_size=96", "pipeline.num_stages=3", f"init_from={trained}")
+    train_here(tmp_path, *WORDS, *words, "optimizer.learning_rate=1e-30", "optimizer.weight_decay=0", "ema.decay=null")
+    given = load_file(export(trained, tmp_path / "given.safetensors"))
+    found = load_file(export(tmp_path / "runs" / "train" / "now", tmp_path / "found.safetensors"))
+    assert found.keys() == given.keys() and found["fc.weight"].shape[0] == 2
+    for name, tensor in given.items():
+        is_kept = not name.startswith("fc.") and "running_" not in name and "num_batches" not in name
+        assert not is_kept or torch.allclose(found[name], tensor), name
+
+
+@pytest.mark.usefixtures("composer")
 def test_a_folder_without_val_is_shared_out(folder: Path, tmp_path: Path) -> None:
     train_here(tmp_path, *WORDS, f"data.root={folder / 'train'}", "data.validation_share=0.25")
     assert (tmp_path / "runs" / "train" / "now" / "record.json").exists()
@@ -196,12 +214,14 @@ def test_what_timm_or_its_model_refuses_is_said_with_the_settings(
     assert re.search(said, capsys.readouterr().err.splitlines()[0])
 
 
-def test_weights_that_cannot_be_fetched_are_said_in_a_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "no_weights"))
-    done = start(tmp_path, *WORDS, f"data.root={folder}", "model.name=resnet10t", "model.pretrained=true")
+def test_weights_that_cannot_be_fetched_are_said_in_a_sentence(folder: Path, tmp_path: Path) -> None:
+    words = (*WORDS, f"data.root={folder}", "model.name=resnet10t", "model.pretrained=true")
+    # A new process: the hub's package reads these variables when it is imported.
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no_weights"), "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, str(TRAIN), *words], check=False, cwd=tmp_path, env=os.environ | offline,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("error: model.pretrained is true, but timm has no weights of resnet10t here (")
     assert "init_from=<file>.safetensors" in done.stderr.splitlines()[0]

@@ -75,7 +75,7 @@ def test_a_transformer_on_images_is_refused_before_anything_is_built(tmp_path: P
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: data.name is fashion_mnist_embedded, but model.family is transformer_lm, which expects tokens, such as "
-        "data=random_tokens: choose one for the other.\n"
+        "data=text_folder: choose one for the other.\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,20 @@ def test_layers_share_the_models_parameters_and_leave_its_mode_alone() -> None:
     layers = gpipe.as_layers(model, images())
     assert {id(parameter) for parameter in layers.parameters()} == {id(parameter) for parameter in model.parameters()}
     assert not layers.training and {name: module.training for name, module in model.named_modules()} == modes
-    assert copy.deepcopy(layers).state_dict().keys() == layers.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("name", ["two inputs", "GPT-2", "Swin", "numbered examples", "ResNet"])
+def test_a_copy_has_the_same_tensors_in_the_same_order_and_computes_the_same(name: str, copied: Any) -> None:
+    layers, batch = gpipe.as_layers(build(name), MODELS[name][1](1)), MODELS[name][1](4)
+    other = copied(layers)
+    assert list(other.state_dict()) == list(layers.state_dict())
+    for (own, tensor), (key, twin) in zip(layers.named_buffers(), other.named_buffers(), strict=True):
+        assert own == key and torch.equal(tensor, twin) and tensor.data_ptr() != twin.data_ptr()
+    assert all(map(torch.equal, tensors_of(call(other, batch)), tensors_of(call(layers, batch))))
+    assert other.model_names == layers.model_names
 
 
 @pytest.mark.parametrize(
@@ -307,6 +321,11 @@ def test_a_model_that_decides_while_it_runs_is_refused_with_the_line(where: str,
         gpipe.as_layers(Decides(where), torch.zeros(2, 3))
     line = int(str(error.value).partition(", line ")[2].partition(":")[0])
     assert f'self.where == "{where}"' in Path(__file__).read_text().splitlines()[line - 1]
+
+
+def test_a_model_of_torch_that_decides_is_refused_with_torchs_line() -> None:
+    with pytest.raises(TracingError, match=r"torch/nn/modules/transformer\.py, line \d+: decides by self\.training"):
+        gpipe.as_layers(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(2, 3, 8))
 
 
 def test_a_submodule_that_decides_is_one_operation_of_itself() -> None:

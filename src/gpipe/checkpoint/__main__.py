@@ -101,7 +101,7 @@ def _make_parser() -> argparse.ArgumentParser:
     helps = {
         "verify": "compare every file with its size, hash and tensors; print ok, or one line per damaged file",
         "describe": "print the step, the settings, and the layers with their tensors and sizes",
-        "export": "write one safetensors file for the plain nn.Sequential, or timm.create_model",
+        "export": "write one safetensors file for the plain nn.Sequential, timm.create_model or from_pretrained",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)

@@ -4,7 +4,9 @@ A reader opens only the files that have its layers, and verifies their sizes, ha
 if a process finds a fault, CheckpointError is raised on all of them, and nothing has been changed.
 """
 
+import shutil
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from gpipe.pipeline.shared.tied_parameters import checksum
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
 _NUM_NAMED = 3  # so many names of wrong tensors go into a message
+_MODEL_FILE = "config.json"  # of a model of transformers, in its run's folder
 
 
 def load_checkpoint(path: Path, pipeline: Pipeline, model: Kinds, optimizer: OptimizerState | None = None) -> Manifest:
@@ -77,7 +80,12 @@ def load_weights(
     """
 
     def open_source() -> _Source:
-        return _ExportedFile(path, settings, model_names or {}) if path.is_file() else _Source(path, settings)
+        if path.is_file():
+            return _ExportedFile(path, settings, model_names or {})
+        saved_names = _read_model_names(Manifest.read(path))
+        if model_names is None or saved_names is None:
+            return _Source(path, settings)
+        return _OtherCut(path, settings, model_names, saved_names, pipeline.num_layers)
 
     source = run_on_all(pipeline, open_source)
     source.refuse_num_layers(pipeline.num_layers)
@@ -120,7 +128,7 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
 def export(path: Path, output: Path, *, averages: bool = True) -> str:
     """Write a checkpoint's weights, verified, as one safetensors file that the plain model can load.
 
-    That is the nn.Sequential, or the model that became these layers.
+    That is the nn.Sequential, or the model that became these layers. Beside one of transformers lies its config.json.
 
     Args:
         path: the checkpoint's folder.
@@ -143,23 +151,33 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
         raise CheckpointError(f"{path} has no {kind}: choose another.")
     rename = _model_renaming(source.manifest)
     others = {name: value for name, value in source.manifest.config.items() if name.endswith("_sha256")}
+    if rename is not _rename:
+        others["format"] = "pt"  # without which transformers reads no file
     image = FileImage(rename(entries), metadata=others)  # such as the tokenizer's, which `init_from` compares
     for file in sorted({entry.file for entry in entries.values()}):  # one at a time: a model may be large
         image.copy(rename(source.read({kind: [name for name, entry in entries.items() if entry.file == file]})[kind]))
+    output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as partial:
         image.write(partial)
+    if (beside := path.parent.parent / _MODEL_FILE).is_file() and rename is not _rename:
+        with replacing(output.parent / _MODEL_FILE) as partial:
+            shutil.copyfile(beside, partial)
     return kind
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of a checkpoint, or of a file of weights, by the names that they have there.
+    """Return the shapes of the weights of a checkpoint, or of a file of weights, by the names that `export` gives them.
 
     Raises:
         CheckpointError: it is damaged.
     """
     if path.is_file():
         return {name: tuple(spec.shape) for name, spec in read_specs(path).items()}
-    return {name: tuple(entry.shape) for name, entry in Manifest.read(path).tensors.get("weights", {}).items()}
+    manifest = Manifest.read(path)
+    return {
+        name: tuple(entry.shape)
+        for name, entry in _model_renaming(manifest)(manifest.tensors.get("weights", {})).items()
+    }
 
 
 def find_damage(path: Path) -> list[str]:
@@ -347,6 +365,33 @@ class _ExportedFile(_Source):
             super().refuse_num_layers(num_layers)
 
 
+class _OtherCut(_Source):
+    """A checkpoint of a model that became layers; images of another size may have cut it elsewhere."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any] | None,
+        model_names: Mapping[str, str],
+        saved_names: Mapping[str, str],
+        num_layers: int,
+    ) -> None:
+        self._path, self._settings, self._saved = path, settings or {}, _Source(path, settings)
+        places = {name: place for place, name in saved_names.items()}
+        # The name in the checkpoint, by that here.
+        self._names = {f"layers.{own}": f"layers.{places[name]}" for own, name in model_names.items() if name in places}
+        tensors = {
+            kind: {own: entries[saved] for own, saved in self._names.items() if saved in entries}
+            for kind, entries in self._saved.manifest.tensors.items()
+        }
+        self.manifest = replace(self._saved.manifest, num_layers=num_layers, tensors=tensors)
+
+    def read(self, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
+        """Read the tensors called `names`, by kind, to the CPU."""
+        found = self._saved.read({kind: [self._names[name] for name in own] for kind, own in names.items()})
+        return {kind: {name: found[kind][self._names[name]] for name in own} for kind, own in names.items()}
+
+
 def _refuse_partly_replaced(pipeline: Pipeline, replaced: Collection[str]) -> None:
     for names in pipeline.ties:
         loaded = [name for name in names if name not in replaced]
@@ -368,12 +413,18 @@ def _model_renaming(manifest: Manifest) -> Callable[[Mapping[str, Any]], dict[st
 
     Of a tensor that several layers have, one is kept.
     """
-    names = manifest.config.get("model_names")
+    names = _read_model_names(manifest)
     if names is None:
         return _rename
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise CheckpointError("the model_names of the checkpoint are not names by name: restore its manifest.json.")
     return lambda tensors: {names[own]: tensor for own, tensor in _rename(tensors).items() if own in names}
+
+
+def _read_model_names(manifest: Manifest) -> dict[str, str] | None:
+    """Return the name in the model of each tensor of layers that were a model, None for other layers."""
+    names = manifest.config.get("model_names")
+    if names is not None and not (isinstance(names, dict) and all(isinstance(name, str) for name in names.values())):
+        raise CheckpointError("the model_names of the checkpoint are not names by name: restore its manifest.json.")
+    return names
 
 
 @torch.no_grad()

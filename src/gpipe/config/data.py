@@ -141,20 +141,55 @@ class TokensConfig(DataConfig):
     """Sequences of tokens; the model predicts each next token.
 
     Attributes:
+        vocabulary_size: the number of different tokens.
         sequence_length: the number of tokens that the model reads.
+    """
+
+    vocabulary_size: int | None = MISSING
+    sequence_length: int = MISSING
+
+    def __post_init__(self) -> None:
+        optional_at_least("data.vocabulary_size", self.vocabulary_size, 2)
+        at_least("data.sequence_length", self.sequence_length, 1)
+
+
+@dataclass
+class RandomTokensConfig(TokensConfig):
+    """Noise.
+
+    Attributes:
         num_train: the number of training sequences.
         num_test: the number of test sequences.
     """
 
     vocabulary_size: int = MISSING
-    sequence_length: int = MISSING
     num_train: int = MISSING
     num_test: int = MISSING
 
     def __post_init__(self) -> None:
-        at_least("data.vocabulary_size", self.vocabulary_size, 2)
-        for name in ("sequence_length", "num_train", "num_test"):
+        super().__post_init__()
+        for name in ("num_train", "num_test"):
             at_least(f"data.{name}", getattr(self, name), 1)
+
+
+@dataclass
+class TextFolderConfig(TokensConfig):
+    """Plain text of the user's own.
+
+    Attributes:
+        vocabulary_size: null is the tokenizer's.
+        tokenizer: the path of a SentencePiece model; null is the one that comes with the package.
+        validation_share: the share of the end of each file that is kept for evaluation, where no texts of their own are
+            there for that; null expects some.
+    """
+
+    tokenizer: str | None = MISSING
+    validation_share: float | None = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = self.validation_share
+        require(share is None or 0 < share < 1, "data.validation_share", share, "a share between 0 and 1, or null")
 
 
 @dataclass

@@ -79,6 +79,11 @@ _NOT_ARGUMENTS = (
     "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "scriptable",
 )  # fmt: skip
 
+_NOT_OF_TRANSFORMERS = (
+    "_name_or_path", "auto_map", "bos_token_id", "eos_token_id", "name_or_path", "pad_token_id", "quantization_config",
+    "trust_remote_code", "use_cache", "vocab_size",
+)  # fmt: skip
+
 
 @dataclass
 class TimmConfig(ModelConfig):
@@ -99,13 +104,35 @@ class TimmConfig(ModelConfig):
         fixed("model.family", self.family, "timm", "model")
         is_name = _TIMM_NAME.fullmatch(self.name) is not None
         require(is_name, "model.name", repr(self.name), "a name that timm.list_models() has, such as resnet50")
-        for name, value in self.arguments.items():
-            place = f"model.arguments.{name}"
-            if name in _NOT_ARGUMENTS:
-                raise ConfigError(
-                    f"{place} is {value}, but data, model.pretrained and init_from say what it is about: leave it out."
-                )
-            require(_is_plain(value), place, value, "a number, a word, yes or no, null, or a list of those")
+        _check_arguments(self.arguments, _NOT_ARGUMENTS, "data, model.pretrained and init_from")
+
+
+@dataclass
+class TransformersConfig(ModelConfig):
+    """Any language model of transformers, cut into layers, with random weights; the vocabulary is the data's.
+
+    Attributes:
+        name: the type of its configuration, such as gpt2.
+        arguments: of that configuration, such as {n_layer: 12}.
+    """
+
+    family: str = "transformers"
+    name: str = MISSING
+    arguments: dict[str, Any] = MISSING
+
+    def __post_init__(self) -> None:
+        fixed("model.family", self.family, "transformers", "model")
+        is_name = re.fullmatch(r"[a-z0-9_-]{1,100}", self.name) is not None
+        require(is_name, "model.name", repr(self.name), "the type of a language model of transformers, such as gpt2")
+        _check_arguments(self.arguments, _NOT_OF_TRANSFORMERS, "data and init_from")
+
+
+def _check_arguments(arguments: dict[str, Any], refused: tuple[str, ...], others: str) -> None:
+    for name, value in arguments.items():
+        place = f"model.arguments.{name}"
+        if name in refused:
+            raise ConfigError(f"{place} is {value}, but {others} say what it is about: leave it out.")
+        require(_is_plain(value), place, value, "a number, a word, yes or no, null, or a list of those")
 
 
 def _is_plain(value: object) -> bool:

@@ -13,10 +13,25 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
 from gpipe.config.checks import ConfigError, at_least, countable, require, why
-from gpipe.config.data import DataConfig, ImagesConfig, OwnImagesConfig, TokensConfig, TranslationDataConfig
+from gpipe.config.data import (
+    DataConfig,
+    ImagesConfig,
+    OwnImagesConfig,
+    RandomTokensConfig,
+    TextFolderConfig,
+    TokensConfig,
+    TranslationDataConfig,
+)
 from gpipe.config.folders import command_words, date_folder, job_folder, sweep_id
 from gpipe.config.gate import guard_composition
-from gpipe.config.model import AmoebaNetConfig, ModelConfig, TimmConfig, TransformerLMConfig, TranslationModelConfig
+from gpipe.config.model import (
+    AmoebaNetConfig,
+    ModelConfig,
+    TimmConfig,
+    TransformerLMConfig,
+    TransformersConfig,
+    TranslationModelConfig,
+)
 from gpipe.config.pipeline import LaunchConfig, PipelineConfig
 from gpipe.config.training import (
     AdafactorConfig,
@@ -34,7 +49,8 @@ from gpipe.config.training import (
 _SEES: dict[type[ModelConfig], tuple[type[DataConfig], str]] = {
     AmoebaNetConfig: (ImagesConfig, "images, such as data=fashion_mnist_embedded"),
     TimmConfig: (ImagesConfig, "images, such as data=image_folder"),
-    TransformerLMConfig: (TokensConfig, "tokens, such as data=random_tokens"),
+    TransformerLMConfig: (TokensConfig, "tokens, such as data=text_folder"),
+    TransformersConfig: (TokensConfig, "tokens, such as data=text_folder"),
     TranslationModelConfig: (TranslationDataConfig, "pairs of sentences, such as data=multilingual_embedded"),
 }
 TO_BE_GIVEN = "<run>"  # Hydra's own mark, ???, does not replace a value that is there
@@ -147,11 +163,13 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     # Outside their groups, whose files alone --help lists.
     store.store(name="amoebanet_schema", node=AmoebaNetConfig)
     store.store(name="timm_schema", node=TimmConfig)
+    store.store(name="transformers_schema", node=TransformersConfig)
     store.store(name="transformer_lm_schema", node=TransformerLMConfig)
     store.store(name="translation_model_schema", node=TranslationModelConfig)
     store.store(name="images_schema", node=ImagesConfig)
     store.store(name="own_images_schema", node=OwnImagesConfig)
-    store.store(name="tokens_schema", node=TokensConfig)
+    store.store(name="random_tokens_schema", node=RandomTokensConfig)
+    store.store(name="text_folder_schema", node=TextFolderConfig)
     store.store(name="translation_data_schema", node=TranslationDataConfig)
     store.store(name="rmsprop_schema", node=RMSPropConfig)
     store.store(name="sgd_schema", node=SGDConfig)

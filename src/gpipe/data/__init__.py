@@ -16,9 +16,10 @@ from gpipe.data.images.catalogue import (
 )
 from gpipe.data.images.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
 from gpipe.data.location import DataMissing, refuse_root
-from gpipe.data.text.corpora import CORPORA, check_corpus, open_corpus, open_tokenizer
+from gpipe.data.text.corpora import CORPORA, check_corpus, open_corpus, open_text_tokenizer, open_tokenizer
 from gpipe.data.text.multilingual_text import SPLITS, split_of
 from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus
+from gpipe.data.text.text_folder import check_text_folder, open_text_folder
 from gpipe.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ __all__ = [
     "ImageFiles", "ImageLoader", "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens", "Source",
     "TableCounts", "TokenLoader", "TokenSet", "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader",
     "check_corpus", "check_data", "check_image_set", "count_classes", "count_differences", "evaluation_transform",
-    "open_corpus", "open_image_set", "open_tokenizer", "refuse_other_classes", "sampling_probabilities", "split_of",
-    "training_transform",
+    "open_corpus", "open_image_set", "open_text_folder", "open_text_tokenizer", "open_tokenizer",
+    "refuse_other_classes", "sampling_probabilities", "split_of", "training_transform",
 ]  # fmt: skip
+
+
+TOKENS = ("random_tokens", "text_folder")
 
 
 def check_data(
@@ -64,12 +68,14 @@ def check_data(
         check_corpus(name, root)
     elif name == "random_tokens":  # a run generates these
         refuse_root(name, root)
+    elif name == "text_folder":
+        check_text_folder(root, validation_share)
     elif name in IMAGE_SETS:
         check_image_set(name, root, num_classes, validation_share)
     else:
         raise ValueError(
-            f"data.name is {name}, expected one of {', '.join((*IMAGE_SETS, *CORPORA, 'random_tokens'))}: it says how "
-            "the data are read; set data.name=image_folder for images of your own, parallel_text for text."
+            f"data.name is {name}, expected one of {', '.join((*IMAGE_SETS, *CORPORA, *TOKENS))}: it says how the data "
+            "are read; set data.name=image_folder for images of your own, text_folder or parallel_text for text."
         )
 
 

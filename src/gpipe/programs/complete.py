@@ -3,8 +3,16 @@
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from gpipe.config import ConfigError, ImagesConfig, Interpolation, OwnImagesConfig, RunConfig, TimmConfig
-from gpipe.data import DataMissing, check_data, count_classes
+from gpipe.config import (
+    ConfigError,
+    ImagesConfig,
+    Interpolation,
+    OwnImagesConfig,
+    RunConfig,
+    TextFolderConfig,
+    TimmConfig,
+)
+from gpipe.data import DataMissing, check_data, count_classes, open_text_tokenizer
 
 _Run = TypeVar("_Run", bound=RunConfig)
 
@@ -17,12 +25,12 @@ def check_run_data(run: RunConfig) -> None:
         ValueError: they are other data.
     """
     data = run.data
-    share = data.validation_share if isinstance(data, OwnImagesConfig) else None
+    share = data.validation_share if isinstance(data, OwnImagesConfig | TextFolderConfig) else None
     check_data(data.name, data.root, getattr(data, "num_classes", None), share)
 
 
 def complete(run: _Run) -> _Run:
-    """Return the settings with the number of classes, and with what a model of timm expects of images.
+    """Return the settings with the number of classes or of tokens, and with what a model of timm expects of images.
 
     Only timm itself knows its models, and it takes seconds to load; runs of other models do not wait for it.
 
@@ -30,6 +38,9 @@ def complete(run: _Run) -> _Run:
         ConfigError: timm has no such model, or the classes cannot be counted.
     """
     data = run.data
+    if isinstance(data, TextFolderConfig) and data.vocabulary_size is None:
+        size = open_text_tokenizer(data.tokenizer).vocabulary_size
+        return replace(run, data=replace(data, vocabulary_size=size))
     if not isinstance(data, ImagesConfig):
         return run
     found: dict[str, Any] = {}

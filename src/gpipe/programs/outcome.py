@@ -14,6 +14,7 @@ from gpipe.config import (
     RunConfig,
     TimmConfig,
     TransformerLMConfig,
+    TransformersConfig,
     TranslationModelConfig,
     to_plain,
 )
@@ -142,10 +143,10 @@ def suggest(folder: Path, run: RunConfig, summary: Summary, overrides: Sequence[
         commands["train on"] = _command(overrides, *_lengthen(run, summary), f"trainer.resume_from={folder}")
         if isinstance(run.model, TranslationModelConfig):
             commands["translate"] = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
-        if isinstance(run.model, TimmConfig):
+        if isinstance(run.model, TimmConfig | TransformersConfig):
             best = folder / "checkpoints" / "best"
             words = ["python", "-m", "gpipe.checkpoint", "export", str(best if best.exists() else folder)]
-            commands["export to timm"] = shlex.join([*words, "--output", "model.safetensors"])
+            commands["export"] = shlex.join([*words, "--output", f"{run.model.name}/model.safetensors"])
     if run.pipeline.num_stages > 1:
         commands["without pipeline"] = _command(overrides, *_merge_stages(run))
     if (experiment := _PAPERS.get(type(run.model), run.name)) != run.name:

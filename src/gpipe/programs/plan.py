@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gpipe.config import AmoebaNetConfig, ConfigError, TimmConfig
+from gpipe.config import AmoebaNetConfig, ConfigError, TimmConfig, TransformersConfig
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.launch.errors import report_errors
 from gpipe.planning.accelerator import Accelerator, find_accelerator
@@ -47,8 +47,11 @@ def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
     assert plan.find is not None
     name, setting = plan.find.value, build_setting(plan)
     is_amoebanet = isinstance(plan.model, AmoebaNetConfig)
-    if isinstance(plan.model, TimmConfig):
-        raise ConfigError(f"find is {name}, but a model of timm has its size in its name: set model.name.")
+    if isinstance(plan.model, TimmConfig | TransformersConfig):
+        raise ConfigError(
+            f"find is {name}, but model.name and model.arguments say the size of a model of {plan.model.family}: set "
+            "those, and find=null or find=fastest."
+        )
     if not is_amoebanet and plan.find is Find.num_filters:
         raise ConfigError(f"find is {name}, but a {plan.model.family} has none: set find=num_layers.")
     step = 3 if is_amoebanet and plan.find is Find.num_layers else _STEPS[plan.find]

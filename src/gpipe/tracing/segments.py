@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from hashlib import sha256
+from importlib import import_module  # noqa: TID251 - what a pickle names
 from itertools import accumulate, pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,22 +34,25 @@ class TracedLayers(nn.Sequential):
 
     def __init__(self, segments: Sequence[nn.Module], model: nn.Module, leaves: Collection[Any]) -> None:
         super().__init__(*segments)
-        own = dict(_named_tensors(self))
-        by_identity = {id(tensor): name for name, tensor in reversed(list(own.items()))}
         state = model.state_dict(keep_vars=True)
-        self.names = {name: by_identity[id(tensor)] for name, tensor in state.items() if id(tensor) in by_identity}
-        in_model = {id(tensor): name for name, tensor in reversed(list(state.items()))}
-        self.model_names = {name: in_model[id(tensor)] for name, tensor in own.items() if id(tensor) in in_model}
+        own = [(place, id(tensor)) for place, tensor in _named_tensors(self)]
+        unused = {id(tensor): tensor for tensor in state.values()}
+        for _, used in own:
+            unused.pop(used, None)
+        for number, (key, tensor) in enumerate(unused.items()):
+            # The forward does not use it, and an export has it: the last layer keeps it.
+            segments[-1].register_buffer(f"unused_{number}", tensor.detach())
+            own.append((f"{len(segments) - 1}.unused_{number}", key))
+        first_place = {key: place for place, key in reversed(own)}
+        first_name = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+        self.names = {name: first_place[id(tensor)] for name, tensor in state.items()}
+        self.model_names = {place: first_name[key] for place, key in own if key in first_name}
         self.leaves = sorted({leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaves})
-        # What the forward does not use: no layer has it, and an export still does.
-        self._unused = {name: tensor for name, tensor in state.items() if name not in self.names}
 
     def model_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the model that was cut, with the values of the layers."""
         own = dict(_named_tensors(self))
-        return {name: own[place].detach() for name, place in self.names.items()} | {
-            name: tensor.detach() for name, tensor in self._unused.items()
-        }
+        return {name: own[place].detach() for name, place in self.names.items()}
 
     @torch.no_grad()
     def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -55,7 +62,7 @@ class TracedLayers(nn.Sequential):
             ValueError: a name is missing, unknown, or has another shape.
         """
         own = dict(_named_tensors(self))
-        targets = {name: own[place] for name, place in self.names.items()} | self._unused
+        targets = {name: own[place] for name, place in self.names.items()}
         if different := sorted(targets.keys() ^ state.keys()):
             where = "missing" if different[0] in targets else "unknown to the model"
             raise ValueError(f"{different[0]} is {where}, one of {len(different)} names; give this model's state dict")
@@ -126,6 +133,52 @@ def _refuse_decision(model: nn.Module, example: Any, whole: Collection[Any], gra
         raise TracingError(explain(model, tracer.decision, "decides by self.training"))
 
 
+class Segment(nn.Module):
+    """A layer: the operations between two cuts, as a function in Python, and what they use.
+
+    Unlike a GraphModule, its copies have all its tensors, in their order, and save the same ones.
+
+    Args:
+        attributes: submodules, parameters and buffers, by the names that the graph has for them.
+        temporary: the names of the buffers that are not saved.
+        graph: the operations, on one payload.
+    """
+
+    def __init__(self, attributes: dict[str, Any], temporary: Collection[str], graph: fx.Graph) -> None:
+        super().__init__()
+        made = fx.GraphModule(attributes, graph)
+        for name in temporary:
+            parent, _, own = name.rpartition(".")
+            made.get_submodule(parent)._non_persistent_buffers_set.add(own)
+        self.__dict__.update({name: made.__dict__[name] for name in _HELD})
+        code = graph.python_code("self")
+        self._code = code.src
+        self._imports = {name: value.__name__ for name, value in code.globals.items() if isinstance(value, ModuleType)}
+        self._names = {name: value for name, value in code.globals.items() if name not in self._imports}
+        self._compile()
+
+    def forward(self, payload: Any) -> Any:
+        """Run the operations."""
+        return self._run(self, payload)
+
+    def _compile(self) -> None:
+        names = {name: import_module(module) for name, module in self._imports.items()} | self._names
+        place = f"<layer {sha256(self._code.encode()).hexdigest()[:16]}>"
+        linecache.cache[place] = len(self._code), None, self._code.splitlines(keepends=True), place  # for tracebacks
+        exec(compile(self._code, place, "exec"), names)  # noqa: S102 - fx writes it
+        self._run: Callable[[Segment, Any], Any] = names["forward"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._compile()
+
+
+_HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
 class _Segments:
     """The operations of a model in their order, and what is alive between them."""
 
@@ -180,11 +233,8 @@ class _Segments:
         else:
             left = [made[node] if node in made else copy.attribute(node) for node in self.alive(end)]
             graph.output(left[0] if len(left) == 1 else tuple(left))
-        layer = fx.GraphModule(copy.attributes, graph, class_name="Segment")
+        layer = Segment(copy.attributes, copy.temporary, graph)
         layer.training = self._model.training  # of the model's submodules, each keeps its own mode
-        for name in copy.temporary:
-            parent, _, own = name.rpartition(".")
-            layer.get_submodule(parent)._non_persistent_buffers_set.add(own)
         return layer
 
     def constant(self, name: str) -> Constant | Numbering | None:

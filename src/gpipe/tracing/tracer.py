@@ -387,7 +387,10 @@ def trace(
 
 def explain(model: nn.Module, frames: Sequence[traceback.FrameSummary], what: str) -> str:
     """Say where in the model's code it happened, and what to do."""
-    own = [frame for frame in frames if not frame.filename.startswith(tuple(_OURS))]
+    begin = next((i for i, frame in enumerate(frames) if frame.filename.startswith(_OURS)), 0)  # before, who called us
+    found = [frame for frame in frames[begin:] if not frame.filename.startswith(_OURS)]
+    own = [frame for frame in found if not frame.filename.startswith(_TORCHS)]
+    own = own or [frame for frame in found if "/nn/modules/" in frame.filename]  # a model of torch itself
     place = f"{own[-1].filename}, line {own[-1].lineno}" if own else "its forward"
     return (
         f"{type(model).__name__} cannot be cut into layers: {place}: {what}; name the submodule in which that happens, "
@@ -395,4 +398,4 @@ def explain(model: nn.Module, frames: Sequence[traceback.FrameSummary], what: st
     )
 
 
-_OURS = (__file__, torch.__file__.rpartition("/")[0] + "/")
+_OURS, _TORCHS = (file.rpartition("/")[0] + "/" for file in (__file__, torch.__file__))

@@ -103,6 +103,11 @@ def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
     return None if _find_row(name).pairs is None else Tokenizer(find_embedded_tokenizer())
 
 
+def open_text_tokenizer(path: str | Path | None) -> Tokenizer:
+    """Return the tokenizer at a path or, without a path, the embedded one. Raises ValueError as `Tokenizer`."""
+    return Tokenizer(path if path is not None else find_embedded_tokenizer())
+
+
 def open_corpus(
     name: str,
     split: str,

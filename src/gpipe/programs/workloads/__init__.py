@@ -11,12 +11,13 @@ from gpipe.config import (
     TimmConfig,
     TokensConfig,
     TransformerLMConfig,
+    TransformersConfig,
     TranslationDataConfig,
     TranslationModelConfig,
 )
 from gpipe.programs.complete import complete
 from gpipe.programs.workloads.image_classification import AmoebaNetClassification
-from gpipe.programs.workloads.language_modelling import LanguageModelling
+from gpipe.programs.workloads.language_modelling import TransformerLMModelling, TransformersModelling
 from gpipe.programs.workloads.translation import Translation
 from gpipe.programs.workloads.workload import Workload
 
@@ -34,7 +35,9 @@ def workload_of(run: RunConfig) -> Workload:
 
             return TimmClassification(run, data, model)
         case TransformerLMConfig() as model, TokensConfig() as data:
-            return LanguageModelling(run, model, data)
+            return TransformerLMModelling(run, data, model)
+        case TransformersConfig() as model, TokensConfig() as data:
+            return TransformersModelling(run, data, model)
         case TranslationModelConfig() as model, TranslationDataConfig() as data:
             return Translation(run, model, data)
     raise ConfigError(f"model.family is {run.model.family} with data.name {run.data.name}: add a workload for the two.")

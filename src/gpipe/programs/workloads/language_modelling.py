@@ -1,24 +1,48 @@
-"""A Transformer that tells the next token of sequences."""
+"""Models that tell the next token of sequences: our Transformer-L, and any language model of transformers."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import TokensConfig, TransformerLMConfig
-from gpipe.data import RandomTokens, TokenLoader, TokenSet
+from gpipe.config import (
+    ConfigError,
+    RandomTokensConfig,
+    TextFolderConfig,
+    TokensConfig,
+    TransformerLMConfig,
+    TransformersConfig,
+)
+from gpipe.data import RandomTokens, Tokenizer, TokenLoader, TokenSet, open_text_folder, open_text_tokenizer
+from gpipe.data.text.tokenizer import BEGIN, END, PADDING
+from gpipe.durable_files import write_flushed
 from gpipe.models import transformer_lm
+from gpipe.models.transformers_models import (
+    check_transformers_type,
+    config_text,
+    make_transformers_config,
+    make_transformers_model,
+)
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction, LossWeight
+from gpipe.programs.workloads.kept_tokenizer import keep_tokenizer
+from gpipe.programs.workloads.traced_model import TracedModel
 from gpipe.programs.workloads.workload import Workload
+from gpipe.tracing.segments import TracedLayers, as_layers
+from gpipe.tracing.tracer import TracingError
 from gpipe.training.losses import ClassificationLoss
+
+MODEL_FILE = "config.json"
+"""What `from_pretrained` of transformers reads beside the weights."""
 
 
 @dataclass(frozen=True)
 class LanguageModelling(Workload):
-    """Transformer-L on sequences of tokens: every token is an example of the loss, and counts alike."""
+    """Any model on sequences of tokens: every token is an example of the loss, and counts alike."""
 
-    model: TransformerLMConfig
     data: TokensConfig
     examples = "sequences"
 
@@ -27,18 +51,11 @@ class LanguageModelling(Workload):
         """The number of tokens of a micro-batch."""
         return torch.numel
 
-    def layers(self) -> nn.Sequential:
-        """Describe the whole model on the meta device."""
-        model = self.model
-        with torch.device("meta"):
-            return transformer_lm(
-                model.num_layers,
-                vocabulary_size=self.data.vocabulary_size,
-                model_size=model.model_size,
-                feedforward_size=model.feedforward_size,
-                num_heads=model.num_heads,
-                dropout=model.dropout,
-            )
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of different tokens."""
+        assert self.data.vocabulary_size is not None  # `complete` has asked the tokenizer
+        return self.data.vocabulary_size
 
     def inputs(self, num_examples: int) -> Tensor:
         """Describe so many sequences on the meta device."""
@@ -54,9 +71,9 @@ class LanguageModelling(Workload):
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[TokenLoader, dict[str, TokenLoader]]:
         """Return the loaders of the training and the test sequences; they are small, pinned or not."""
-        run, data = self.run, self.data
+        run = self.run
         train_loader = TokenLoader(
-            self._open("train", data.num_train),
+            self._open("train"),
             run.trainer.batch_size // run.launch.num_replicas,
             run.seed,
             shuffle=True,
@@ -64,9 +81,87 @@ class LanguageModelling(Workload):
             num_replicas=pipeline.job.num_replicas,
             drop_last=True,  # all steps have the same number of tokens
         )
-        test_set = self._open("test", data.num_test)
-        test_loader = TokenLoader(test_set, run.trainer.evaluation.batch_size, run.seed, shuffle=False)
+        test_loader = TokenLoader(self._open("test"), run.trainer.evaluation.batch_size, run.seed, shuffle=False)
         return train_loader, {"test": test_loader}
 
-    def _open(self, split: str, num_sequences: int) -> TokenSet:
-        return RandomTokens(split, num_sequences, self.data.sequence_length, self.data.vocabulary_size)
+    def _open(self, split: str) -> TokenSet:
+        data = self.data
+        if isinstance(data, TextFolderConfig):
+            assert self._tokenizer is not None
+            return open_text_folder(data.root, split, self._tokenizer, data.sequence_length, data.validation_share)
+        assert isinstance(data, RandomTokensConfig)
+        num_sequences = data.num_train if split == "train" else data.num_test
+        return RandomTokens(split, num_sequences, data.sequence_length, self.vocabulary_size)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return open_text_tokenizer(self.data.tokenizer) if isinstance(self.data, TextFolderConfig) else None
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Leave the tokenizer: ids mean nothing without it. Noise has none."""
+        return keep_tokenizer(self._tokenizer, folder)
+
+
+@dataclass(frozen=True)
+class TransformerLMModelling(LanguageModelling):
+    """Transformer-L on sequences of tokens."""
+
+    model: TransformerLMConfig
+
+    def layers(self) -> nn.Sequential:
+        """Describe the whole model on the meta device."""
+        model = self.model
+        with torch.device("meta"):
+            return transformer_lm(
+                model.num_layers,
+                vocabulary_size=self.vocabulary_size,
+                model_size=model.model_size,
+                feedforward_size=model.feedforward_size,
+                num_heads=model.num_heads,
+                dropout=model.dropout,
+            )
+
+
+@dataclass(frozen=True)
+class TransformersModelling(TracedModel, LanguageModelling):
+    """A language model of transformers on sequences of tokens."""
+
+    model: TransformersConfig
+
+    @property
+    def _key(self) -> str:
+        return repr((self.model, self.vocabulary_size, self.data.sequence_length, self.run.seed))
+
+    @cached_property
+    def _config(self) -> object:
+        special = {"bos_token_id": BEGIN, "pad_token_id": PADDING, "eos_token_id": END}
+        return make_transformers_config(self.model.name, self.model.arguments, self.vocabulary_size, special)
+
+    def _trace(self) -> TracedLayers:
+        name = self.model.name
+        try:
+            check_transformers_type(name)
+            model = make_transformers_model(self._config, self.data.sequence_length, self.run.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        try:
+            return as_layers(model, torch.empty_like(self.inputs(2), device="cpu"))
+        except TracingError as error:
+            raise ConfigError(
+                f"model.name is {name}, which does not become layers ({error.reason}): set another one."
+            ) from None
+
+    @property
+    def model_names(self) -> Mapping[str, str]:
+        """The name that each tensor has in transformers, by its name among the layers."""
+        return {own: name.removeprefix("model.") for own, name in super().model_names.items()}
+
+    def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
+        """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
+        return ()
+
+    def keep(self, folder: Path | None) -> dict[str, str]:
+        """Leave the tokenizer, and what transformers reads beside the weights."""
+        if folder is not None:
+            write_flushed(folder / MODEL_FILE, config_text(self._config))
+        return super().keep(folder)

@@ -1,6 +1,5 @@
 """An encoder-decoder Transformer on pairs of sentences."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from gpipe.config import ConfigError, TranslationDataConfig, TranslationModelConfig
 from gpipe.data import ParallelCorpus, Tokenizer, TranslationLoader, open_corpus, open_tokenizer
 from gpipe.data.text.tokenizer import PADDING
-from gpipe.durable_files import replacing
 from gpipe.models import translation_transformer
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction, LossWeight
+from gpipe.programs.workloads.kept_tokenizer import keep_tokenizer
 from gpipe.programs.workloads.workload import Workload
 from gpipe.training.evaluation import Metrics, TokenMetrics
 from gpipe.training.losses import TokenLoss, count_tokens
-
-TOKENIZER_FILE = "tokenizer.model"
 
 
 @dataclass(frozen=True)
@@ -121,13 +118,7 @@ class Translation(Workload):
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave the tokenizer: ids mean nothing without it. A corpus of ids has none."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return {}
-        if folder is not None:
-            with replacing(folder / TOKENIZER_FILE) as copy:
-                shutil.copyfile(tokenizer.path, copy)
-        return {"tokenizer_sha256": tokenizer.sha256}
+        return keep_tokenizer(self._tokenizer, folder)
 
     def warnings(self) -> Sequence[str]:
         """Say which pairs `loaders` has left out."""

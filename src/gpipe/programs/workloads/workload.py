@@ -80,7 +80,8 @@ class Workload(ABC):
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
         """Return the names, of a stage's layers, of the tensors that a model begun with other weights draws anew.
 
-        The softmax layers belong to one set of classes. saved: the shapes of the other weights, by name.
+        The softmax layers belong to one set of classes. saved: the shapes of the other weights, by the names that an
+        export gives them.
         """
         return softmax_names(layers)
 

@@ -1,0 +1,41 @@
+"""Write the sentences that come with the package out as a folder of text, as `data=text_folder` reads it.
+
+    python -m experiments.data.write_sentences FOLDER
+
+FOLDER/train/<language>.txt and FOLDER/val/<language>.txt, a sentence a line, in 102 languages: 2.5 million characters.
+"""
+
+import argparse
+from pathlib import Path
+
+from gpipe.data.text.multilingual_text import list_embedded_languages, read_embedded_pairs
+
+FOLDERS = {"train": "train", "valid": "val"}
+
+
+def write_sentences(folder: Path) -> None:
+    """Write both splits. Raises FileExistsError where one is there."""
+    for split, name in FOLDERS.items():
+        (folder / name).mkdir(parents=True)
+        for language in list_embedded_languages(folder):
+            lines = [f"{pair.source}\n" for pair in read_embedded_pairs(folder, split, language)]
+            (folder / name / f"{language}.txt").write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    """Read the command line and write the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to write; it must not have text yet")
+    options = parser.parse_args()
+    try:
+        write_sentences(options.folder)
+    except FileExistsError as error:
+        parser.error(f"{error.filename} exists: name another folder")
+    print(
+        f"Written to {options.folder}. Next: "
+        f"python train.py +experiment=language_model_laptop data.root={options.folder}"
+    )
+
+
+if __name__ == "__main__":
+    main()

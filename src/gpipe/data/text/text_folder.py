@@ -1,0 +1,158 @@
+"""Plain text as sequences of tokens: every .txt file of a folder, cut into pieces of equal length."""
+
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpipe.data.images.image_set import SPLITS
+from gpipe.data.location import DataMissing, check_known
+from gpipe.data.text.tokenizer import END, Tokenizer
+from gpipe.durable_files import replacing
+
+CACHE = ".token_cache"
+_FOLDERS = {"train": "train", "test": "val"}
+_LINES = 10_000  # that are encoded at once
+
+
+class TextSequences:
+    """Sequences of a text: sequence i has the tokens from i x length on, and one more to predict.
+
+    Args:
+        tokens: ids, [number], such as a file's that is mapped into memory.
+        sequence_length: the number of tokens that a model reads.
+    """
+
+    def __init__(self, tokens: NDArray[np.int32], sequence_length: int) -> None:
+        self._tokens, self._length = tokens, sequence_length
+
+    def __len__(self) -> int:
+        """Return the number of sequences; what is left at the end makes none."""
+        return (len(self._tokens) - 1) // self._length
+
+    def sequence(self, index: int) -> NDArray[np.int64]:
+        """Return sequence `index`, [length + 1]."""
+        start = index * self._length
+        return self._tokens[start : start + self._length + 1].astype(np.int64)
+
+
+def check_text_folder(root: str | Path | None, share: float | None) -> Path:
+    """Return the folder of plain text.
+
+    Args:
+        root: has train/ and val/ with .txt files at any depth; or, with a share, .txt files.
+        share: of the end of each file, for evaluation; None where root/val has texts.
+
+    Raises:
+        DataMissing: there are no such files.
+        ValueError: there are two kinds of texts for evaluation, or none.
+    """
+    if root is None:
+        raise DataMissing(_explain("the folder data.root, which is not set"))
+    folder = Path(root).expanduser()
+    has_val = (folder / "val").is_dir()
+    if share is not None and has_val:
+        raise ValueError(
+            f"data.validation_share is {share:g}, but {folder / 'val'} has texts for evaluation: set "
+            "data.validation_share=null, or rename that folder."
+        )
+    for name in (".",) if share is not None else ("train", "val"):
+        if next(_files(folder / name), None) is None:
+            raise DataMissing(_explain(f"files that end with .txt in {folder / name}"))
+    return folder
+
+
+def _explain(looked_for: str) -> str:
+    return (
+        "The text text_folder is missing.\n"
+        f"Looked for: {looked_for}.\n"
+        "Expected tree:\n"
+        "  <data.root>/train/<name>.txt    UTF-8, any folders in between\n"
+        "  <data.root>/val/<name>.txt\n"
+        "or, with data.validation_share=0.1,\n"
+        "  <data.root>/<name>.txt\n"
+        "How to get it: put your text there, and set data.root.\n"
+        "Without it: data=random_tokens, to measure speed."
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    found = folder.rglob("*.txt") if folder.is_dir() else iter(())
+    return (path for path in found if path.is_file() and CACHE not in path.parts)
+
+
+def open_text_folder(
+    root: str | Path | None, split: str, tokenizer: Tokenizer, sequence_length: int, share: float | None
+) -> TextSequences:
+    """Open one split of a folder of text.
+
+    A line is cut into tokens, and ends with END. The tokens of all files, in the order of their paths, follow each
+    other. They are kept in root/.token_cache, for later runs and the other processes of this one.
+
+    Args:
+        root: as in `check_text_folder`.
+        split: "train" or "test".
+        tokenizer: cuts the lines.
+        sequence_length: the number of tokens that a model reads.
+        share: as in `check_text_folder`.
+
+    Raises:
+        DataMissing, ValueError: as `check_text_folder`; or a file is not UTF-8, or the text is too short.
+    """
+    check_known("split", split, SPLITS)
+    folder = check_text_folder(root, share)
+    paths = sorted(_files(folder if share is not None else folder / _FOLDERS[split]))
+    tokens = _read_cached(folder, paths, tokenizer, share, split)
+    found = TextSequences(tokens, sequence_length)
+    if len(found) == 0:
+        raise ValueError(
+            f"the {split} text in {folder} has {len(tokens)} tokens, expected at least data.sequence_length + 1 = "
+            f"{sequence_length + 1}: add text, or lower data.sequence_length."
+        )
+    return found
+
+
+def _read_cached(
+    folder: Path, paths: list[Path], tokenizer: Tokenizer, share: float | None, split: str
+) -> NDArray[np.int32]:
+    """Return the tokens of files, from the cache if it was made of the same files by the same tokenizer."""
+    stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    key = sha256(repr((tokenizer.sha256, share, split, stats)).encode()).hexdigest()
+    cached = folder / CACHE / f"{key[:32]}.npy"
+    if not cached.exists():
+        tokens = np.concatenate([_take(_encode(path, tokenizer), share, split) for path in paths])
+        try:
+            cached.parent.mkdir(exist_ok=True)
+            with replacing(cached) as partial, partial.open("wb") as stream:
+                np.save(stream, tokens, allow_pickle=False)
+        except OSError:  # a folder that nobody may write to: every start reads the text
+            return tokens
+    found: NDArray[np.int32] = np.load(cached, mmap_mode="r", allow_pickle=False)
+    return found
+
+
+def _encode(path: Path, tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """Return the tokens of a file's lines."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            parts = []
+            while lines := list(islice(stream, _LINES)):
+                parts.append(_join(tokenizer.encode_lines(lines)))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it.") from None
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def _join(lines: Iterable[list[int]]) -> NDArray[np.int32]:
+    return np.array([number for line in lines if line for number in (*line, END)], np.int32)
+
+
+def _take(tokens: NDArray[np.int32], share: float | None, split: str) -> NDArray[np.int32]:
+    """Return a file's part of a split: with a share, its end is for evaluation."""
+    if share is None:
+        return tokens
+    border = len(tokens) - round(share * len(tokens))
+    return tokens[border:] if split == "test" else tokens[:border]

@@ -1,0 +1,106 @@
+"""Language models of transformers: made by their type from plain values, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Logits(nn.Module):
+    """Tells the next token of sequences, int64 [n, time] -> float [n, time, vocabulary], by a model of transformers.
+
+    Args:
+        model: takes `input_ids`, and gives `logits`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each next token."""
+        logits: Tensor = self.model(input_ids=tokens).logits
+        return logits
+
+
+def check_transformers_type(name: str) -> None:
+    """Raise ValueError for a type of language model that transformers does not have, or where it is not installed."""
+    if find_spec("transformers") is None:
+        raise ValueError(
+            "model.family is transformers, but that package is not here: run pip install transformers, or choose "
+            "model=transformer_lm."
+        )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"model.name is {name}, expected a language model's type that transformers has, such as gpt2, llama, qwen2 "
+            "or mistral: set it."
+        )
+
+
+def make_transformers_config(
+    name: str, arguments: Mapping[str, Any], vocabulary_size: int, special: Mapping[str, int]
+) -> Any:
+    """Return transformers' configuration of a language model.
+
+    Args:
+        name: its type, such as gpt2.
+        arguments: of the configuration, such as {n_layer: 12}.
+        vocabulary_size: of the tokenizer.
+        special: ids of tokens by their names there, such as eos_token_id.
+
+    Raises:
+        ValueError: transformers refuses it.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoConfig.for_model(
+            name, **arguments, vocab_size=vocabulary_size, use_cache=False, **special
+        )
+    except Exception as error:  # whatever its configuration raises
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        raise ValueError(
+            f"model.arguments is {dict(arguments)}, which {name} does not take ({reason}): correct them."
+        ) from error
+
+
+def make_transformers_model(config: Any, sequence_length: int, seed: int) -> Logits:
+    """Make a model on the CPU, with the same initial weights in every process; the global generator stays as it was.
+
+    Raises:
+        ValueError: transformers refuses it, or it has fewer positions than sequences have tokens.
+    """
+    import transformers
+
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < sequence_length:
+        raise ValueError(
+            f"data.sequence_length is {sequence_length}, but {config.model_type} has {positions} positions: lower it, "
+            "or raise max_position_embeddings (n_positions for gpt2) in model.arguments."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return Logits(transformers.AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever its architecture raises
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
+            raise ValueError(f"model.arguments make no {config.model_type} ({reason}): correct them.") from error
+
+
+def config_text(config: Any) -> str:
+    """Return a configuration as `from_pretrained` reads it from config.json."""
+    architecture = _architecture(config.model_type)
+    return json.dumps(config.to_dict() | {"architectures": [architecture]}, indent=2, sort_keys=True) + "\n"
+
+
+def _architecture(name: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])

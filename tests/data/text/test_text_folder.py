@@ -1,0 +1,80 @@
+"""A folder of plain text becomes sequences of tokens, of which none is lost, repeated or in both splits."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpipe.data import DataMissing, check_data, open_text_folder, open_text_tokenizer
+from gpipe.data.text.tokenizer import END
+
+TOKENIZER = open_text_tokenizer(None)
+LINES = [f"Line {number} says something of {number * 7} things." for number in range(200)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("\n".join(LINES[:120]) + "\n\n")
+    (tmp_path / "deep" / "b.txt").write_text("\n".join(LINES[120:]))
+    (tmp_path / "notes.md").write_text("not read")
+    return tmp_path
+
+
+def tokens_of(lines: list[str]) -> list[int]:
+    return [number for line in TOKENIZER.encode_lines(lines) for number in (*line, END)]
+
+
+def read(root: Path, split: str, length: int = 16, share: float | None = 0.25) -> list[list[int]]:
+    found = open_text_folder(root, split, TOKENIZER, length, share)
+    return [found.sequence(index).tolist() for index in range(len(found))]
+
+
+def test_the_sequences_are_the_text_and_each_has_one_token_more_to_predict(root: Path) -> None:
+    expected = []
+    for lines in (LINES[:120], LINES[120:]):
+        tokens = tokens_of(lines)
+        expected.append(
+            (tokens[: len(tokens) - round(0.25 * len(tokens))], tokens[len(tokens) - round(0.25 * len(tokens)) :])
+        )
+    for split, position in (("train", 0), ("test", 1)):
+        whole = [number for parts in expected for number in parts[position]]
+        sequences = read(root, split)
+        assert len(sequences) == (len(whole) - 1) // 16
+        assert sequences == [whole[start : start + 17] for start in range(0, 16 * len(sequences), 16)]
+
+
+def test_train_and_val_are_read_where_they_are(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    both = tmp_path_factory.mktemp("both")
+    for name, lines in (("train", LINES[:150]), ("val", LINES[150:])):
+        (both / name).mkdir()
+        (both / name / "text.txt").write_text("\n".join(lines))
+    assert read(both, "train", share=None)[0] == tokens_of(LINES[:150])[:17]
+    assert read(both, "test", share=None)[0] == tokens_of(LINES[150:])[:17]
+    with pytest.raises(ValueError, match=r"data.validation_share is 0.25, but .*val has texts for evaluation"):
+        read(both, "train")
+    with pytest.raises(DataMissing, match=r"Looked for: files that end with .txt in .*/train"):
+        read(root, "train", share=None)
+
+
+def test_the_tokens_are_kept_until_a_file_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = read(root, "train")
+    with monkeypatch.context() as patch:
+        patch.setattr("gpipe.data.text.text_folder._encode", lambda *_: pytest.fail("read again"))
+        assert read(root, "train") == first
+    (root / "a.txt").write_text("\n".join(reversed(LINES)))
+    assert read(root, "train") != first
+
+
+def test_what_cannot_be_read_is_said(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected at least data.sequence_length \+ 1 = 100001: add text, or lower"):
+        read(root, "train", length=100_000)
+    (root / "a.txt").write_bytes("Blödsinn".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"a.txt is not UTF-8 \(invalid .* at byte 2\): convert it"):
+        read(root, "train")
+    with pytest.raises(DataMissing, match=r"Looked for: the folder data.root, which is not set"):
+        check_data("text_folder")
+
+
+def test_no_id_is_outside_of_the_vocabulary(root: Path) -> None:
+    assert np.max(read(root, "train")) < TOKENIZER.vocabulary_size
