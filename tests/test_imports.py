@@ -123,7 +123,7 @@ def test_what_starts_a_run_loads_no_table_of_a_page() -> None:
     modules = run("import runpy, sys; runpy.run_path('train.py', run_name='loaded'); print(*sys.modules)")
     assert "gpipe.config" in modules
     assert not [
-        name for name in modules if re.match(r"scipy$|matplotlib$|(gpipe|reproductions)\..*(table|reproduction)", name)
+        name for name in modules if re.match(r"scipy$|matplotlib$|(gpipe|reproductions)\..*(tables|reproduction)", name)
     ]
 
 

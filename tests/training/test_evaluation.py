@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import f1_score
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
-from gpipe.training.evaluation import EvaluationMetrics, TokenMetrics, evaluate
+from gpipe.training.evaluation import EvaluationMetrics, MultiLabelMetrics, TokenMetrics, evaluate
+from gpipe.training.losses import MultiLabelLoss
 from tests.support.process_pool import ProcessPool
 from tests.training.small_run import NUM_LAYERS, RandomImages, small_layers
 
@@ -129,3 +132,19 @@ def test_every_token_counts_once() -> None:
     tokens = metrics.measure(logits[:2], targets[:2]) + metrics.measure(logits[2:], targets[2:])
     rows = metrics.measure(logits.reshape(20, 7), targets.reshape(20))
     assert metrics.compute(tokens) == pytest.approx(metrics.compute(rows), rel=1e-12)
+
+
+def test_figures_of_several_labels_are_those_of_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 7, generator=generator)
+    targets = (torch.rand(40, 7, generator=generator) < 0.3).float()
+    metrics = MultiLabelMetrics()
+    sums = [metrics.measure(logits[start : start + 9], targets[start : start + 9]) for start in range(0, 40, 9)]
+    found = metrics.compute(torch.stack(sums).sum(0))
+    assert found["f1"] == pytest.approx(f1_score(targets, logits >= 0, average="micro"))
+    assert found["loss"] == pytest.approx(F.binary_cross_entropy_with_logits(logits, targets).item())
+    assert found["top1"] == pytest.approx(float(np.mean([targets[i, logits[i].argmax()] for i in range(40)])))
+    loss, figures = MultiLabelLoss(0.2, 0.5)((logits, 2 * logits), targets)
+    parts = [F.binary_cross_entropy_with_logits(each, targets * 0.8 + 0.1) for each in (logits, 2 * logits)]
+    assert loss.item() == pytest.approx((parts[0] + 0.5 * parts[1]).item())
+    assert figures["top1"].item() == pytest.approx(found["top1"])

@@ -5,7 +5,16 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import MOST_PROCESSES, at_least, optional_at_least, positive, rate, require, within
+from gpipe.config.checks import (
+    MOST_PROCESSES,
+    ConfigError,
+    at_least,
+    optional_at_least,
+    positive,
+    rate,
+    require,
+    within,
+)
 
 _MOST_PIXELS = 16_384  # per side: such an image has 3 GiB
 
@@ -134,6 +143,24 @@ class OwnImagesConfig(ImagesConfig):
         share = self.validation_share
         fits = share is None or 0 < share < 1
         require(fits, "data.validation_share", share, "a share between 0 and 1, or null")
+
+
+@dataclass
+class ImageTableConfig(OwnImagesConfig):
+    """Images of the user's own that a table lists.
+
+    Attributes:
+        several_labels: whether an image may have several labels, or none; null asks the table.
+    """
+
+    several_labels: bool | None = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.several_labels and self.mixes:
+            raise ConfigError(
+                "data.mixup or data.cutmix is on, but the images have several labels each: set both to null."
+            )
 
 
 @dataclass

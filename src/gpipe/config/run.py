@@ -16,6 +16,7 @@ from gpipe.config.checks import ConfigError, at_least, countable, require, why
 from gpipe.config.data import (
     DataConfig,
     ImagesConfig,
+    ImageTableConfig,
     OwnImagesConfig,
     RandomTokensConfig,
     TextFolderConfig,
@@ -168,6 +169,7 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     store.store(name="translation_model_schema", node=TranslationModelConfig)
     store.store(name="images_schema", node=ImagesConfig)
     store.store(name="own_images_schema", node=OwnImagesConfig)
+    store.store(name="image_table_schema", node=ImageTableConfig)
     store.store(name="random_tokens_schema", node=RandomTokensConfig)
     store.store(name="text_folder_schema", node=TextFolderConfig)
     store.store(name="translation_data_schema", node=TranslationDataConfig)

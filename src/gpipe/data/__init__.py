@@ -13,6 +13,7 @@ from gpipe.data.images.catalogue import (
     count_differences,
     open_image_set,
     refuse_other_classes,
+    tell_several_labels,
 )
 from gpipe.data.images.image_set import BrokenImage, ImageArray, ImageFiles, ImageSet
 from gpipe.data.location import DataMissing, refuse_root
@@ -48,7 +49,7 @@ __all__ = [
     "TableCounts", "TokenLoader", "TokenSet", "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader",
     "check_corpus", "check_data", "check_image_set", "count_classes", "count_differences", "evaluation_transform",
     "open_corpus", "open_image_set", "open_text_folder", "open_text_tokenizer", "open_tokenizer",
-    "refuse_other_classes", "sampling_probabilities", "split_of", "training_transform",
+    "refuse_other_classes", "sampling_probabilities", "split_of", "tell_several_labels", "training_transform",
 ]  # fmt: skip
 
 

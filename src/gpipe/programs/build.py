@@ -56,6 +56,15 @@ _NAME_LENGTH = 64  # of a run, where it is mirrored
 _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "tracking")
 
 
+def check_model(run: RunConfig) -> None:
+    """Refuse, before processes start, a model of another library that it does not make, or that takes no such data.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    workload_of(run).check()
+
+
 def build_layers(run: RunConfig) -> nn.Sequential:
     """Describe the whole model; where it can be, on the meta device, where the pipeline fills its own layers."""
     return workload_of(run).layers()

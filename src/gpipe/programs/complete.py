@@ -6,13 +6,14 @@ from typing import Any, TypeVar
 from gpipe.config import (
     ConfigError,
     ImagesConfig,
+    ImageTableConfig,
     Interpolation,
     OwnImagesConfig,
     RunConfig,
     TextFolderConfig,
     TimmConfig,
 )
-from gpipe.data import DataMissing, check_data, count_classes, open_text_tokenizer
+from gpipe.data import DataMissing, check_data, count_classes, open_text_tokenizer, tell_several_labels
 
 _Run = TypeVar("_Run", bound=RunConfig)
 
@@ -50,6 +51,8 @@ def complete(run: _Run) -> _Run:
         except DataMissing as error:
             first, _, _ = str(error).partition("\n")
             raise ConfigError(f"data.num_classes is null, and they cannot be counted ({first}): set it.") from None
+    if isinstance(data, ImageTableConfig) and data.several_labels is None:
+        found["several_labels"] = tell_several_labels(data.name, data.root)
     if isinstance(run.model, TimmConfig):
         found |= _timm_settings(run.model.name, data)
     return replace(run, data=replace(data, **found)) if found else run

@@ -38,19 +38,23 @@ _GRID_SIDE = 6
 class Classifier:
     """A trained model of images, on one device, in evaluation mode.
 
-    transform: from a decoded image to the model's input. class_names: by label.
+    transform: from a decoded image to the model's input. class_names: by label. has_several_labels: whether an image
+    may have several, each with a probability of its own.
     """
 
     layers: nn.Sequential
     transform: Transform
     class_names: Sequence[str]
     device: torch.device
+    has_several_labels: bool
 
     @torch.inference_mode()
     def classify(self, images: Sequence[Image.Image], top: int) -> list[list[tuple[str, float]]]:
         """Return, for each image, its most probable classes with their probabilities, the most probable first."""
         inputs = torch.stack([self.transform(image) for image in images]).to(self.device)
-        found = self.layers(inputs).float().softmax(dim=1).topk(min(top, len(self.class_names)), dim=1)
+        logits = self.layers(inputs).float()
+        probabilities = logits.sigmoid() if self.has_several_labels else logits.softmax(dim=1)
+        found = probabilities.topk(min(top, len(self.class_names)), dim=1)
         rows = zip(found.indices.tolist(), found.values.tolist(), strict=True)
         return [[(self.class_names[label], p) for label, p in zip(*row, strict=True)] for row in rows]
 
@@ -105,7 +109,8 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     class_names = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
     if len(class_names) != num_classes:  # the checkpoint lies elsewhere, or is older than the file
         class_names = [f"class {label}" for label in range(num_classes)]
-    return Classifier(layers.to(device).eval(), workload.evaluation_transform(), class_names, device)
+    transform = workload.evaluation_transform()
+    return Classifier(layers.to(device).eval(), transform, class_names, device, workload.has_several_labels)
 
 
 def _find_images(place: Path) -> list[Path]:

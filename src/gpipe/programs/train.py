@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe.config import ConfigError, RunConfig, to_yaml
+from gpipe.config import ConfigError, RunConfig, TimmConfig, TransformersConfig, to_yaml
 from gpipe.durable_files import write_flushed
 from gpipe.launch import garbage_collection, processes, stops
 from gpipe.launch.devices import check_devices
@@ -45,6 +45,10 @@ def launch_training(run: RunConfig, folder: Path, overrides: list[str], *, hints
             return
         _check_tracking(run)
         launch = run.launch
+        if isinstance(run.model, TimmConfig | TransformersConfig):
+            from gpipe.programs.build import check_model
+
+            check_model(run)
         check_devices(launch.num_processes, launch.device.value, launch.num_threads, launch.pin_cores)
     processes.run(train_in_process, describe_processes(run, folder), run, overrides, hints)
 

@@ -19,6 +19,11 @@ def find_correct(logits: Tensor, targets: Tensor, k: int) -> Tensor:
     return (logits.topk(k, dim=-1).indices == targets[..., None]).any(dim=-1)
 
 
+def find_labelled(logits: Tensor, targets: Tensor) -> Tensor:
+    """Tell for each image whether its likeliest class is one of its labels: twice [n, classes] -> bool [n]."""
+    return targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1) > 0
+
+
 def has_top5(num_classes: int) -> bool:
     """Tell whether top-5 exists: it needs at least 5 classes."""
     return num_classes >= 5
@@ -66,6 +71,46 @@ class EvaluationMetrics:
         if num_targets == 0:
             raise ValueError("the evaluation set gave 0 targets: check its split.")
         return {name: total / num_targets for name, total in zip(("loss", "top1", "top5"), totals, strict=False)}
+
+
+class MultiLabelMetrics:
+    """Mean loss and accuracies of images with several labels each, whatever their batches."""
+
+    @torch.no_grad()
+    def measure(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the sums of images, of losses, of "top1", and of labels that were found, claimed, and there.
+
+        Args:
+            logits: [n, classes]; a class is claimed where its probability is one half or more.
+            targets: 0 or 1, float [n, classes], on any device.
+        """
+        targets = targets.to(logits.device, torch.float32)
+        losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1)
+        claimed = (logits >= 0).double()
+        return torch.stack(
+            [
+                torch.tensor(len(targets), dtype=torch.float64, device=logits.device),
+                losses.double().sum(),
+                find_labelled(logits, targets).double().sum(),
+                (claimed * targets).sum(),
+                claimed.sum(),
+                targets.double().sum(),
+            ]
+        )
+
+    def compute(self, sums: Tensor) -> dict[str, float]:
+        """Return the mean loss, "top1" as `MultiLabelLoss` has it, and "f1".
+
+        "f1" is the harmonic mean of precision and recall, over all labels of all images.
+        """
+        num_images, loss, right, found, claimed, there = sums.tolist()
+        if num_images == 0:
+            raise ValueError("the evaluation set gave 0 images: check its split.")
+        return {
+            "loss": loss / num_images,
+            "top1": right / num_images,
+            "f1": 2 * found / (claimed + there) if claimed + there else 1.0,
+        }
 
 
 class TokenMetrics:

@@ -1,23 +1,18 @@
 """The losses of a micro-batch: of classification, of images or of next tokens, and of translation."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpipe.training.evaluation import find_correct, has_top5
+from gpipe.training.evaluation import find_correct, find_labelled, has_top5
 
 
-class ClassificationLoss:
-    """Cross-entropy with smoothed labels, plus a share of the auxiliary head's where the model has one.
-
-    Targets are classes or, for mixed images, probabilities of classes. Both are smoothed here, and nowhere else.
-
-    Source: Real et al. 2019, which section 4 of the paper follows: label smoothing 0.1, auxiliary weight 0.4. Both
-    heads are smoothed.
-    """
+class _HeadsLoss(ABC):
+    """The loss of the logits, plus a share of that of the auxiliary head's where the model has one."""
 
     def __init__(self, label_smoothing: float = 0.0, auxiliary_weight: float = 0.0) -> None:
         _check_smoothing(label_smoothing)
@@ -27,33 +22,64 @@ class ClassificationLoss:
         self.auxiliary_weight = auxiliary_weight
 
     def __call__(self, outputs: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss of a micro-batch and the fractions {"top1", "top5"}, all 0-dimensional.
+        """Return the mean loss of a micro-batch and its metrics, all 0-dimensional.
 
-        The metrics are detached and stay on the device: nothing here waits for it. "top5" exists from 5 classes on.
-        A mixed image counts as one of the class that has the larger share of it.
+        The metrics are detached and stay on the device: nothing here waits for it.
 
         Args:
             outputs: logits [..., classes], or (logits, auxiliary logits).
-            targets: class indices [...], one per image or per token; or their probabilities [..., classes].
+            targets: as the class says.
         """
         logits, auxiliary_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
-        loss = self._cross_entropy(logits, targets)
+        loss = self._cost(_widen(logits), targets)
         if auxiliary_logits is not None:
-            loss = loss + self.auxiliary_weight * self._cross_entropy(auxiliary_logits, targets)
-        classes = targets.argmax(-1) if targets.is_floating_point() else targets
-        return loss, _measure_accuracies(logits.detach(), classes)
+            loss = loss + self.auxiliary_weight * self._cost(_widen(auxiliary_logits), targets)
+        return loss, self._measure(logits.detach(), targets)
 
-    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = _widen(logits).flatten(0, -2)
+    @abstractmethod
+    def _cost(self, logits: Tensor, targets: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]: ...
+
+
+class ClassificationLoss(_HeadsLoss):
+    """Cross-entropy with smoothed labels, plus a share of the auxiliary head's where the model has one.
+
+    Targets are classes [...], one per image or per token; or, for mixed images, their probabilities [..., classes].
+    Both are smoothed here, and nowhere else. The metrics are the fractions {"top1", "top5"}; "top5" exists from 5
+    classes on. A mixed image counts as one of the class that has the larger share of it.
+
+    Source: Real et al. 2019, which section 4 of the paper follows: label smoothing 0.1, auxiliary weight 0.4. Both
+    heads are smoothed.
+    """
+
+    def _cost(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows = logits.flatten(0, -2)
         rows_of_targets = targets.flatten(0, -2).to(rows.dtype) if targets.is_floating_point() else targets.flatten()
         return F.cross_entropy(rows, rows_of_targets, label_smoothing=self.label_smoothing)
 
+    def _measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        classes = targets.argmax(-1) if targets.is_floating_point() else targets
+        accuracies = {"top1": find_correct(logits, classes, 1).float().mean()}
+        if has_top5(logits.shape[-1]):
+            accuracies["top5"] = find_correct(logits, classes, 5).float().mean()
+        return accuracies
 
-def _measure_accuracies(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    accuracies = {"top1": find_correct(logits, targets, 1).float().mean()}
-    if has_top5(logits.shape[-1]):
-        accuracies["top5"] = find_correct(logits, targets, 5).float().mean()
-    return accuracies
+
+class MultiLabelLoss(_HeadsLoss):
+    """Binary cross-entropy of each class with smoothed labels, averaged over the classes and the images.
+
+    Targets tell whether an image has each label: 0 or 1, float [n, classes]. Smoothing moves them towards one half. The
+    metric "top1" is the fraction of images whose likeliest class is one of their labels.
+    """
+
+    def _cost(self, logits: Tensor, targets: Tensor) -> Tensor:
+        smoothed = targets.to(logits.dtype) * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
+        return F.binary_cross_entropy_with_logits(logits, smoothed)
+
+    def _measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"top1": find_labelled(logits, targets).float().mean()}
 
 
 class TokenLoss:

@@ -99,7 +99,7 @@ print(sorted({{"torch", "torchvision", "sklearn", "mlxtend", "scipy"}} & set(sys
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     *missing, heavy = done.stdout.splitlines()
-    assert missing == ["image_folder", *TABLE_4, "fashion_mnist"]
+    assert missing == ["image_folder", "image_table", *TABLE_4, "fashion_mnist"]
     assert heavy == "[]"
 
 
@@ -139,7 +139,7 @@ def test_imagenet_without_a_root_is_missing() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of image_folder, imagenet, "):
+    with pytest.raises(ValueError, match="unknown image set 'mnist': choose one of image_folder, image_table, "):
         check_image_set("mnist")
     with pytest.raises(ValueError, match="unknown image set 'mnist'"):
         open_image_set("mnist", "train")

@@ -19,6 +19,7 @@ from gpipe.data.images.class_folders import (
     open_own_folders,
 )
 from gpipe.data.images.image_set import SPLITS, ImageSet
+from gpipe.data.images.image_table import check_own_table, count_table_classes, has_several_labels, open_own_table
 from gpipe.data.location import Location, check_known
 
 
@@ -49,6 +50,7 @@ class Source(Location):
         open_own: (root, split, share for evaluation or None) -> image set, for one of the user's own.
         check_own: refuses what `open_own` would, as far as that takes no time.
         count_classes: root -> the number of its classes, where that takes well under a second.
+        has_several_labels: root -> whether its images may have several labels each; None where none has.
         table: its numbers in the paper's Table 4, if it is there.
     """
 
@@ -56,6 +58,7 @@ class Source(Location):
     open_own: Callable[[Path, str, float | None], ImageSet] | None = None
     check_own: Callable[[Path, float | None], None] | None = None
     count_classes: Callable[[Path], int] | None = None
+    has_several_labels: Callable[[Path], bool] | None = None
     table: TableCounts | None = None
 
 
@@ -78,6 +81,18 @@ IMAGE_SETS: dict[str, Source] = {
 or, with data.validation_share=0.1,
   <data.root>/<class>/<image>.jpg""",
         how_to_get="sort your images into one folder per class, and set data.root.",
+    ),
+    "image_table": Source(
+        open_own=open_own_table,
+        check_own=check_own_table,
+        count_classes=count_table_classes,
+        has_several_labels=has_several_labels,
+        required=("train.*",),
+        tree="""\
+  <data.root>/train.csv    or .parquet, with columns path and label, or path and labels, such as "cat|dog"
+  <data.root>/val.csv    or none, with data.validation_share=0.1
+  <data.root>/<path>    the images""",
+        how_to_get="list your images in such tables, and set data.root.",
     ),
     "imagenet": Source(
         open=open_class_folders,
@@ -286,6 +301,13 @@ def count_classes(name: str, root: str | Path | None = None) -> int:
     if source.count_classes is None:
         raise ValueError(f"data.num_classes is null, but the classes of {name} are not counted: set data.num_classes.")
     return source.count_classes(source.find_root(name, root))
+
+
+def tell_several_labels(name: str, root: str | Path | None = None) -> bool:
+    """Return whether the images of a set may have several labels each. Raises as `count_classes`."""
+    check_known("image set", name, IMAGE_SETS)
+    source = IMAGE_SETS[name]
+    return source.has_several_labels is not None and source.has_several_labels(source.find_root(name, root))
 
 
 def open_image_set(

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from gpipe.data.images.image_set import ImageFiles
 
 _FOLDERS = {"train": "train", "test": "val"}
+_Image = TypeVar("_Image")
 _SHARES = 0x5E7  # keeps the draw of a share apart from others
 
 
@@ -88,18 +89,23 @@ def open_own_folders(root: Path, split: str, share: float | None) -> ImageFiles:
     kept = [
         (name, label)
         for label, images in groupby(zip(labels, names, strict=True), key=itemgetter(0))
-        for name in _take_share([name for _, name in images], split, share)
+        for name in take_share([name for _, name in images], split, share, class_names[label])
     ]
     return ImageFiles(folder, [name for name, _ in kept], [label for _, label in kept], class_names)
 
 
-def _take_share(names: Sequence[str], split: str, share: float) -> list[str]:
+def take_share(images: Sequence[_Image], split: str, share: float, class_name: str) -> list[_Image]:
     """Return the images of one class that belong to a split; each split has at least one."""
-    if len(names) < 2:
-        raise ValueError(f"the class of {names[0]} has one image, expected 2 or more to share out; add another")
-    count = min(max(1, round(share * len(names))), len(names) - 1)
-    chosen = set(random.Random(_SHARES).sample(range(len(names)), count))  # noqa: S311 - no secret
-    return [name for position, name in enumerate(names) if (position in chosen) == (split == "test")]
+    if len(images) < 2:
+        raise ValueError(f"the class {class_name} has one image, expected 2 or more to share out; add another")
+    drawn = draw_share(len(images), share)
+    return [image for position, image in enumerate(images) if (position in drawn) == (split == "test")]
+
+
+def draw_share(num_images: int, share: float) -> set[int]:
+    """Return which of 2 or more images are for evaluation: that share of them, one at least, and not all."""
+    count = min(max(1, round(share * num_images)), num_images - 1)
+    return set(random.Random(_SHARES).sample(range(num_images), count))  # noqa: S311 - no secret
 
 
 def open_class_folders(root: Path, split: str) -> ImageFiles:

@@ -23,8 +23,8 @@ class ImageSet(Protocol):
     """Labelled images. `ImageLoader` accepts anything with these four members."""
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        """Return the class of every image, [n], without decoding any."""
+    def labels(self) -> NDArray[np.int64] | NDArray[np.bool_]:
+        """Return the class of every image, [n], without decoding any; of several labels each, [n, classes]."""
 
     @property
     def class_names(self) -> Sequence[str]:
@@ -72,19 +72,24 @@ class ImageFiles:
     Args:
         root: the folder.
         names: the paths of the images relative to root, [n].
-        labels: integers [n].
+        labels: integers [n]; or, for several labels each, whether an image has each, bool [n, classes].
         class_names: the name of each class.
     """
 
     def __init__(
-        self, root: Path, names: Sequence[str], labels: Sequence[int] | NDArray[np.integer], class_names: Sequence[str]
+        self,
+        root: Path,
+        names: Sequence[str],
+        labels: Sequence[int] | NDArray[np.integer] | NDArray[np.bool_],
+        class_names: Sequence[str],
     ) -> None:
         if len(names) != len(labels):
             raise ValueError(f"{len(names)} image files have {len(labels)} labels: give each file one label")
         self.root = root
         # An array of bytes, not a million strings: every worker process gets a copy.
         self._names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
-        self.labels = np.asarray(labels, dtype=np.int64)
+        has_several = isinstance(labels, np.ndarray) and labels.dtype == np.bool_
+        self.labels: NDArray[np.int64] | NDArray[np.bool_] = np.asarray(labels, dtype=None if has_several else np.int64)
         self.class_names = list(class_names)
 
     def __len__(self) -> int:

@@ -33,7 +33,8 @@ _Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # the im
 class ImageLoader(EpochLoader):
     """Yield the mini-batches of an epoch: (images float32 [n, channels, h, w] or None, labels int64 [n]).
 
-    A new iteration ends the previous one. Where images are mixed, float32 targets [n, classes] replace the labels.
+    A new iteration ends the previous one. Where images are mixed, or have several labels each, float32 targets [n,
+    classes] replace the labels.
 
     The next good image of the same class, in the set's order, replaces a broken image. It is augmented as the broken
     one would be. The replacement depends on the files alone, so it is the same in every process and epoch and for every
@@ -108,6 +109,7 @@ class ImageLoader(EpochLoader):
             answer = None if self._images is None else next(self._answers)
             self.wait_seconds += time.perf_counter() - started
             targets = torch.from_numpy(self._labels[indices])
+            targets = targets.float() if targets.dtype == torch.bool else targets  # several labels each
             if self._mixing is not None:
                 targets = self._mixing.mix_labels(targets, self._seed, epoch, number)
             yield self._accept(answer, indices), targets
@@ -195,7 +197,8 @@ class _TransformedImages(Dataset[_Answer]):
     def _list_candidates(self, index: int) -> Iterator[int]:
         """Yield an image's index, then the others of its class, beginning with the next one."""
         yield index
-        of_class = np.flatnonzero(self.image_set.labels == self.image_set.labels[index])
+        same = self.image_set.labels == self.image_set.labels[index]
+        of_class = np.flatnonzero(same if same.ndim == 1 else same.all(axis=1))
         following = np.searchsorted(of_class, index) + 1
         yield from (int(other) for other in np.roll(of_class, -following)[:-1])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gpipe.config import AmoebaNetConfig, ImagesConfig, Interpolation, OwnImagesConfig
+from gpipe.config import AmoebaNetConfig, ImagesConfig, ImageTableConfig, Interpolation, OwnImagesConfig
 from gpipe.data import (
     ImageLoader,
     ImageSet,
@@ -26,7 +26,8 @@ from gpipe.pipeline.batch_norm import convert_batch_norm
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.loss import LossFunction
 from gpipe.programs.workloads.workload import Workload
-from gpipe.training.losses import ClassificationLoss
+from gpipe.training.evaluation import Metrics, MultiLabelMetrics
+from gpipe.training.losses import ClassificationLoss, MultiLabelLoss
 
 CLASSES_FILE = "classes.txt"
 # The public TPU code's, where neither the data nor the model has its own.
@@ -48,6 +49,11 @@ class ImageClassification(Workload):
         return self.data.num_classes
 
     @property
+    def has_several_labels(self) -> bool:
+        """Whether an image may have several labels, or none."""
+        return isinstance(self.data, ImageTableConfig) and bool(self.data.several_labels)
+
+    @property
     def image_size(self) -> int:
         """Pixels per side."""
         return self.data.image_size or _IMAGE_SIZE
@@ -57,14 +63,22 @@ class ImageClassification(Workload):
         return torch.empty(num_examples, self.data.channels, self.image_size, self.image_size, device="meta")
 
     def targets(self, num_examples: int) -> Tensor:
-        """Describe the classes of so many images, or the probabilities of classes of mixed ones, on the meta device."""
-        if self.data.mixes:
+        """Describe the classes of so many images on the meta device; of mixed ones, the probabilities of classes."""
+        if self.data.mixes or self.has_several_labels:
             return torch.empty(num_examples, self.num_classes, device="meta")
         return torch.empty(num_examples, dtype=torch.int64, device="meta")
 
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
-        return ClassificationLoss(self.run.trainer.label_smoothing)
+        return self._make_loss(0.0)
+
+    def _make_loss(self, auxiliary_weight: float) -> LossFunction:
+        kind = MultiLabelLoss if self.has_several_labels else ClassificationLoss
+        return kind(self.run.trainer.label_smoothing, auxiliary_weight)
+
+    def make_metrics(self) -> Metrics:
+        """Return what measures an evaluation set."""
+        return MultiLabelMetrics() if self.has_several_labels else super().make_metrics()
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
         """Return the loaders of the training and the test images; only the first stage's decode images.
@@ -204,5 +218,4 @@ class AmoebaNetClassification(ImageClassification):
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
         model = self.model
-        share = model.auxiliary_weight if model.auxiliary_head else 0.0
-        return ClassificationLoss(self.run.trainer.label_smoothing, share)
+        return self._make_loss(model.auxiliary_weight if model.auxiliary_head else 0.0)

@@ -31,8 +31,6 @@ from gpipe.pipeline.loss import LossFunction, LossWeight
 from gpipe.programs.workloads.kept_tokenizer import keep_tokenizer
 from gpipe.programs.workloads.traced_model import TracedModel
 from gpipe.programs.workloads.workload import Workload
-from gpipe.tracing.segments import TracedLayers, as_layers
-from gpipe.tracing.tracer import TracingError
 from gpipe.training.losses import ClassificationLoss
 
 MODEL_FILE = "config.json"
@@ -137,19 +135,19 @@ class TransformersModelling(TracedModel, LanguageModelling):
         special = {"bos_token_id": BEGIN, "pad_token_id": PADDING, "eos_token_id": END}
         return make_transformers_config(self.model.name, self.model.arguments, self.vocabulary_size, special)
 
-    def _trace(self) -> TracedLayers:
-        name = self.model.name
+    def _make(self, *, may_fetch: bool) -> nn.Module:
+        """Make the model."""
         try:
-            check_transformers_type(name)
-            model = make_transformers_model(self._config, self.data.sequence_length, self.run.seed)
+            check_transformers_type(self.model.name)
+            return make_transformers_model(self._config, self.data.sequence_length, self.run.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        try:
-            return as_layers(model, torch.empty_like(self.inputs(2), device="cpu"))
-        except TracingError as error:
-            raise ConfigError(
-                f"model.name is {name}, which does not become layers ({error.reason}): set another one."
-            ) from None
+
+    def _refuse(self, reason: str) -> ConfigError:
+        """Return the error for a model that does not become layers."""
+        return ConfigError(
+            f"model.name is {self.model.name}, which does not become layers ({reason}): set another one."
+        )
 
     @property
     def model_names(self) -> Mapping[str, str]:

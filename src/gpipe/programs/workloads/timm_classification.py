@@ -3,15 +3,12 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from gpipe.config import ConfigError, TimmConfig
 from gpipe.models.timm_models import head_names, make_timm_model
 from gpipe.programs.workloads.image_classification import ImageClassification
 from gpipe.programs.workloads.traced_model import TracedModel
-from gpipe.tracing.segments import TracedLayers, as_layers
-from gpipe.tracing.tracer import TracingError
 
 
 @dataclass(frozen=True)
@@ -24,27 +21,27 @@ class TimmClassification(TracedModel, ImageClassification):
     def _key(self) -> str:
         return repr((self.model, self.num_classes, self.data.channels, self.image_size, self.run.seed))
 
-    def _trace(self) -> TracedLayers:
-        name = self.model.name
+    def _make(self, *, may_fetch: bool) -> nn.Module:
+        """Make the model."""
         try:
-            model = make_timm_model(
-                name,
+            return make_timm_model(
+                self.model.name,
                 num_classes=self.num_classes,
                 channels=self.data.channels,
                 image_size=self.image_size,
-                pretrained=self.model.pretrained,
+                pretrained=self.model.pretrained and may_fetch,
                 arguments=self.model.arguments,
                 seed=self.run.seed,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        try:
-            return as_layers(model, torch.empty_like(self.inputs(2), device="cpu"))
-        except TracingError as error:
-            raise ConfigError(
-                f"model.name is {name}, which does not become layers for images of data.image_size={self.image_size} "
-                f"({error.reason}): set another size, or another model."
-            ) from None
+
+    def _refuse(self, reason: str) -> ConfigError:
+        """Return the error for a model that does not become layers."""
+        return ConfigError(
+            f"model.name is {self.model.name}, which does not become layers for images of "
+            f"data.image_size={self.image_size} ({reason}): set another size, or another model."
+        )
 
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> Collection[str]:
         """Return the names of the tensors of the softmax layer, where the saved one is for other classes."""

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
+from torch import nn
+
+from gpipe.config import ConfigError
 from gpipe.pipeline.batch_norm import convert_batch_norm, converted_batch_norms
 from gpipe.programs.workloads.workload import Workload
-from gpipe.tracing.segments import TracedLayers
+from gpipe.tracing.segments import TracedLayers, as_layers
+from gpipe.tracing.tracer import TracingError
 
 
 class _Facts(NamedTuple):
@@ -33,8 +38,26 @@ class TracedModel(Workload):
         """What the layers follow from."""
 
     @abstractmethod
-    def _trace(self) -> TracedLayers:
-        """Make the model on the CPU, and layers of it."""
+    def _make(self, *, may_fetch: bool) -> nn.Module:
+        """Make the model on torch's default device; its weights may be fetched."""
+
+    @abstractmethod
+    def _refuse(self, reason: str) -> ConfigError:
+        """Return the error for a model that does not become layers."""
+
+    def check(self) -> None:
+        """Refuse a model that its library does not make, or that does not take the data.
+
+        Where it can be described without memory, nothing else is computed.
+
+        Raises:
+            ConfigError: as `layers`.
+        """
+        try:
+            with torch.device("meta"):
+                self._make(may_fetch=False)(self.inputs(2))
+        except Exception:  # noqa: BLE001 - of the model, or of its code that needs memory: the layers tell
+            self.layers()
 
     @property
     def has_batch_norm(self) -> bool:  # type: ignore[override]  # other families know without building the model
@@ -54,7 +77,11 @@ class TracedModel(Workload):
         """
         found = _LAYERS.get(self._key)
         if found is None:
-            found = _LAYERS[self._key] = self._trace()
+            model = self._make(may_fetch=True)
+            try:
+                found = _LAYERS[self._key] = as_layers(model, torch.empty_like(self.inputs(2), device="cpu"))
+            except TracingError as error:
+                raise self._refuse(error.reason) from None
             convert_batch_norm(found)
             _FACTS[self._key] = _Facts(found.model_names, bool(converted_batch_norms(found)))
         return found

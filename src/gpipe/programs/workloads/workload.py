@@ -44,6 +44,9 @@ class Workload(ABC):
         """How many examples a mini-batch has, of all replicas; the fewest where that depends on the data."""
         return self.run.trainer.batch_size
 
+    def check(self) -> None:  # noqa: B027 - our own models are checked with the settings
+        """Refuse a model that another library does not make, or that does not take the data."""
+
     @abstractmethod
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""

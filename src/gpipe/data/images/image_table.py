@@ -1,0 +1,192 @@
+"""The reader of image files that a table lists, with one or several labels each: CSV or Parquet, of one's own."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpipe.data.images.class_folders import draw_share, take_share
+from gpipe.data.images.image_set import ImageFiles, are_files
+
+_SUFFIXES = (".csv", ".parquet")
+_TABLES = {"train": "train", "test": "val"}
+SEPARATOR = "|"
+"""Between the labels of an image, in the column `labels` of a CSV."""
+
+
+class _Table(NamedTuple):
+    """What a table says.
+
+    labels: of each image, one or several. has_several: whether the table has a column of several.
+    """
+
+    path: Path
+    names: list[str]
+    labels: list[tuple[str, ...]]
+    has_several: bool
+
+
+def count_table_classes(root: Path) -> int:
+    """Return the number of different labels of the training table."""
+    return len(_list_classes(_read_split(root, "train")))
+
+
+def has_several_labels(root: Path) -> bool:
+    """Return whether the images of the training table have several labels each."""
+    return _read_split(root, "train").has_several
+
+
+def check_own_table(root: Path, share: float | None) -> None:
+    """Refuse tables that lack evaluation images, or have two kinds of them, or do not fit each other.
+
+    Args:
+        root: has train.csv or train.parquet, and one such table called val, unless there is a share.
+        share: of the images of each class, for evaluation; None where root has a table for that.
+
+    Raises:
+        ValueError: it is so.
+    """
+    table, val = _read_split(root, "train"), _find_table(root, "val")
+    if share is not None and val is not None:
+        raise ValueError(
+            f"data.validation_share is {share:g}, but {val} lists images for evaluation: set data.validation_share="
+            "null, or rename that file."
+        )
+    if share is None and val is None:
+        raise ValueError(
+            f"data.root is {root}, which has no val.csv or val.parquet: add one, or set data.validation_share=0.1 to "
+            "evaluate on a tenth of the images."
+        )
+    if len(classes := _list_classes(table)) < 2:
+        raise ValueError(f"{table.path} has the labels {classes}, expected 2 or more different ones: add images.")
+    if share is None:
+        other = _read_split(root, "test")
+        if other.has_several != table.has_several:
+            raise ValueError(
+                f"{table.path} and {other.path} have columns of different names: call both label, or labels."
+            )
+        if unknown := sorted(set(_list_classes(other)) - set(classes)):
+            raise ValueError(
+                f"{other.path} has the label {unknown[0]!r}, which no image of {table.path} has: correct it, or add "
+                "training images of it."
+            )
+
+
+def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
+    """List the images of a split, in the order of their table.
+
+    Args:
+        root: as in `check_own_table`; paths in the tables are relative to it, or absolute.
+        split: "train" or "test".
+        share: as in `check_own_table`. Of images with several labels each, it is a share of all.
+
+    Raises:
+        ValueError: as `check_own_table`.
+        FileNotFoundError: a file that is listed does not exist.
+    """
+    check_own_table(root, share)
+    train = _read_split(root, "train")
+    classes = _list_classes(train)
+    table = train if share is not None else _read_split(root, split)
+    missing = np.flatnonzero(~are_files(root, table.names))
+    if len(missing):
+        raise FileNotFoundError(
+            f"{root / table.names[missing[0]]} does not exist, one of {len(missing)} files that {table.path} lists: "
+            "correct the table, or set data.root to the folder that its paths begin in."
+        )
+    number = {name: label for label, name in enumerate(classes)}
+    rows = list(range(len(table.names)))
+    if table.has_several:
+        labels = np.zeros((len(rows), len(classes)), dtype=np.bool_)
+        for row, names in enumerate(table.labels):
+            labels[row, [number[name] for name in names]] = True
+        if share is not None:
+            drawn = draw_share(len(rows), share)
+            rows = [row for row in rows if (row in drawn) == (split == "test")]
+    else:
+        labels = np.array([number[name] for (name,) in table.labels], dtype=np.int64)
+        if share is not None:
+            of_class = ([row for row in rows if labels[row] == label] for label in range(len(classes)))
+            kept = (take_share(each, split, share, classes[label]) for label, each in enumerate(of_class))
+            rows = sorted(chain.from_iterable(kept))
+    return ImageFiles(root, [table.names[row] for row in rows], labels[rows], classes)
+
+
+def _list_classes(table: _Table) -> list[str]:
+    return sorted(set(chain.from_iterable(table.labels)))
+
+
+def _find_table(root: Path, name: str) -> Path | None:
+    found = [path for suffix in _SUFFIXES if (path := root / f"{name}{suffix}").is_file()]
+    if len(found) > 1:
+        raise ValueError(f"data.root is {root}, which has both {found[0].name} and {found[1].name}: remove one.")
+    return found[0] if found else None
+
+
+def _read_split(root: Path, split: str) -> _Table:
+    path = _find_table(root, _TABLES[split])
+    if path is None:
+        raise ValueError(f"data.root is {root}, which has no {_TABLES[split]}.csv or .parquet: add one.")
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)  # a run counts the classes, and opens both splits
+def _read(path: Path, _changed: int) -> _Table:
+    columns = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
+    own = [name for name in ("label", "labels") if name in columns]
+    if "path" not in columns or len(own) != 1:
+        raise ValueError(
+            f"{path} has the columns {', '.join(columns) or 'none'}, expected path and either label, of one label "
+            "each, or labels, of several: rename them."
+        )
+    has_several = own == ["labels"]
+    names, labels = [str(name) for name in columns["path"]], [_split(value, has_several) for value in columns[own[0]]]
+    for row, (name, given) in enumerate(zip(names, labels, strict=True), start=1):
+        if not name or not (given or has_several):
+            raise ValueError(f"{path}, image {row}, has the path {name!r} and the labels {list(given)}: give it both.")
+    return _Table(path, names, labels, has_several)
+
+
+def _split(value: Any, has_several: bool) -> tuple[str, ...]:
+    if not has_several:
+        return () if value is None or value == "" else (str(value),)
+    parts: Sequence[Any] = value.split(SEPARATOR) if isinstance(value, str) else value or ()
+    return tuple(dict.fromkeys(str(part).strip() for part in parts if str(part).strip()))
+
+
+def _read_csv(path: Path) -> dict[str, list[Any]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            rows: Iterator[list[str]] = csv.reader(stream, strict=True)
+            header = next(rows, [])
+            columns: dict[str, list[Any]] = {name.strip(): [] for name in header}
+            for number, row in enumerate(rows, start=2):
+                if len(row) != len(columns):
+                    if not row:
+                        continue
+                    raise ValueError(f"line {number} has {len(row)} values for {len(columns)} columns")
+                for name, value in zip(columns, row, strict=True):
+                    columns[name].append(value.strip())
+    except (ValueError, csv.Error) as error:  # of which an error of UTF-8 is one
+        raise ValueError(f"{path} is no table ({error}): write it as CSV in UTF-8, with commas.") from None
+    return columns
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    if find_spec("pyarrow") is None:
+        raise ValueError(f"{path} needs the Python package pyarrow: run pip install pyarrow, or write it as CSV.")
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        known = [name for name in parquet.read_schema(path).names if name in ("path", "label", "labels")]
+        columns: dict[str, list[Any]] = parquet.read_table(path, columns=known).to_pydict()
+    except (OSError, pyarrow.ArrowException) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is no Parquet table ({first}): write it again.") from None
+    return columns
