@@ -436,3 +436,32 @@ def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:
 
     with pytest.raises(TracingError, match=r"mul> has \(9, 25, 49\) for \(3, 5, 7\) examples, which does not follow"):
         gpipe.as_layers(Square(), torch.zeros(2, 3))
+
+
+class Masked(nn.Module):
+    """Attends under a mask that belongs to no example, along the first dimension; the examples are the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return x.reshape(len(mask), x.shape[1], 8)
+
+
+def test_a_mask_of_no_example_reaches_every_layer_of_every_micro_batch() -> None:
+    torch.manual_seed(0)
+    model, x, targets = Masked(), torch.randn(5, 6, 8), torch.randn(5, 6, 8)
+    mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    plain = copy.deepcopy(model)
+    layers = gpipe.as_layers(model, (gpipe.split_along(x, 1), gpipe.replicated(mask)))
+    assert len(layers) > 2
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, gpipe.partition_layers([1] * len(layers), 2), 3, output_dimension=1)
+    report = pipeline.train_step(((gpipe.split_along(x, 1), gpipe.replicated(mask)), gpipe.split_along(targets, 1)))
+    for part, aims in zip(x.split(2, dim=1), targets.split(2, dim=1), strict=True):
+        (F.mse_loss(plain(part, mask), aims) / 3).backward()
+    assert torch.allclose(torch.as_tensor(report.loss), F.mse_loss(plain(x, mask), targets))
+    for (name, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and torch.allclose(parameter.grad, twin.grad, atol=1e-7), name

@@ -87,7 +87,8 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     Args:
         model: may be in training or evaluation mode, also later.
         example: its input, a tensor; or a tuple of arguments; or a dict of keyword arguments. The examples are the
-            first dimension of each tensor. Only shapes and types are looked at, and nothing is computed.
+            first dimension of each tensor, unless `gpipe.split_along` or `gpipe.replicated` say otherwise. Only shapes
+            and types are looked at, and nothing is computed.
         leaves: names and types of submodules to take as one operation each. Those whose code cannot be recorded are
             found; so are those that decide by `self.training`.
 

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpipe.pipeline.microbatch import Examples
+
 
 class TracingError(ValueError):
     """A model whose operations depend on what it computes, so that no sequence of layers is equal to it."""
@@ -173,12 +175,18 @@ class Tracer(fx.Tracer):
     def record(self, model: nn.Module, example: Any) -> fx.Graph:
         """Return the graph of the operations; its placeholder is the nest of inputs."""
         with self._fake:
-            self._inputs = tree_map(
-                lambda t: torch.empty((self._batch, *t.shape[1:]), dtype=t.dtype, device=t.device), example
-            )
+            self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
         with _known_training(self), _unchanged(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             return self.trace(_Call(model, example))
+
+    def _describe(self, leaf: Any) -> Tensor:
+        """Return a tensor of the example with this tracer's number of examples, without data."""
+        given = leaf if isinstance(leaf, Examples) else Examples(leaf, 0)
+        shape = list(given.tensor.shape)
+        if given.dimension is not None:
+            shape[given.dimension] = self._batch
+        return torch.empty(shape, dtype=given.tensor.dtype, device=given.tensor.device)
 
     @property
     def is_recording(self) -> bool:
