@@ -65,6 +65,7 @@ def test_a_store_that_does_not_answer_can_be_given_up(server: tuple[multiprocess
     assert board.silent_seconds == 0
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until then, one of its threads may still answer
     threading.Thread(target=board.read, args=("key",), daemon=True).start()
     deadline = time.monotonic() + 30
     while board.silent_seconds < 1:
