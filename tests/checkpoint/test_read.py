@@ -190,6 +190,7 @@ def test_plain_layers_get_the_averages_if_there_are_any(
     assert found.keys() == expected.keys() and manifest.position.step == 3
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
+        assert tensor.data_ptr() % 64 == 0, f"{name}: kernels choose their order of additions by the address"
 
 
 def test_plain_layers_of_another_model_are_refused(tmp_path: Path, trained: SmallRun) -> None:

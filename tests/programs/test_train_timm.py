@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hydra import compose
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -20,8 +21,10 @@ import gpipe._compat.torchvision  # noqa: F401  (before timm)
 import timm
 
 from gpipe.checkpoint.__main__ import main as checkpoint_program
-from gpipe.config import read_yaml
+from gpipe.config import read_yaml, to_run
 from gpipe.data import open_image_set
+from gpipe.programs.build import build_layers
+from gpipe.programs.complete import complete
 from gpipe.programs.predict import open_classifier
 from tests.support.train_program import ROOT, TRAIN, run_folder, start, train_here, weights
 
@@ -107,6 +110,18 @@ def test_a_resumed_run_is_the_unbroken_one(trained: Path, folder: Path, tmp_path
     resumed, whole = (weights(place / "runs" / "train" / "now") for place in (second, tmp_path))
     for name, tensor in whole.items():
         assert torch.equal(resumed[name], tensor), name
+
+
+@pytest.mark.usefixtures("composer")
+def test_a_second_run_in_one_process_begins_with_the_initial_weights(folder: Path, tmp_path: Path) -> None:
+    words = (*WORDS, f"data.root={folder}", "trainer.max_steps=1")
+    held = build_layers(complete(to_run(compose("train", overrides=list(words)))))
+    assert held is build_layers(complete(to_run(compose("train", overrides=list(words)))))
+    train_here(tmp_path / "first", *words)
+    train_here(tmp_path / "second", *words)
+    first, second = (weights(tmp_path / place / "runs" / "train" / "now") for place in ("first", "second"))
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor), name
 
 
 @pytest.mark.usefixtures("composer")

@@ -21,9 +21,11 @@ class _Facts(NamedTuple):
 
     model_names: Mapping[str, str]
     has_batch_norm: bool
+    versions: list[int]  # of the tensors of layers that nobody has trained
 
 
-# Tracing takes seconds, and the planner and the pipeline take the same layers: they are kept while somebody holds them.
+# Tracing takes seconds, and the planner and the pipeline take the same layers: they are kept while somebody holds them
+# and until they are trained, for another run in this process begins with the initial weights.
 _LAYERS: WeakValueDictionary[str, TracedLayers] = WeakValueDictionary()
 _FACTS: dict[str, _Facts] = {}
 
@@ -76,14 +78,14 @@ class TracedModel(Workload):
             ConfigError: the library does not make it, or it does not become layers.
         """
         found = _LAYERS.get(self._key)
-        if found is None:
+        if found is None or _versions(found) != self._facts.versions:
             model = self._make(may_fetch=True)
             try:
                 found = _LAYERS[self._key] = as_layers(model, torch.empty_like(self.inputs(2), device="cpu"))
             except TracingError as error:
                 raise self._refuse(error.reason) from None
             convert_batch_norm(found)
-            _FACTS[self._key] = _Facts(found.model_names, bool(converted_batch_norms(found)))
+            _FACTS[self._key] = _Facts(found.model_names, bool(converted_batch_norms(found)), _versions(found))
         return found
 
     @property
@@ -91,3 +93,8 @@ class TracedModel(Workload):
         if self._key not in _FACTS:
             self.layers()
         return _FACTS[self._key]
+
+
+def _versions(layers: nn.Module) -> list[int]:
+    """Return how often each tensor has been changed."""
+    return [tensor._version for tensor in (*layers.parameters(), *layers.buffers())]
