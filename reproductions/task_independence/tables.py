@@ -21,15 +21,15 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG
     found = newest(records, EXPERIMENT)
     measured = NOT_RUN
     if found is not None:
-        compared = [model for model in found.results["models"] if "refused" in model or "differs" in model]
-        exact = [model for model in compared if model.get("differs") == ""]
-        measured = f"{len(exact)} of {len(compared)} architectures become layers with the same bits"
+        models = found.results["models"]
+        exact = [model for model in models if model.get("differs") == ""]
+        measured = f"{len(exact)} of {len(models)} architectures become layers with the same bits"
     text = "any network that is a sequence of layers (abstract), here of models that are none"
     return [Claim(text, "any", measured, verdict=NO_TEST)]
 
 
 def traced_share(records: Sequence[Record]) -> str:
-    """Return how many models of each library became layers, and how many of those compared have the same bits."""
+    """Return how many models of each library became layers, and how many of those have the same bits."""
     found = newest(records, EXPERIMENT)
     if found is None:
         return not_run(_PROGRAM)
@@ -37,10 +37,9 @@ def traced_share(records: Sequence[Record]) -> str:
     for library in ("timm", "torchvision", "transformers"):
         models = [model for model in found.results["models"] if model["library"] == library]
         traced = [model for model in models if "refused" not in model]
-        compared = [model for model in traced if "differs" in model]
-        exact = [model for model in compared if model["differs"] == ""]
-        rows.append([library, *(str(len(part)) for part in (models, traced, compared, exact))])
-    return markdown(["library", "architectures", "became layers", "compared", "same bits"], rows)
+        exact = [model for model in traced if model["differs"] == ""]
+        rows.append([library, *(str(len(part)) for part in (models, traced, exact))])
+    return markdown(["library", "architectures", "became layers", "same bits"], rows)
 
 
 def traced_models(records: Sequence[Record]) -> str:
@@ -54,7 +53,7 @@ def traced_models(records: Sequence[Record]) -> str:
         if "refused" in model:
             rows.append([name, "refused", "", *[""] * len(STAGES)])
             continue
-        same = {None: "not compared", "": "yes"}.get(model.get("differs"), f"no: {model.get('differs')}")
+        same = f"no: {model['differs']}" if model["differs"] else "yes"
         balances = [model["balance"][str(k)] for k in STAGES]
         shown = ["" if balance is None else f"{balance:.0%}" for balance in balances]
         rows.append([name, str(model["num_layers"]), same, *shown])
