@@ -149,7 +149,7 @@ class Accounting:
         return [account.fixed + account.peak for _, account in sorted(self.accounts.items())]
 
     def _watch(self, stage: Stage) -> None:
-        for name in ("forward", "recompute", "backward"):
+        for name in ("forward", "recompute", "backward", "make_weight_gradients"):
             setattr(stage, name, self._wrap(stage.index, name, getattr(stage, name)))
 
     def _wrap(self, index: int, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ class Accounting:
 
         def run_and_account(*args: Any, **options: Any) -> Any:
             result = self._allocator.task(lambda: run(*args, **options))
-            if name == "forward":  # on its own device, the receiver has a copy, whatever the sender keeps
+            if name in ("forward", "backward"):  # on its own device, the receiver has a copy, whatever the sender keeps
                 result.tensors = [tensor.clone() for tensor in result.tensors]
             self._tasks.append((index, target, 0 if result is None else _count_storage_bytes(result.tensors)))
             return result

@@ -9,7 +9,15 @@ import random
 
 import pytest
 
-from tests.end_to_end.transparency_case import OPTIMIZERS, Case, assert_bitwise_equal, cuts, run, run_in_processes
+from tests.end_to_end.transparency_case import (
+    OPTIMIZERS,
+    STAGES_PER_DEVICE,
+    Case,
+    assert_bitwise_equal,
+    cuts,
+    run,
+    run_in_processes,
+)
 from tests.support.layer_zoo import KINDS
 from tests.support.process_pool import ProcessPool
 
@@ -21,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:Use
 def draw(seed: int, num_devices: int | None = None) -> Case:
     """Draw layers, a way to cut them, a schedule for up to six stages, M, N, a mode, a precision and an optimizer."""
     dice = random.Random(seed)  # even, where hypothesis prefers what is simple
-    schedule = dice.choice(("gpipe", "1f1b", "interleaved_1f1b"))
-    stages_per_device = 2 if schedule == "interleaved_1f1b" else 1
+    schedule = dice.choice(list(STAGES_PER_DEVICE))
+    stages_per_device = STAGES_PER_DEVICE[schedule]
     num_stages = stages_per_device * (num_devices or dice.randint(1, 6 // stages_per_device))
     kinds = tuple(dice.sample(sorted(KINDS), dice.randint(max(3, num_stages - 1), 8)))
     return Case(

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.end_to_end.transparency_case import Case, Outcome, assert_bitwise_equal, batch, cuts, run, run_in_processes
+from gpipe.pipeline.schedule import SCHEDULES
+from tests.end_to_end.transparency_case import (
+    STAGES_PER_DEVICE,
+    Case,
+    Outcome,
+    assert_bitwise_equal,
+    batch,
+    cuts,
+    run,
+    run_in_processes,
+)
 from tests.support.process_pool import ProcessPool
 from tests.support.random_layers import DEPENDS_ON_MICROBATCH, KINDS, build
 
@@ -23,8 +33,9 @@ EVERYTHING = (
     "sometimes", "unused", "linear",
 )  # fmt: skip
 CUTS = {1: (15,), 2: (7, 8), 3: (3, 4, 8), 4: (1, 6, 5, 3), 6: (2, 2, 3, 2, 1, 5), 8: (1, 2, 2, 2, 2, 2, 2, 2)}
-PLAIN = [(name, num_devices, 1) for name in ("gpipe", "1f1b") for num_devices in (1, 2, 3, 4)]
+PLAIN = [(name, num_devices, 1) for name in ("gpipe", "1f1b", "split_gpipe", "zb_h1") for num_devices in (1, 2, 3, 4)]
 INTERLEAVED = [("interleaved_1f1b", num_devices, each) for num_devices, each in ((1, 2), (2, 2), (2, 4), (3, 2))]
+V = [("zb_v", num_devices, 2) for num_devices in (1, 2, 3, 4)]
 
 
 def everything(
@@ -51,9 +62,9 @@ def cases(
     num_devices: int | None = None,
 ) -> Case:
     """Draw a schedule, a sequence of layers, a way to cut it, M, N and a mode."""
-    schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved_1f1b")))
+    schedule = draw(st.sampled_from(list(SCHEDULES)))
     num_devices = num_devices or draw(st.integers(1, 4))
-    stages_per_device = 2 if schedule == "interleaved_1f1b" else 1
+    stages_per_device = STAGES_PER_DEVICE[schedule]
     num_stages = num_devices * stages_per_device
     sequence = tuple(draw(st.lists(st.sampled_from(kinds), min_size=max(3, num_stages - 1), max_size=9)))
     return Case(
@@ -70,12 +81,12 @@ def cases(
 
 @pytest.mark.parametrize(("num_microbatches", "batch_size"), list(itertools.product((1, 2, 4), (8, 7, 3))))
 def test_one_process_trains_as_one_stage_does(num_microbatches: int, batch_size: int) -> None:
-    for layout, mode in itertools.product(PLAIN + INTERLEAVED, MODES):
+    for layout, mode in itertools.product(PLAIN + INTERLEAVED + V, MODES):
         case = everything(*layout, num_microbatches, batch_size, mode)
         assert_bitwise_equal(run(case), oracle(case), str(case))
 
 
-@pytest.mark.parametrize("layout", PLAIN + INTERLEAVED, ids=str)
+@pytest.mark.parametrize("layout", PLAIN + INTERLEAVED + V, ids=str)
 def test_one_process_per_device_trains_as_one_stage_does(layout: tuple[str, int, int], processes: ProcessPool) -> None:
     name, num_devices, _ = layout
     sizes = itertools.product((1, 2, 4), (8, 7, 3)) if name == "gpipe" else ((4, 7), (4, 3), (1, 8))

@@ -46,12 +46,15 @@ class Case:
     optimizer: str = "sgd"
 
     def one_stage(self) -> Case:
-        """Return the same training without a pipeline: the oracle. Interleaving has the order of 1F1B in each stage."""
+        """Return the same training without a pipeline: the oracle.
+
+        Whole or split, backwards go through the micro-batches as in GPipe, or as in 1F1B.
+        """
         return replace(
             self,
             partitions=(len(self.kinds) + 1,),
             rematerialize="never",
-            schedule="gpipe" if self.schedule == "gpipe" else "1f1b",
+            schedule="gpipe" if self.schedule in ("gpipe", "split_gpipe") else "1f1b",
             stages_per_device=1,
         )
 
@@ -65,6 +68,9 @@ class Outcome:
     gradients: dict[str, np.ndarray | None]
     state: dict[str, np.ndarray]
     output: np.ndarray | None
+
+
+STAGES_PER_DEVICE = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "split_gpipe": 1, "zb_h1": 1, "zb_v": 2}
 
 
 def cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:

@@ -10,11 +10,12 @@ from gpipe.pipeline.schedule import Kind
 from gpipe.planning.simulation import simulate
 from gpipe.planning.step import Plan, Setting, StagePlan
 
-FORWARD, RECOMPUTE, BACKWARD = 2.0, 3.0, 4.0
+FORWARD, RECOMPUTE, BACKWARD, WEIGHTS = 2.0, 3.0, 4.0, 1.5
 
 
 def plan_of(setting: Setting, scales: list[float], transfer: float = 0.0, update: float = 0.0) -> Plan:
     seconds = {"forward_seconds": FORWARD, "recompute_seconds": RECOMPUTE, "backward_seconds": BACKWARD}
+    seconds["weight_gradient_seconds"] = WEIGHTS
     stages = []
     for scale in scales:
         scaled: dict[str, Any] = {name: scale * value for name, value in seconds.items()}
@@ -66,4 +67,4 @@ def test_averaging_over_replicas_is_transfer() -> None:
 
 def test_recomputation_is_part_of_the_stages_time() -> None:
     stage = plan_of(Setting(1, 1), [1.0]).stages[0]
-    assert [stage.seconds(kind) for kind in Kind] == [FORWARD, RECOMPUTE, BACKWARD]
+    assert [stage.seconds(kind) for kind in Kind] == [FORWARD, RECOMPUTE, BACKWARD, BACKWARD - WEIGHTS, WEIGHTS]

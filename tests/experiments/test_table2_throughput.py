@@ -9,7 +9,7 @@ from torch import Tensor
 
 from experiments.table2_throughput.study import Study
 from gpipe.models import transformer_lm
-from gpipe.planning.accelerator import Accelerator
+from gpipe.planning.accelerator import Accelerator, LayerSeconds
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTiming
 from gpipe.records import Record, read_records
@@ -92,7 +92,7 @@ def test_equal_layers_take_what_the_formula_says(study: Study, num_stages: int, 
 
 
 def test_a_size_that_was_not_timed_takes_as_long_an_example_as_the_nearest_smaller(study: Study) -> None:
-    assert study.seconds(8, "simulated")[0] == (6.0, 6.0, 12.0)
+    assert study.seconds(8, "simulated")[0] == LayerSeconds(6.0, 6.0, 12.0)
 
 
 def test_a_transfer_keeps_its_ratio_to_computing(study: Study) -> None:

@@ -20,8 +20,8 @@ from gpipe.pipeline.stage import Stage
 MODES = ("always", "except_last", "never")
 PARTITIONS = ([5], [2, 3], [1, 3, 1], [1, 1, 2, 1])
 LAYOUTS = [
-    *((name, partitions, 1) for name in ("gpipe", "1f1b") for partitions in PARTITIONS),
-    *(("interleaved_1f1b", partitions, 2) for partitions in PARTITIONS if len(partitions) % 2 == 0),
+    *((name, partitions, 1) for name in ("gpipe", "1f1b", "split_gpipe", "zb_h1") for partitions in PARTITIONS),
+    *((name, cut, 2) for name in ("interleaved_1f1b", "zb_v") for cut in PARTITIONS if len(cut) % 2 == 0),
 ]
 PADDING = -1
 
@@ -84,7 +84,12 @@ def test_gradients_and_sgd_updates_are_the_plain_models(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("schedule", "stages_per_device", "most"),
-    [("gpipe", 1, [8, 8, 8, 8]), ("1f1b", 1, [4, 3, 2, 1]), ("interleaved_1f1b", 2, [4, 3, 2, 1])],
+    [
+        ("gpipe", 1, [8, 8, 8, 8]),
+        ("1f1b", 1, [4, 3, 2, 1]),
+        ("interleaved_1f1b", 2, [4, 3, 2, 1]),
+        ("zb_v", 2, [4, 3, 2, 1]),
+    ],
 )
 def test_a_stage_holds_as_many_micro_batches_as_its_schedule_needs(
     schedule: str, stages_per_device: int, most: list[int], mode: str, monkeypatch: pytest.MonkeyPatch
@@ -102,9 +107,10 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_needs(
     assert found == most
 
 
-def test_two_steps_without_zeroing_add_up() -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_two_steps_without_zeroing_add_up(schedule: str) -> None:
     layers, plain = build(), build()
-    pipeline = pipeline_of(layers)
+    pipeline = pipeline_of(layers, schedule=schedule)
     for step, batch_size in enumerate((7, 4)):
         inputs, targets = batch(batch_size, step)
         pipeline.train_step((inputs, targets))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import (
     SCHEDULES,
+    SPLIT_SCHEDULES,
     Kind,
     Rematerialize,
     StepSchedule,
@@ -24,11 +25,16 @@ from gpipe.pipeline.schedule import (
     inference,
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
+    place_stages,
     sequential,
+    split_gpipe,
+    zero_bubble_h1,
+    zero_bubble_v,
 )
 from gpipe.planning.simulation import simulate
 
-LETTERS = {"F": Kind.FORWARD, "R": Kind.RECOMPUTE, "B": Kind.BACKWARD}
+LETTERS = dict(zip("FRBIW", Kind, strict=True))
+STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 4), "zb_v": (2, 2)}
 ALWAYS, EXCEPT_LAST, NEVER = Rematerialize
 
 
@@ -50,13 +56,17 @@ class Shape:
         return SCHEDULES[self.name](self.num_stages, self.num_microbatches, self.mode, self.stages_per_device)
 
     def inference(self) -> StepSchedule:
-        return inference(self.num_stages, self.num_microbatches, self.stages_per_device)
+        return inference(self.placement, self.num_microbatches)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return place_stages(self.name, self.num_stages, self.stages_per_device)
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     name = draw(st.sampled_from(list(SCHEDULES)))
-    stages_per_device = draw(st.integers(2, 4)) if name == "interleaved_1f1b" else 1
+    stages_per_device = draw(st.integers(*STAGES_PER_DEVICE.get(name, (1, 1))))
     mode = draw(st.sampled_from(Rematerialize))
     return Shape(name, draw(st.integers(1, 6)), stages_per_device, draw(st.integers(1, 14)), mode)
 
@@ -130,9 +140,56 @@ def test_interleaved_1f1b_runs_rounds_through_each_stage_of_a_device(
     assert interleaved_one_forward_one_backward(4, num_microbatches, mode) == expected
 
 
+def test_split_gpipe_makes_weight_gradients_after_each_input_gradients() -> None:
+    assert split_gpipe(2, 3, NEVER) == [tasks("F0 F1 F2 I2 W2 I1 W1 I0 W0", stage) for stage in (0, 1)]
+    assert split_gpipe(1, 2, ALWAYS) == [tasks("F0 F1 R1 I1 W1 R0 I0 W0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "mode", "texts"),
+    [
+        (
+            4,
+            NEVER,
+            [
+                "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+                "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+                "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+            ],
+        ),
+        (2, EXCEPT_LAST, ["F0 F1 R0 I0 W0 R1 I1 W1", "F0 F1 R0 I0 R1 I1 W0 W1", "F0 I0 F1 I1 W0 W1"]),
+    ],
+)
+def test_zero_bubble_h1_is_the_papers_figure(num_microbatches: int, mode: Rematerialize, texts: list[str]) -> None:
+    assert zero_bubble_h1(3, num_microbatches, mode) == [tasks(text, stage) for stage, text in enumerate(texts)]
+
+
+def test_zero_bubble_v_goes_down_the_devices_and_back_up() -> None:
+    assert zero_bubble_v(4, 4, NEVER) == [
+        tasks("F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3", 0, 3),
+        tasks("F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3", 1, 1),
+    ]
+
+
+@given(st.integers(1, 8), st.integers(1, 40))
+def test_split_backwards_leave_the_bubble_that_the_paper_says(num_devices: int, num_microbatches: int) -> None:
+    """The parts take a unit each, of a stage; stages in a V are half as large."""
+    work, ramp, most = 3 * num_microbatches, num_devices - 1, max(num_microbatches, num_devices)
+
+    def seconds(schedule: StepSchedule, unit: float) -> float:
+        return simulate(schedule, lambda _: unit).makespan_seconds
+
+    assert seconds(split_gpipe(num_devices, num_microbatches, NEVER), 1.0) == work + 2 * ramp
+    if num_microbatches >= num_devices:
+        assert seconds(zero_bubble_h1(num_devices, num_microbatches, NEVER), 1.0) == work + ramp
+    if most >= 2 * num_devices - 1:
+        assert seconds(zero_bubble_v(2 * num_devices, num_microbatches, NEVER), 0.5) <= work + ramp / 2
+
+
 def test_evaluation_has_the_forwards_alone() -> None:
-    assert inference(2, 3) == [tasks("F0 F1 F2", 0), tasks("F0 F1 F2", 1)]
-    assert inference(4, 3, 2) == [tasks("F0 F1 f0 f1 F2 f2", device, 2) for device in (0, 1)]
+    assert inference((0, 1), 3) == [tasks("F0 F1 F2", 0), tasks("F0 F1 F2", 1)]
+    assert inference((0, 1, 0, 1), 3) == [tasks("F0 F1 f0 f1 F2 f2", device, 2) for device in (0, 1)]
+    assert inference((0, 1, 1, 0), 3) == [tasks("F0 F1 f0 f1 F2 f2", 0, 3), tasks("F0 F1 f0 f1 F2 f2", 1, 1)]
 
 
 def test_a_forward_needs_the_stage_before_and_a_backward_the_one_after() -> None:
@@ -151,12 +208,15 @@ def test_each_micro_batch_goes_forward_is_recomputed_and_goes_backward(shape: Sh
     schedule = shape.schedule()
     assert len(schedule) == shape.num_devices
     for device, order in enumerate(schedule):
-        stages = range(device, shape.num_stages, shape.num_devices)
-        assert {task.stage for task in order} == set(stages)
+        stages = [stage for stage, place in enumerate(shape.placement) if place == device]
+        assert len(stages) == shape.stages_per_device and {task.stage for task in order} == set(stages)
         for stage, micro_batch in itertools.product(stages, range(shape.num_microbatches)):
             places = [i for i, task in enumerate(order) if task[1:] == (stage, micro_batch)]
+            if is_split := shape.name in SPLIT_SCHEDULES:
+                assert order[places.pop()].kind is Kind.WEIGHT_GRADIENTS
             forward, *recomputation, backward = places
-            assert [order[i].kind for i in (forward, backward)] == [Kind.FORWARD, Kind.BACKWARD]
+            expected = Kind.INPUT_GRADIENTS if is_split else Kind.BACKWARD
+            assert [order[i].kind for i in (forward, backward)] == [Kind.FORWARD, expected]
             if shape.mode is ALWAYS or (shape.mode is EXCEPT_LAST and backward - forward > 1):
                 assert recomputation == [backward - 1]
                 assert order[backward - 1].kind is Kind.RECOMPUTE
@@ -173,7 +233,7 @@ def test_one_process_runs_every_task_once_and_after_what_it_needs(shape: Shape) 
         for task in order:
             assert all(place[needed] < place[task] for needed in dependencies(task, shape.num_stages))
         for device, own in enumerate(schedule):
-            assert [task for task in order if task.stage % shape.num_devices == device] == own
+            assert [task for task in order if shape.placement[task.stage] == device] == own
 
 
 @given(shapes())
@@ -188,7 +248,7 @@ def test_both_ends_of_a_boundary_see_the_micro_batches_in_one_order(shape: Shape
     for schedule in (shape.schedule(), shape.inference()):
         orders = {
             (kind, stage): [task.micro_batch for tasks in schedule for task in tasks if task[:2] == (kind, stage)]
-            for kind, stage in itertools.product((Kind.FORWARD, Kind.BACKWARD), range(shape.num_stages))
+            for kind, stage in itertools.product(set(Kind) - {Kind.RECOMPUTE}, range(shape.num_stages))
         }
         for (kind, stage), order in orders.items():
             assert order == orders[kind, 0]
@@ -196,16 +256,19 @@ def test_both_ends_of_a_boundary_see_the_micro_batches_in_one_order(shape: Shape
 
 
 @given(shapes())
-def test_in_1f1b_a_stage_holds_no_more_than_the_stages_after_it_take(shape: Shape) -> None:
+def test_a_device_holds_no_more_micro_batches_than_the_papers_say(shape: Shape) -> None:
     for device, order in enumerate(shape.schedule()):
         held = most = 0
         for task in order:
-            held += {Kind.FORWARD: 1, Kind.RECOMPUTE: 0, Kind.BACKWARD: -1}[task.kind]
+            held += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENTS: -1}.get(task.kind, 0)
             most = max(most, held)
         num_stages = shape.num_devices * shape.stages_per_device
         bound = {
             "gpipe": shape.num_microbatches,
+            "split_gpipe": shape.num_microbatches,
             "1f1b": num_stages - device,
+            "zb_h1": num_stages,
+            "zb_v": num_stages,
             # Narayanan et al., 2021: all of a device's stages for a round, and 2 more for each device after it.
             "interleaved_1f1b": num_stages - shape.num_devices + 2 * (shape.num_devices - 1 - device) + 1,
         }[shape.name]
@@ -218,13 +281,13 @@ def test_one_process_never_holds_two_recomputed_graphs(shape: Shape) -> None:
     for kind, stage, micro_batch in sequential(shape.schedule()):
         if kind is Kind.RECOMPUTE:
             waiting.add((stage, micro_batch))
-        elif kind is Kind.BACKWARD:
+        elif kind.makes_gradients:
             waiting.discard((stage, micro_batch))
         assert len(waiting) <= 1
 
 
 def test_stages_take_turns_in_one_process() -> None:
-    forwards = sequential(inference(3, 3))
+    forwards = sequential(inference((0, 1, 2), 3))
     assert [(task.stage, task.micro_batch) for task in forwards] == [
         *[(0, 0)],
         *[(0, 1), (1, 0)],
@@ -252,6 +315,8 @@ def test_a_schedule_that_cannot_proceed_is_refused(schedule: StepSchedule) -> No
         ("gpipe", 4, 2, r"^stages_per_device is 2, but the schedule gpipe has one stage per device; make it 1, or use"),
         ("1f1b", 4, 2, r"^stages_per_device is 2, but the schedule 1f1b has one stage per device;"),
         ("interleaved_1f1b", 4, 1, r"^stages_per_device is 1, but the schedule interleaved_1f1b needs at least 2;"),
+        ("zb_v", 4, 1, r"^stages_per_device is 1, but the schedule zb_v has two stages per device; make it 2"),
+        ("zb_v", 5, 2, r"^5 partitions cannot be shared evenly"),
         ("interleaved_1f1b", 5, 2, r"^5 partitions cannot be shared evenly by devices with stages_per_device=2;"),
     ],
 )
@@ -286,12 +351,25 @@ def test_a_schedule_without_one_of_its_tasks_or_with_one_twice_is_refused(shape:
     ("schedule", "message"),
     [
         ([tasks("F0 B0 F1 B1", 0)], r"^the schedule has the tasks of 1 devices; 2 were expected$"),
-        ([tasks("F0 B0", 1), tasks("F0 B0", 0)], r"has a forward of stage 1, micro-batch 0 on device 0; stage s of 2"),
+        (
+            [[*tasks("F0 B0", 1), *tasks("F0 B0", 0)], tasks("F0 B0", 1)],
+            r"has a forward of stage 1, micro-batch 0 on device 1; each stage of 2 belongs to one device",
+        ),
+        (
+            [tasks("F0 I0 F1 I1", 0), tasks("F0 I0 F1 I1", 1)],
+            r"has forward, input gradients for stage 0, micro-batch 0",
+        ),
+        (
+            [tasks("F0 I0 F1 I1 W1 W0", 0), tasks("F0 I0 F1 I1 W0 W1", 1)],
+            r"weight gradients of stage 0 in the order of micro-batches \[1, 0\], and .* \[0, 1\]; they",
+        ),
+        ([tasks("F0 I0 W0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"forwards and backwards of stage 0 .* splits other"),
+        ([[*tasks("F0 B0 F1 B1", 0), *tasks("", 1)], []], r"has nothing for stage 1, micro-batch 0"),
         ([tasks("F0 B0 F2 B2", 0), tasks("F0 B0", 1)], r"has a forward of stage 0, micro-batch 2 on device 0; .* 1$"),
         ([tasks("B0 F0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"has backward, forward for stage 0, micro-batch 0;"),
         (
             [tasks("F0 F1 B0 B1", 0), tasks("F0 F1 B1 B0", 1)],
-            r"backwards of stage 0 in the order .* \[0, 1\], .* \[1, 0\];",
+            r"backwards of stage 0 in the order .* \[0, 1, 0, 1\], .* \[0, 1, 1, 0\],",
         ),
         ([tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)], "the schedule cannot proceed"),
     ],
@@ -303,6 +381,7 @@ def test_a_users_schedule_is_refused_with_the_reason(schedule: StepSchedule, mes
 
 def test_an_unknown_schedule_is_refused_with_the_names_of_those_that_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"^schedule is '1b1f'; it must be one of gpipe, 1f1b, interleaved_1f1b, or a "
+        ValueError,
+        match=rf"^schedule is '1b1f'; it must be one of {', '.join(SCHEDULES)}, or a ",
     ):
         choose_schedule("1b1f", 2, 2, ALWAYS, 1)

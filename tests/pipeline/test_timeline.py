@@ -58,7 +58,10 @@ def test_a_device_with_several_stages_has_one_row() -> None:
 
 
 @pytest.mark.parametrize("mode", Rematerialize)
-@pytest.mark.parametrize(("name", "stages_per_device"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(
+    ("name", "stages_per_device"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("split_gpipe", 1), ("zb_h1", 1), ("zb_v", 2)],
+)
 def test_a_measured_step_has_every_task_once_in_the_order_of_the_schedule(
     name: str, stages_per_device: int, mode: Rematerialize
 ) -> None:

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpipe.planning.accelerator import ACCELERATORS, Accelerator, Speed, detect_accelerator, find_accelerator
+from gpipe.planning.accelerator import (
+    ACCELERATORS,
+    Accelerator,
+    LayerSeconds,
+    Speed,
+    detect_accelerator,
+    find_accelerator,
+)
 from gpipe.planning.ledger import Work
 from tests.planning.small_profiles import LOSS
 
@@ -14,21 +21,21 @@ from tests.planning.small_profiles import LOSS
 def test_an_operation_is_bound_by_arithmetic_or_by_memory() -> None:
     speed = Speed(10.0, 5.0, 100.0, 1.0)
     profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200),))
-    assert speed.seconds([profile, profile]) == [(10.0 + 10.0, 10.0 + 10.0, 2.0)] * 2
+    assert speed.seconds([profile, profile]) == [LayerSeconds(10.0 + 10.0, 10.0 + 10.0, 2.0)] * 2
 
 
 def test_every_operation_takes_its_time_to_start_and_longer_on_a_slower_accelerator() -> None:
     speed = Speed(10.0, 5.0, 100.0, 1.0, operation_seconds=3.0)
     profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200),))
-    assert speed.seconds([profile]) == [(26.0, 26.0, 5.0)]
-    assert speed.slowed(2).seconds([profile]) == [(52.0, 52.0, 10.0)]
+    assert speed.seconds([profile]) == [LayerSeconds(26.0, 26.0, 5.0)]
+    assert speed.slowed(2).seconds([profile]) == [LayerSeconds(52.0, 52.0, 10.0)]
 
 
 def test_a_host_that_starts_operations_ahead_bounds_small_layers_alone() -> None:
     speed = Speed(10.0, 5.0, 100.0, 1.0, operation_seconds=3.0, starts_ahead=True)
     profile = replace(LOSS, forward=(Work(50, 100), Work(5, 1000)), backward=(Work(0, 200), Work(0, 100)))
-    assert speed.seconds([profile]) == [(20.0, 20.0, 6.0)]
-    assert speed.slowed(2).seconds([profile]) == [(40.0, 40.0, 12.0)]
+    assert speed.seconds([profile]) == [LayerSeconds(20.0, 20.0, 6.0)]
+    assert speed.slowed(2).seconds([profile]) == [LayerSeconds(40.0, 40.0, 12.0)]
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)

@@ -26,6 +26,8 @@ def model(request: pytest.FixtureRequest) -> SmallModel:
         ("gpipe", 2, Rematerialize.EXCEPT_LAST),
         ("gpipe", 4, Rematerialize.ALWAYS),
         ("1f1b", 4, Rematerialize.NEVER),
+        ("split_gpipe", 4, Rematerialize.ALWAYS),
+        ("zb_h1", 4, Rematerialize.NEVER),
     ],
 )
 def test_a_stages_planned_peak_is_within_a_tenth_of_the_allocators(

@@ -15,7 +15,9 @@ from gpipe.planning.simulation import simulate
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 SECONDS = {F: 1.0, R: 1.0, B: 2.0}
-NAMES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)])
+SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)]
+ALL_NAMES = st.sampled_from([*SHAPES, ("split_gpipe", 1), ("zb_h1", 1), ("zb_v", 2)])
+NAMES = st.sampled_from(SHAPES)
 
 
 def spans(timeline: Timeline) -> dict[tuple[str, int, int], tuple[float, float]]:
@@ -121,13 +123,14 @@ def test_the_bubble_of_equal_stages_is_that_of_the_papers(
     assert bubble == pytest.approx((num_devices - 1) / (work + num_devices - 1))
 
 
-@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(Rematerialize), NAMES, st.randoms(use_true_random=False))
+@given(
+    st.integers(1, 5), st.integers(1, 6), st.sampled_from(Rematerialize), ALL_NAMES, st.randoms(use_true_random=False)
+)
 def test_no_simulated_task_starts_before_what_it_needs(
     num_devices: int, num_microbatches: int, mode: Rematerialize, name: tuple[str, int], source: object
 ) -> None:
     durations: dict[Task, float] = {}
     num_stages = num_devices * name[1]
-    travel = 0.25 if num_devices > 1 else 0.0
     schedule = SCHEDULES[name[0]](num_stages, num_microbatches, mode, name[1])
     for task in itertools.chain(*schedule):
         durations[task] = source.uniform(0.3, 3)  # longer than a transfer: no link is ever busy  # type: ignore[attr-defined]
@@ -138,7 +141,9 @@ def test_no_simulated_task_starts_before_what_it_needs(
         for before, after in itertools.pairwise(tasks):
             assert when[after].start >= when[before].end
     for task, event in when.items():
-        earliest = [when[other].end + travel for other in dependencies(task, num_stages)]
+        needed = dependencies(task, num_stages)
+        is_local = [timeline.row(other) == timeline.row(task) for other in needed]
+        earliest = [when[other].end + 0.25 * (not local) for other, local in zip(needed, is_local, strict=True)]
         same_row = [e for t, e in when.items() if timeline.row(t) == timeline.row(task)]
         earliest += [e.end for e in same_row if e.end <= event.start]
         assert event.start == max(earliest, default=0.0)

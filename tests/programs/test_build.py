@@ -106,7 +106,7 @@ def test_every_model_can_be_cut_by_every_cost_for_every_objective(model: tuple[s
 @pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
 def test_every_model_can_be_planned_with_every_mode_and_schedule(model: tuple[str, ...]) -> None:
     for mode, schedule in product(Rematerialize, PipelineSchedule):
-        shared = 2 if schedule.value == "interleaved_1f1b" else 1
+        shared = 2 if schedule.value in ("interleaved_1f1b", "zb_v") else 1
         overrides = [f"pipeline.rematerialize={mode.value}", f"pipeline.schedule={schedule.value}"]
         shapes = [f"pipeline.stages_per_device={shared}", "pipeline.num_stages=4", "pipeline.num_microbatches=4"]
         run = to_run(compose("train", overrides=[*model, *overrides, *shapes, "launch=process_per_stage"]))

@@ -51,7 +51,7 @@ class Setting:
 
     def one_stage(self) -> Setting:
         """Return the same training without a pipeline: interleaving has the order of 1F1B in each stage."""
-        schedule = "gpipe" if self.schedule == "gpipe" else "1f1b"
+        schedule = "gpipe" if self.schedule in ("gpipe", "split_gpipe") else "1f1b"
         return replace(self, num_stages=1, rematerialize="never", schedule=schedule, stages_per_device=1)
 
 

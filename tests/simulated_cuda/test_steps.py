@@ -19,7 +19,8 @@ Layout = tuple[str, int, int]
 MODES = ("always", "except_last", "never")
 LAYOUTS = [
     *((name, num_stages, 1) for name in ("gpipe", "1f1b") for num_stages in (1, 2, 3)),
-    *(("interleaved_1f1b", num_stages, 2) for num_stages in (4, 6)),
+    *((name, 3, 1) for name in ("split_gpipe", "zb_h1")),
+    *((name, num_stages, 2) for name in ("interleaved_1f1b", "zb_v") for num_stages in (4, 6)),
 ]
 MACHINES = {"simulated": NUM_DEVICES} | ({"real": torch.cuda.device_count()} if torch.cuda.is_available() else {})
 IN_PROCESSES = [

@@ -120,8 +120,8 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
         read = source.read({kind: list(own)})[kind]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): check the disk and its permissions.") from None
-    # Assigned, not copied: the initial weights, which nothing needs, are never drawn. In memory of their own: a file has
-    # them at any address, by which some kernels choose in which order they add up.
+    # Assigned, not copied: the initial weights, which nothing needs, are never drawn. In memory of their own: in a file
+    # they have any address, and by that some kernels choose in which order they add up.
     layers.load_state_dict({name: tensor.clone() for name, tensor in _rename(read).items()}, assign=True)
     return source.manifest
 

@@ -17,7 +17,17 @@ class Rematerialize(Enum):
 
 
 # The order of a step's tasks; no member of a class statement could be called 1f1b.
-PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved_1f1b": "interleaved_1f1b"})
+PipelineSchedule = Enum(
+    "PipelineSchedule",
+    {
+        "gpipe": "gpipe",
+        "1f1b": "1f1b",
+        "interleaved_1f1b": "interleaved_1f1b",
+        "split_gpipe": "split_gpipe",
+        "zb_h1": "zb_h1",
+        "zb_v": "zb_v",
+    },
+)
 
 
 class PartitionBy(Enum):
@@ -62,7 +72,7 @@ class PipelineConfig:
         num_stages: K.
         num_microbatches: M.
         schedule: the order of a step's tasks.
-        stages_per_device: the number of stages per process or GPU; more than 1 if the schedule is interleaved.
+        stages_per_device: the number of stages per process or GPU: 2 or more with interleaved_1f1b, 2 with zb_v.
         rematerialize: which micro-batches are recomputed in the backward pass.
         partition_by: the cost of a layer that the partitions balance.
         objective: what the cut minimises.
@@ -103,8 +113,11 @@ class PipelineConfig:
             at_least(setting, number, 2)
             divides = self.num_stages % number == 0
             require(divides, setting, number, f"a divisor of pipeline.num_stages={self.num_stages}")
+        elif self.schedule is PipelineSchedule["zb_v"]:
+            fits = number == 2 and self.num_stages % 2 == 0
+            require(fits, setting, number, f"2, and an even pipeline.num_stages={self.num_stages}, with zb_v")
         else:
-            others = f"1 with pipeline.schedule={self.schedule.name}; interleaved_1f1b takes more"
+            others = f"1 with pipeline.schedule={self.schedule.name}; interleaved_1f1b and zb_v take more"
             require(number == 1, setting, number, others)
 
 

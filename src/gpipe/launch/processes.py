@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -62,14 +62,16 @@ class Place:
         """The number of this process, from 0."""
         return 0 if self.mesh is None else dist.get_rank()
 
-    def devices(self, num_stages: int, stages_per_device: int = 1) -> list[torch.device] | None:
-        """Return each stage's device if this process plays all stages, None if it runs on its current device."""
+    def devices(self, placement: Sequence[int]) -> list[torch.device] | None:
+        """Return each stage's device if this process plays all stages, None if it runs on its current device.
+
+        placement: which of the schedule's devices has each stage; GPUs take turns where they are fewer.
+        """
         if self.mesh is not None:
             return None
         if self.device_type == "cpu":
-            return [torch.device("cpu")] * num_stages
-        num_devices = min(num_stages // stages_per_device, torch.cuda.device_count())
-        return [torch.device("cuda", stage % num_devices) for stage in range(num_stages)]
+            return [torch.device("cpu")] * len(placement)
+        return [torch.device("cuda", device % torch.cuda.device_count()) for device in placement]
 
     def share(self, name: str, value: str) -> str:
         """Return the first process's value on every process; every process calls it, once per name."""

@@ -29,7 +29,15 @@ from gpipe.pipeline.refusals import (
     refuse_parameters_of_loss,
     refuse_replaced_layers,
 )
-from gpipe.pipeline.schedule import Kind, Rematerialize, ScheduleFunction, Task, choose_schedule, plan_tasks
+from gpipe.pipeline.schedule import (
+    Kind,
+    Rematerialize,
+    ScheduleFunction,
+    Task,
+    choose_schedule,
+    place_stages,
+    plan_tasks,
+)
 from gpipe.pipeline.shared.replicas import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage, uncached_autocast
@@ -64,9 +72,10 @@ class Pipeline:
         partitions: the number of layers of each stage, such as `partition_layers` returns.
         num_microbatches: M, into which each mini-batch is cut; smaller mini-batches make fewer, never empty ones.
         rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations.
-        schedule: "gpipe", "1f1b" or "interleaved_1f1b" (`gpipe.pipeline.schedule`); or a function of yours that returns
-            the tasks of a step as those do, which are checked before they run.
-        stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, P = K / this.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "split_gpipe", "zb_h1" or "zb_v" (`gpipe.pipeline.schedule`); or
+            a function of yours that returns the tasks of a step as those do, which are checked before they run.
+        stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, P = K / this;
+            2 in ZB-V.
         devices: of each stage, for one process; or of this process. Default: where the layers are; on a mesh, its type.
         mesh: R x P processes with the dimensions ("replica", "stage"); None: this process plays all stages.
         seed: of initial weights (with the layer) and masks (with the step, the micro-batch and the layer).
@@ -131,7 +140,8 @@ class Pipeline:
         self._loss, self._loss_weight = loss, loss_weight
         self._compilation: Compilation | None = None
 
-        self.job = join_job(mesh, devices, layers, self.num_stages, stages_per_device, timeout_seconds)
+        self._placement = place_stages(schedule, self.num_stages, stages_per_device)
+        self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
         settings = {
             "synchronize_batch_norm": synchronize_batch_norm,
             "partitions": list(partitions),
@@ -239,9 +249,12 @@ class Pipeline:
                 kind, k, micro_batch = task
                 if kind is Kind.FORWARD:
                     return stage.forward(micro_batch, received, keep_graph=(k, micro_batch) not in recomputed)
-                if kind is Kind.BACKWARD:
-                    return stage.backward(micro_batch, received)
-                stage.recompute(micro_batch)
+                if kind.makes_gradients:
+                    return stage.backward(micro_batch, received, splits=kind is Kind.INPUT_GRADIENTS)
+                if kind is Kind.WEIGHT_GRADIENTS:
+                    stage.make_weight_gradients(micro_batch)
+                else:
+                    stage.recompute(micro_batch)
                 return None
 
             self._run(tasks, parts, train, clock)
@@ -491,8 +504,10 @@ class Pipeline:
         parts = split(inputs, sizes)
         return self.job.transfer.start(MiniBatch(sum(sizes), len(sizes)), training=training), parts
 
-    def _shape(self, batch: MiniBatch) -> tuple[int, int, Rematerialize, int, tuple[int, ...]]:
-        return self.num_stages, batch.num_microbatches, self.rematerialize, self.stages_per_device, tuple(self.stages)
+    def _shape(self, batch: MiniBatch) -> tuple[int, int, Rematerialize, int, tuple[int, ...], int | None]:
+        device = None if len(self.stages) == self.num_stages else self.job.process
+        shape = self.num_stages, batch.num_microbatches, self.rematerialize, self.stages_per_device
+        return *shape, self._placement, device
 
     def _run(
         self, tasks: Sequence[Task], parts: list[Payload], work: Work, clock: Clock | None = None, doing: str = ""
@@ -503,7 +518,7 @@ class Pipeline:
         """
         clock = clock or Clock(cuda=False)
         for task in tasks:
-            self._run_task(task, parts, work, clock, doing or task.kind)
+            self._run_task(task, parts, work, clock, doing or task.kind.words)
 
     # A function of its own, so that what was received and sent is released before the next task.
     def _run_task(self, task: Task, parts: list[Payload], work: Work, clock: Clock, doing: str) -> None:
@@ -513,7 +528,7 @@ class Pipeline:
         received: Any = None
         if kind is Kind.FORWARD:
             received = job.transfer.receive(task) if k > 0 else parts[micro_batch].to(stage.device)
-        elif kind is Kind.BACKWARD and k < self.num_stages - 1:
+        elif kind.makes_gradients and k < self.num_stages - 1:
             received = job.transfer.receive(task)
         job.activity.start(stage.describe, micro_batch, doing)
         mark = clock.start(stage.device)
@@ -526,7 +541,7 @@ class Pipeline:
         clock.stop(task, stage.device, mark)
         job.activity.stop()
         job.device_work.add(stage.device, f"stage {k}, micro-batch {micro_batch}, {doing}", k, micro_batch)
-        if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind is Kind.BACKWARD and k > 0):
+        if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
             job.transfer.send(task, result)
 
     def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
@@ -598,11 +613,11 @@ class Pipeline:
             stage.undo_step()
 
     def _gather_timeline(self, clock: Clock) -> Timeline:
-        own = Timeline(tuple(clock.events()), self.num_devices)
+        own = Timeline(tuple(clock.events()), self.num_devices, self._placement)
         rows = [row for part in self.job.gather(own.to_json()) for row in part]
         origin = min(row[3] for row in rows)
         moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
-        return Timeline.from_json(moved, self.num_devices)
+        return Timeline.from_json(moved, self.num_devices, self._placement)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """The tasks of a step, device by device: the engine executes them, the simulator times them, the plots draw them.
 
-A device is what works on its own: a process, or a GPU. It has one stage. In an interleaved schedule of P devices it has
-several: stage s is on device s % P. A device runs its tasks in the order of its list, each as soon as the tasks that it
-depends on are done. Both ends of a boundary see the micro-batches in the same order.
+A device is what works on its own: a process, or a GPU. It has one stage, or several: which ones, its tasks say. A
+device runs its tasks in the order of its list, each as soon as the tasks that it depends on are done. Both ends of a
+boundary see the micro-batches in the same order.
 
-In the drawings F is a forward, R a recomputation, B a backward. A column is a moment.
+In the drawings F is a forward, R a recomputation, B a backward. A column is a moment. Some schedules split a backward:
+I makes the gradients of a stage's inputs, for which the stage before waits, and W those of its weights.
 """
 
 from __future__ import annotations
@@ -22,6 +23,23 @@ class Kind(StrEnum):
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
+    INPUT_GRADIENTS = "input_gradients"  # the part of a backward that the stage before waits for
+    WEIGHT_GRADIENTS = "weight_gradients"  # the other part
+
+    @property
+    def makes_gradients(self) -> bool:
+        """Whether the stage before gets gradients from it."""
+        return self is Kind.BACKWARD or self is Kind.INPUT_GRADIENTS
+
+    @property
+    def direction(self) -> Kind:
+        """In which direction its result travels: FORWARD to the next stage, or BACKWARD to the one before."""
+        return Kind.BACKWARD if self.makes_gradients else Kind.FORWARD
+
+    @property
+    def words(self) -> str:
+        """Its name in a sentence."""
+        return self.value.replace("_", " ")
 
 
 class Rematerialize(StrEnum):
@@ -61,7 +79,7 @@ def gpipe(
     A recomputation comes before its backward and needs no gradient: it runs while the gradient is awaited.
     """
     check_stages_per_device("gpipe", num_stages, stages_per_device)
-    schedule = inference(num_stages, num_microbatches)
+    schedule = inference(range(num_stages), num_microbatches)
     for stage, tasks in enumerate(schedule):
         tasks += [Task(Kind.BACKWARD, stage, micro_batch) for micro_batch in reversed(range(num_microbatches))]
     return [_with_recomputations(tasks, rematerialize) for tasks in schedule]
@@ -110,11 +128,87 @@ def interleaved_one_forward_one_backward(
     return _in_turns(num_stages, num_microbatches, rematerialize, num_devices=num_devices, eagerness=eagerness)
 
 
-def inference(num_stages: int, num_microbatches: int, stages_per_device: int = 1) -> StepSchedule:
-    """Return the forwards alone, for evaluation."""
-    num_devices = num_stages // stages_per_device
+def split_gpipe(
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    stages_per_device: int = 1,
+) -> StepSchedule:
+    """Return GPipe's schedule with split backwards: gradients of weights are made while those of inputs travel on.
+
+        stage 0   F0 F1 F2             I2 W2 I1 W1 I0 W0
+        stage 1      F0 F1 F2       I2 W2 I1 W1 I0 W0
+        stage 2         F0 F1 F2 I2 W2 I1 W1 I0 W0
+
+    It takes the memory of GPipe. The bubble is smaller: gradients go down the stages in half the time.
+    """
+    check_stages_per_device("split_gpipe", num_stages, stages_per_device)
+    whole = gpipe(num_stages, num_microbatches, rematerialize)
+    return [[part for task in tasks for part in _split(task)] for tasks in whole]
+
+
+def zero_bubble_h1(
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    stages_per_device: int = 1,
+) -> StepSchedule:
+    """Return ZB-H1: 1F1B with split backwards; the gradients of weights wait where a stage would have nothing to do.
+
+        stage 0   F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
+        stage 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        stage 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    A third of 1F1B's bubble where the three parts take equally long. Each stage holds at most K micro-batches, as
+    1F1B's first stage does (Qi et al., 2024, "Zero Bubble Pipeline Parallelism", section 2.1).
+    """
+    check_stages_per_device("zb_h1", num_stages, stages_per_device)
+    later = max(num_microbatches - num_stages, 0)
+    schedule = []
+    for stage in range(num_stages):
+        after = num_stages - stage
+        letters = "F" * after + "IF" * stage + "IWF" * later + "IW" * after + "W" * stage
+        schedule.append(_with_recomputations(_read(letters, [stage], num_microbatches), rematerialize))
+    return schedule
+
+
+def zero_bubble_v(
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    stages_per_device: int = 2,
+) -> StepSchedule:
+    """Return ZB-V: two stages per device, which go down the devices and back up in a V; nearly no bubble.
+
+    K = 4 stages on P = 2 devices, M = 4; small letters are the devices' second stages, 3 on device 0 and 2 on device 1:
+
+        device 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
+        device 1      F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
+
+    The last stage is on device 0, so the first backward follows the first forward without a way back. A device holds at
+    most 2 P micro-batches, each of half its layers: as much as 1F1B's first stage (the same paper, section 6). It is
+    made for at least 2 P - 1 micro-batches; with fewer, devices wait for those that are not there.
+    """
+    check_stages_per_device("zb_v", num_stages, stages_per_device)
+    num_devices = num_stages // 2
+    num_planned = max(num_microbatches, 2 * num_devices - 1)
+    schedule = []
+    for device in range(num_devices):
+        after = num_devices - device  # with itself
+        letters = "F" * (2 * after - 1) + "fF" * device + "fiw" * after
+        letters += "FIWfiw" * (num_planned - num_devices - after + 1) + "IWfiw" * (after - 1)
+        letters += "Ii" * device + "IW" * after
+        letters += "".join(letter * (num_planned - letters.count(letter)) for letter in "wW")
+        tasks = _read(letters, [device, num_stages - 1 - device], num_microbatches)
+        schedule.append(_with_recomputations(tasks, rematerialize))
+    return schedule
+
+
+def inference(placement: Sequence[int], num_microbatches: int) -> StepSchedule:
+    """Return the forwards alone, for evaluation, where each stage's device is given."""
+    num_devices = max(placement) + 1
     return [
-        _in_rounds(Kind.FORWARD, range(device, num_stages, num_devices), num_microbatches, num_devices)
+        _in_rounds(Kind.FORWARD, _stages_of(device, placement), num_microbatches, num_devices)
         for device in range(num_devices)
     ]
 
@@ -126,7 +220,26 @@ SCHEDULES: dict[str, ScheduleFunction] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved_1f1b": interleaved_one_forward_one_backward,
+    "split_gpipe": split_gpipe,
+    "zb_h1": zero_bubble_h1,
+    "zb_v": zero_bubble_v,
 }
+
+
+SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
+"""Those whose backwards are in two parts."""
+
+
+def place_stages(schedule: str | ScheduleFunction, num_stages: int, stages_per_device: int) -> tuple[int, ...]:
+    """Return the device of each stage.
+
+    Raises:
+        ValueError: there is no such schedule, or it cannot have so many stages per device.
+    """
+    function = _find_schedule(schedule, num_stages, stages_per_device)
+    tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
+    of = {task.stage: device for device, own in enumerate(tasks) for task in own}
+    return tuple(of.get(stage, 0) for stage in range(num_stages))  # what lacks a stage is refused by check_schedule
 
 
 def choose_schedule(
@@ -141,14 +254,16 @@ def choose_schedule(
     Raises:
         ValueError: there is no such schedule, it cannot have so many stages per device, or its tasks are not right.
     """
+    function = _find_schedule(schedule, num_stages, stages_per_device)
+    if function not in SCHEDULES.values():
+        tasks = function(num_stages, num_microbatches, rematerialize, stages_per_device)
+        check_schedule(tasks, num_stages, num_microbatches, stages_per_device)
+    return function
+
+
+def _find_schedule(schedule: str | ScheduleFunction, num_stages: int, stages_per_device: int) -> ScheduleFunction:
     if not isinstance(schedule, str):
         _check_stages_divide(num_stages, stages_per_device)
-        check_schedule(
-            schedule(num_stages, num_microbatches, rematerialize, stages_per_device),
-            num_stages,
-            num_microbatches,
-            stages_per_device,
-        )
         return schedule
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
@@ -165,35 +280,63 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
     num_devices = num_stages // stages_per_device
     if len(schedule) != num_devices:
         raise ValueError(f"the schedule has the tasks of {len(schedule)} devices; {num_devices} were expected")
-    kinds: dict[tuple[int, int], list[Kind]] = {(k, m): [] for k in range(num_stages) for m in range(num_microbatches)}
-    for device, tasks in enumerate(schedule):
-        for kind, stage, micro_batch in tasks:
-            if (stage, micro_batch) not in kinds or stage % num_devices != device:
+    tasks: dict[tuple[int, int], list[Task]] = {(k, m): [] for k in range(num_stages) for m in range(num_microbatches)}
+    placement: dict[int, int] = {}
+    for device, own in enumerate(schedule):
+        for task in own:
+            if (task.stage, task.micro_batch) not in tasks or placement.setdefault(task.stage, device) != device:
                 raise ValueError(
-                    f"the schedule has a {kind} of stage {stage}, micro-batch {micro_batch} on device {device}; "
-                    f"stage s of {num_stages} belongs to device s % {num_devices}, and micro-batches to 0 ... "
+                    f"the schedule has a {task.kind.words} of stage {task.stage}, micro-batch {task.micro_batch} on "
+                    f"device {device}; each stage of {num_stages} belongs to one device, and micro-batches to 0 ... "
                     f"{num_microbatches - 1}"
                 )
-            kinds[stage, micro_batch].append(kind)
-    whole = [Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD]
-    for (stage, micro_batch), found in kinds.items():
-        if found not in whole:
+            tasks[task.stage, task.micro_batch].append(task)
+    for (stage, micro_batch), found in tasks.items():
+        kinds = [task.kind for task in found if task.kind is not Kind.RECOMPUTE]
+        recomputes = [task.kind for task in found].index(Kind.RECOMPUTE) if len(kinds) < len(found) else 1
+        if kinds not in _WHOLE or len(found) - len(kinds) > 1 or recomputes != 1:
             raise ValueError(
-                f"the schedule has {', '.join(found) or 'nothing'} for stage {stage}, micro-batch {micro_batch}; it "
-                "must be forward, perhaps recompute, and backward, each once and in this order"
+                f"the schedule has {', '.join(task.kind.words for task in found) or 'nothing'} for stage {stage}, "
+                f"micro-batch {micro_batch}; it must be forward, perhaps recompute, and backward, or input gradients "
+                "and weight gradients in place of that, each once and in this order"
             )
-    for stage in range(num_stages - 1):
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            here, there = (
-                [task.micro_batch for task in schedule[k % num_devices] if (task.kind, task.stage) == (kind, k)]
-                for k in (stage, stage + 1)
+    orders = [_find_orders(schedule[placement[stage]], stage) for stage in range(num_stages)]
+    for stage, (forwards, backwards, weights) in enumerate(orders):
+        split = [micro_batch for kind, micro_batch in backwards if kind is Kind.INPUT_GRADIENTS]
+        if weights != split:
+            raise ValueError(
+                f"the schedule makes the weight gradients of stage {stage} in the order of micro-batches {weights}, "
+                f"and the input gradients in the order {split}; they must be the same"
             )
-            if here != there:
-                raise ValueError(
-                    f"the schedule runs the {kind}s of stage {stage} in the order of micro-batches {here}, and those "
-                    f"of stage {stage + 1} in the order {there}; both ends of a boundary need the same"
-                )
+        if stage > 0 and (forwards, backwards) != orders[stage - 1][:2]:
+            here, there = ([row[1] for row in orders[k][0] + orders[k][1]] for k in (stage - 1, stage))
+            raise ValueError(
+                f"the schedule runs the forwards and backwards of stage {stage - 1} in the order of micro-batches "
+                f"{here}, and those of stage {stage} in the order {there}, or splits other ones; both ends of a "
+                "boundary need the same"
+            )
+    per_device = [len(_stages_of(device, [placement[k] for k in range(num_stages)])) for device in range(num_devices)]
+    if set(per_device) != {stages_per_device}:
+        raise ValueError(f"the devices of the schedule have {per_device} stages; each needs {stages_per_device}")
     sequential(schedule)
+
+
+_WHOLE = (
+    [Kind.FORWARD, Kind.BACKWARD],
+    [Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS],
+)
+
+
+def _find_orders(tasks: Sequence[Task], stage: int) -> tuple[list[tuple[Kind, int]], list[tuple[Kind, int]], list[int]]:
+    """Return the order of a stage's micro-batches: of forwards and of backwards with their kinds, of weights."""
+    own = [(task.kind, task.micro_batch) for task in tasks if task.stage == stage]
+    forwards = [row for row in own if row[0] is Kind.FORWARD]
+    backwards = [row for row in own if row[0].makes_gradients]
+    return forwards, backwards, [micro_batch for kind, micro_batch in own if kind is Kind.WEIGHT_GRADIENTS]
+
+
+def _stages_of(device: int, placement: Sequence[int]) -> list[int]:
+    return [stage for stage, place in enumerate(placement) if place == device]
 
 
 def _check_stages_divide(num_stages: int, stages_per_device: int) -> None:
@@ -208,9 +351,15 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
     """Refuse a number of stages per device that a schedule cannot have.
 
     Raises:
-        ValueError: interleaving needs at least 2, which divide K; the other schedules need 1.
+        ValueError: interleaving needs at least 2, which divide K, ZB-V needs 2, and the other schedules need 1.
     """
-    if schedule != "interleaved_1f1b":
+    if schedule == "zb_v":
+        if stages_per_device != 2:
+            raise ValueError(
+                f"stages_per_device is {stages_per_device}, but the schedule zb_v has two stages per device; make it 2"
+            )
+        _check_stages_divide(num_stages, stages_per_device)
+    elif schedule != "interleaved_1f1b":
         if stages_per_device != 1:
             raise ValueError(
                 f"stages_per_device is {stages_per_device}, but the schedule {schedule} has one stage per device; "
@@ -255,6 +404,28 @@ def _in_rounds(kind: Kind, stages: Iterable[int], num_microbatches: int, num_dev
     ]
 
 
+def _split(task: Task) -> list[Task]:
+    """Return the two parts of a backward; any other task as it is."""
+    if task.kind is not Kind.BACKWARD:
+        return [task]
+    return [task._replace(kind=Kind.INPUT_GRADIENTS), task._replace(kind=Kind.WEIGHT_GRADIENTS)]
+
+
+_LETTERS = {"F": Kind.FORWARD, "I": Kind.INPUT_GRADIENTS, "W": Kind.WEIGHT_GRADIENTS}
+
+
+def _read(letters: str, stages: Sequence[int], num_microbatches: int) -> list[Task]:
+    """Return a device's tasks as they are drawn, without numbers: a letter's n-th one is of micro-batch n.
+
+    Small letters are of the second stage. There may be letters for more micro-batches, which are left out.
+    """
+    tasks = [
+        Task(_LETTERS[letter.upper()], stages[letter.islower()], letters[:position].count(letter))
+        for position, letter in enumerate(letters)
+    ]
+    return [task for task in tasks if task.micro_batch < num_microbatches]
+
+
 def _with_recomputations(tasks: list[Task], rematerialize: Rematerialize) -> list[Task]:
     """Insert a recomputation directly before each backward that needs one; a device's first task is a forward."""
     if rematerialize is Rematerialize.NEVER:
@@ -262,7 +433,7 @@ def _with_recomputations(tasks: list[Task], rematerialize: Rematerialize) -> lis
     found = tasks[:1]
     for before, task in pairwise(tasks):
         follows = before == Task(Kind.FORWARD, task.stage, task.micro_batch)
-        if task.kind is Kind.BACKWARD and not (follows and rematerialize is Rematerialize.EXCEPT_LAST):
+        if task.kind.makes_gradients and not (follows and rematerialize is Rematerialize.EXCEPT_LAST):
             found.append(Task(Kind.RECOMPUTE, task.stage, task.micro_batch))
         found.append(task)
     return found
@@ -284,8 +455,8 @@ def dependencies(task: Task, num_stages: int) -> list[Task]:
     kind, stage, micro_batch = task
     if kind is Kind.FORWARD and stage > 0:
         return [Task(Kind.FORWARD, stage - 1, micro_batch)]
-    if kind is Kind.BACKWARD and stage < num_stages - 1:
-        return [Task(Kind.BACKWARD, stage + 1, micro_batch)]
+    if kind.makes_gradients and stage < num_stages - 1:
+        return [Task(kind, stage + 1, micro_batch)]
     return []
 
 
@@ -334,18 +505,19 @@ def plan_tasks(
     num_microbatches: int,
     rematerialize: Rematerialize,
     stages_per_device: int,
-    stages: tuple[int, ...],
+    placement: tuple[int, ...],
+    device: int | None,
 ) -> tuple[list[Task], set[tuple[int, int]], dict[int, int]]:
     """Return a process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch.
 
-    `stages` are those of one device, or all. Without a schedule the tasks are the forwards alone.
+    device: that of the process; None: it plays all. Without a schedule the tasks are the forwards alone.
     """
     if schedule is None:
-        found = inference(num_stages, num_microbatches, stages_per_device)
+        found = inference(placement, num_microbatches)
     else:
         found = schedule(num_stages, num_microbatches, rematerialize, stages_per_device)
         if schedule not in SCHEDULES.values():
             check_schedule(found, num_stages, num_microbatches, stages_per_device)
-    tasks = sequential(found) if len(stages) == num_stages else found[min(stages)]  # device s has stage s
+    tasks = sequential(found) if device is None else found[device]
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
-    return tasks, recomputed, {task.stage: task.micro_batch for task in tasks if task.kind is Kind.BACKWARD}
+    return tasks, recomputed, {task.stage: task.micro_batch for task in tasks if task.kind.makes_gradients}

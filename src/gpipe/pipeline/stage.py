@@ -36,6 +36,7 @@ from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_generators
+from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.replicas import Averaging
@@ -111,6 +112,7 @@ class Stage:
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)
         self._kept: dict[int, _Kept] = {}
+        self._waiting: dict[int, WeightGradients] = {}
         self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
         self._last = max(self.layers)
 
@@ -137,6 +139,7 @@ class Stage:
     def reset(self) -> None:
         """Drop everything of a step that failed."""
         self._kept.clear()
+        self._waiting.clear()
         self.undo_step()
 
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
@@ -178,13 +181,14 @@ class Stage:
         ):
             self._run_with_graph(micro_batch, kept)
 
-    def backward(self, micro_batch: int, gradients: Payload | None) -> Payload:
+    def backward(self, micro_batch: int, gradients: Payload | None, *, splits: bool = False) -> Payload:
         """Add this micro-batch's gradients to the parameters' `.grad`; return those of the boundary input.
 
         Args:
             micro_batch: one that was kept or recomputed; what was held of it is let go.
             gradients: a tuple with one for each output of the stage, None for those without; None altogether in the
                 last stage.
+            splits: leave gradients of weights to `make_weight_gradients`, where that saves time here.
 
         Returns:
             Likewise the gradients of the input's tensors.
@@ -197,11 +201,22 @@ class Stage:
             self._batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
         )
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device):
-            self._run_backward(kept, gradients)
+            self._run_backward(kept, gradients, micro_batch if splits else None)
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
 
-    def _run_backward(self, kept: _Kept, gradients: Payload | None) -> None:
+    def make_weight_gradients(self, micro_batch: int) -> None:
+        """Add to the parameters' `.grad` what a split backward left."""
+        with without_autocast(self.device):
+            if (waiting := self._waiting.pop(micro_batch, None)) is not None:
+                waiting.compute(self._note_position)
+            if self.averaging is not None and micro_batch == self._final_micro_batch:
+                self.averaging.average()
+
+    def _note_position(self, position: tuple[int, nn.Module | None]) -> None:
+        self._position = position
+
+    def _run_backward(self, kept: _Kept, gradients: Payload | None, splits: int | None) -> None:
         assert kept.roots is not None, "the schedule forgot to recompute"
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         # The last stage's only root is the loss: a scalar needs no gradient to start from.
@@ -210,14 +225,18 @@ class Stage:
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and (is_last or s is not None)]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
         exchange: AbstractContextManager[None] = nullcontext()
-        if kept.outputs is not None and self.averaging is not None:
+        if kept.outputs is not None and self.averaging is not None and splits is None:
             reached = [t for t, s in zip(kept.outputs, seeds, strict=True) if is_last or s is not None]
             others += self.averaging.prepare_backward([t for t in reached if t.requires_grad] + others)
             exchange = self.averaging.replicas.exchange()
         pairs += [(get_gradient_edge(tensor), None) for tensor in others]
-        if pairs:
-            with exchange:
+        if not pairs:
+            return
+        with exchange:
+            if splits is None:
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            else:
+                self._waiting[splits] = run_split_backward(pairs, lambda: self._position)
 
     def evaluate(
         self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool

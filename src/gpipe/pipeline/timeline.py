@@ -24,15 +24,17 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step, of all stages, one row per device: stage s is in row s % P.
+    """The events of one step, of all stages, one row per device.
 
     Attributes:
         events: in any order.
         num_devices: P.
+        placement: the device of each stage; None: stage s is on device s % P.
     """
 
     events: tuple[Event, ...]
     num_devices: int
+    placement: tuple[int, ...] | None = None
 
     @property
     def makespan_seconds(self) -> float:
@@ -54,13 +56,16 @@ class Timeline:
 
     def row(self, task: Task) -> int:
         """Return the device that ran a task."""
-        return task.stage % self.num_devices
+        return self._row(task.stage)
+
+    def _row(self, stage: int) -> int:
+        return stage % self.num_devices if self.placement is None else self.placement[stage]
 
     def row_names(self) -> list[str]:
         """Return which stages each device has: "stage 1", or "stages 1, 3"."""
         num_stages = 1 + max(event.task.stage for event in self.events)
-        last = max(num_stages, self.num_devices)
-        return [name_stages(range(row, last, self.num_devices)) for row in range(self.num_devices)]
+        stages = range(max(num_stages, self.num_devices))
+        return [name_stages(k for k in stages if self._row(k) == row) for row in range(self.num_devices)]
 
     def mean_seconds(self) -> Callable[[Task], float]:
         """Return each task's expected seconds: the mean over the micro-batches of its kind and stage."""
@@ -76,10 +81,12 @@ class Timeline:
         return [[str(task.kind), task.stage, task.micro_batch, start, end] for task, start, end in ordered]
 
     @classmethod
-    def from_json(cls, rows: Iterable[Sequence[Any]], num_devices: int) -> Timeline:
+    def from_json(
+        cls, rows: Iterable[Sequence[Any]], num_devices: int, placement: tuple[int, ...] | None = None
+    ) -> Timeline:
         """Read what `to_json` wrote."""
         events = (Event(Task(Kind(kind), stage, m), start, end) for kind, stage, m, start, end in rows)
-        return cls(tuple(events), num_devices)
+        return cls(tuple(events), num_devices, placement)
 
     def write_trace(self, path: Path) -> None:
         """Write a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open."""
@@ -89,7 +96,7 @@ class Timeline:
         ]
         rows += [
             {
-                "name": f"{task.kind} {task.micro_batch}",
+                "name": f"{task.kind.words} {task.micro_batch}",
                 "cat": str(task.kind),
                 "ph": "X",
                 "pid": 0,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.schedule import Kind, Task
+from gpipe.pipeline.schedule import Task
 
 
 class MiniBatch(NamedTuple):
@@ -42,13 +42,13 @@ class LocalTransfer:
     def send(self, task: Task, payload: Payload) -> None:
         """Send a boundary output to the stage after the task's, or gradients to the one before, without waiting."""
         kind, stage, micro_batch = task
-        neighbour = stage + 1 if kind is Kind.FORWARD else stage - 1
+        neighbour = stage - 1 if kind.makes_gradients else stage + 1
         here, there = self.devices[stage], self.devices[neighbour]
         tensors = [tensor.detach() for tensor in payload.tensors]
         event = None
         if here != there:
             tensors, event = self._copy(tensors, here, there)
-        self._mail[Task(kind, neighbour, micro_batch)] = payload.replace(tensors), event
+        self._mail[Task(kind.direction, neighbour, micro_batch)] = payload.replace(tensors), event
 
     def receive(self, task: Task) -> Payload:
         """Return the boundary input that a forward needs, or the gradients of the outputs that a backward needs.
@@ -56,7 +56,7 @@ class LocalTransfer:
         The tensors have no history: they share no graph with the sender's. Gradients come as a tuple, with None where
         there is none.
         """
-        payload, event = self._mail.pop(task)
+        payload, event = self._mail.pop(task._replace(kind=task.kind.direction))
         if event is not None:
             stream = torch.cuda.current_stream(self.devices[task.stage])
             stream.wait_event(event)

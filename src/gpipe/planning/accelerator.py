@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from gpipe.pipeline.schedule import Kind
 from gpipe.planning.ledger import Work
 from gpipe.planning.profile import LayerProfile
 
@@ -115,11 +116,37 @@ def detect_accelerator(device_type: str) -> Accelerator:
 
 
 class LayerSeconds(NamedTuple):
-    """How long one layer, or the loss, takes for a micro-batch: forward, recomputed, and backward."""
+    """How long one layer, or the loss, takes for a micro-batch: forward, recomputed, and backward.
+
+    Attributes:
+        weights: the part of the backward that makes gradients of weights, which a split backward leaves for later.
+    """
 
     forward: float
     recompute: float
     backward: float
+    weights: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.forward + self.recompute + self.backward
+
+    def of(self, kind: Kind) -> float:
+        """Return the seconds of a task of one kind."""
+        found = {
+            Kind.FORWARD: self.forward,
+            Kind.RECOMPUTE: self.recompute,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT_GRADIENTS: self.backward - self.weights,
+            Kind.WEIGHT_GRADIENTS: self.weights,
+        }
+        return found[kind]
+
+    @classmethod
+    def add_up(cls, several: Iterable[LayerSeconds]) -> LayerSeconds:
+        """Return what layers take together."""
+        return cls(*map(sum, zip(*several, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -171,7 +198,8 @@ class Speed:
         for profile in profiles:
             if id(profile) not in known:
                 forward, backward = self._work(profile.forward), self._work(profile.backward)
-                known[id(profile)] = LayerSeconds(forward, forward, backward)
+                weights = min(self._work(profile.weight_gradients), backward)
+                known[id(profile)] = LayerSeconds(forward, forward, backward, weights)
         return [known[id(profile)] for profile in profiles]
 
     def _work(self, operations: Iterable[Work]) -> float:

@@ -104,7 +104,7 @@ class Cutter:
             return [profile.forward_flops for profile in profiles[:-1]]
         if self.partition_by == "parameter_bytes":
             return [profile.parameter_bytes for profile in profiles[:-1]]
-        costs = [sum(layer) for layer in seconds]
+        costs = [layer.total for layer in seconds]
         return [*costs[:-2], costs[-2] + costs[-1]]
 
     def _fits(self, profiles: Sequence[LayerProfile], setting: Setting, partitions: Sequence[int]) -> bool:
@@ -280,21 +280,23 @@ class _StepBound:
     def __init__(
         self, profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting, speed: Speed
     ) -> None:
-        merged = [*seconds[:-2], LayerSeconds(*map(sum, zip(seconds[-2], seconds[-1], strict=True)))]
-        self._seconds = {
-            kind: list(accumulate((layer[index] for layer in merged), initial=0.0)) for index, kind in enumerate(Kind)
-        }
-        self._send = [profile.input_bytes / speed.link_bytes_per_second for profile in profiles]
+        merged = [*seconds[:-2], LayerSeconds.add_up(seconds[-2:])]
         self._counts = Counter((task.kind, task.stage) for tasks in setting.tasks for task in tasks)
-        self._num_devices = len(setting.tasks)
+        kinds = {kind for kind, _ in self._counts}
+        self._seconds = {kind: list(accumulate((layer.of(kind) for layer in merged), initial=0.0)) for kind in kinds}
+        self._ramps = [kind for kind in kinds if kind is Kind.FORWARD or kind.makes_gradients]
+        self._send = [profile.input_bytes / speed.link_bytes_per_second for profile in profiles]
+        self._placement = setting.placement
 
     def __call__(self, partitions: Sequence[int]) -> _Score:
-        work = [0.0] * self._num_devices
+        work = [0.0] * (max(self._placement) + 1)
         ramps = []
         ramp = 0.0
         for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
             taken = {kind: values[end] - values[first] for kind, values in self._seconds.items()}
-            work[stage % self._num_devices] += sum(self._counts[kind, stage] * value for kind, value in taken.items())
+            device = self._placement[stage]
+            work[device] += sum(self._counts[kind, stage] * value for kind, value in taken.items())
+            # What a device's weights make after the last gradient has left it may fill the way back.
             ramps.append(ramp)
-            ramp += taken[Kind.FORWARD] + taken[Kind.BACKWARD] + 2 * self._send[end]
+            ramp += sum(taken[kind] for kind in self._ramps) + 2 * self._send[end]
         return (max(map(sum, zip(work, ramps, strict=False))),)

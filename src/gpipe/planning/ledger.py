@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,17 @@ class Ledger(TorchDispatchMode):
         """Measure the peak from here."""
         self.added_bytes = 0
         self.peak_bytes = self.peak_with_added_bytes = self.live_bytes
+
+    @contextmanager
+    def beside(self) -> Iterator[list[Work]]:
+        """Give the work of the body, which the ledger does not count: neither its work nor what it allocates."""
+        work, self.work = self.work, []
+        peaks = self.peak_bytes, self.peak_with_added_bytes
+        try:
+            yield self.work
+        finally:
+            self.work = work
+            self.peak_bytes, self.peak_with_added_bytes = peaks
 
     def take_work(self) -> tuple[Work, ...]:
         """Return the work since the last call."""

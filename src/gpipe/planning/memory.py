@@ -3,9 +3,10 @@
 A device walks through its tasks; between two of them it holds, of each of its stages,
 
     weights, buffers, optimiser state      always
-    gradients                              from the first backward on
+    gradients                              from the first backward on, or the first gradients of weights
     the boundary inputs (stash)            of each micro-batch between its forward and its backward
     the graph                              of those that were kept, or are just recomputed
+    what gradients of weights wait with    between the two parts of a split backward
 
 and during a task what the profiles of its layers say. Everything here is a sum over the layers of a partition.
 """
@@ -33,6 +34,8 @@ class StageMemory:
         forward_peak_bytes: of a forward with a graph, or a recomputation.
         backward_peak_bytes: of a backward, with all gradients there already; they are not counted.
         first_backward_peak_bytes: of the first backward of a step, which makes the gradients; these are counted.
+        deferred_bytes: what a split backward holds until it makes the gradients of weights.
+        split_peak_bytes: of a backward that leaves them for later.
     """
 
     parameter_bytes: int
@@ -44,6 +47,8 @@ class StageMemory:
     forward_peak_bytes: int
     backward_peak_bytes: int
     first_backward_peak_bytes: int
+    deferred_bytes: int
+    split_peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     kept, quiet, forward, backward, first_backward = 0, 0, 0, 0, 0
     gradients = sum(profile.trainable_bytes for profile in own)
     later_gradients = gradients
+    deferred = sum(profile.deferred_bytes for profile in own)
+    later_deferred, split = deferred, 0
     for offset, profile in enumerate(own):
         arrived = 0 if offset == 0 else profile.input_bytes
         quiet = max(quiet, arrived + profile.quiet_peak_bytes)
@@ -88,6 +95,8 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         kept += profile.kept_bytes + freed.get(offset, 0)
         later_gradients -= profile.trainable_bytes
         backward = max(backward, kept + profile.backward_peak_bytes)
+        later_deferred -= profile.deferred_bytes
+        split = max(split, kept + profile.backward_peak_bytes + later_deferred)
         first_backward = max(first_backward, kept + profile.first_backward_peak_bytes + later_gradients)
     outputs = profiles[end].inputs if end < len(profiles) else ()
     # The gradients of the outputs are held until the stage's backward ends; in the plain model they are gone earlier.
@@ -104,6 +113,8 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         forward_peak_bytes=forward,
         backward_peak_bytes=given + backward,
         first_backward_peak_bytes=given + first_backward,
+        deferred_bytes=deferred,
+        split_peak_bytes=given + split,
     )
 
 
@@ -134,10 +145,14 @@ def device_memory(
         received = stage.input_bytes if task.stage > 0 else 0
         combined = stage.statistics_bytes if synchronizes else 0  # a recomputed graph keeps them too
         keeps_graph = task.kind is Kind.RECOMPUTE or (task.stage, task.micro_batch) not in recomputed
-        if task.kind is Kind.BACKWARD:
+        if task.kind is Kind.WEIGHT_GRADIENTS:  # one by one, so they take little beside what they have waited with
+            peak = with_gradients = 0
+        elif task.kind.makes_gradients:
             graphs -= stage.kept_bytes
             peak = with_gradients = stage.backward_peak_bytes
-            if task.stage not in begun:
+            if task.kind is Kind.INPUT_GRADIENTS:
+                peak = with_gradients = stage.split_peak_bytes
+            elif task.stage not in begun:
                 with_gradients = stage.first_backward_peak_bytes
         else:
             stash += received if task.kind is Kind.FORWARD else 0
@@ -149,8 +164,12 @@ def device_memory(
             graphs += stage.statistics_bytes + (stage.kept_bytes if keeps_graph else combined)
         elif task.kind is Kind.RECOMPUTE:
             graphs += stage.kept_bytes - combined
+        elif task.kind is Kind.WEIGHT_GRADIENTS:
+            graphs -= stage.deferred_bytes
         else:
+            graphs += stage.deferred_bytes if task.kind is Kind.INPUT_GRADIENTS else 0
             stash -= received
+        if task.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS):
             gradients += stage.gradient_bytes if task.stage not in begun else 0
             begun.add(task.stage)
     fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())

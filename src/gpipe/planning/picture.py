@@ -8,8 +8,13 @@ from typing import Any
 from gpipe.pipeline.schedule import Kind
 from gpipe.pipeline.timeline import Timeline
 
-COLORS = {Kind.FORWARD: "#4878a8", Kind.RECOMPUTE: "#c9a227", Kind.BACKWARD: "#7d9d5b"}
-_NUMBER_COLORS = {Kind.FORWARD: "white", Kind.RECOMPUTE: "black", Kind.BACKWARD: "black"}
+COLORS = {
+    Kind.FORWARD: "#4878a8",
+    Kind.RECOMPUTE: "#c9a227",
+    Kind.BACKWARD: "#7d9d5b",
+    Kind.INPUT_GRADIENTS: "#7d9d5b",
+    Kind.WEIGHT_GRADIENTS: "#bcd0a4",
+}
 _DIGIT_WIDTH = 0.0085  # of the picture's, with some room
 
 
@@ -31,7 +36,8 @@ def plot(timelines: dict[str, Timeline], path: Path) -> None:
     for axis, (title, timeline) in zip(axes, timelines.items(), strict=True):
         _draw(axis, title, timeline, 1e3 * longest)
     axes[-1].set_xlabel("milliseconds since the step began")
-    handles = [axes[0].barh(0, 0, color=color, label=str(kind)) for kind, color in COLORS.items()]
+    found = {event.task.kind for timeline in timelines.values() for event in timeline.events}
+    handles = [axes[0].barh(0, 0, color=COLORS[kind], label=kind.words) for kind in Kind if kind in found]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
     undated: dict[str, Any] | None = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, dpi=144, metadata=undated)
@@ -47,7 +53,7 @@ def _draw(axis: Any, title: str, timeline: Timeline, longest_milliseconds: float
         axis.barh(row, width, left=left, **style)
         number = str(task.micro_batch)
         if width > _DIGIT_WIDTH * (len(number) + 0.5) * longest_milliseconds:
-            color = _NUMBER_COLORS[task.kind] if strength == 1 else "black"
+            color = "white" if task.kind is Kind.FORWARD and strength == 1 else "black"
             axis.text(left + width / 2, row, number, ha="center", va="center", fontsize=9, color=color)
     axis.set_yticks(range(timeline.num_devices), timeline.row_names())
     axis.invert_yaxis()

@@ -7,6 +7,7 @@ is described in seconds, and nothing is allocated. The figures of any partition 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
+from gpipe.pipeline.split_backward import DeferredProduct, find_products
 from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.repeats import Shortened
@@ -66,6 +69,8 @@ class LayerProfile:
         statistics_bytes: what its batch norms note of each micro-batch until the step ends.
         forward: the work of each operation of the forward function.
         backward: likewise of the backward pass.
+        weight_gradients: the part of that work that a split backward leaves for later.
+        deferred_bytes: what it holds until then.
         input_bytes: the size of what it takes from the layer before, which would travel over a boundary.
         inputs: the tensors of its input, except those that outlive the step.
         kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
@@ -84,6 +89,8 @@ class LayerProfile:
     statistics_bytes: int
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
+    weight_gradients: tuple[Work, ...]
+    deferred_bytes: int
     input_bytes: int
     inputs: tuple[Input, ...]
     kept_bytes: int
@@ -215,6 +222,9 @@ class _Chain:
         self.live_after = [0] * len(self.layers)
         self.peaks: dict[str, list[int]] = {name: [0] * len(self.layers) for name in _PASSES}
         self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in self.peaks}
+        self.weight_gradients: list[list[Work]] = [[] for _ in self.layers]
+        # What waits for them: storages, which may be gone by now, and their bytes.
+        self.deferred: list[list[tuple[weakref.ref[torch.UntypedStorage], int]]] = [[] for _ in self.layers]
 
     def forward(self, value: Any, targets: Any, kind: str) -> Tensor:
         """Run all layers and the loss; note peaks and work under `kind`: "quiet" or "forward"."""
@@ -265,8 +275,24 @@ class _Chain:
         self.position = len(self.layers) - 1
         with self._blamed():
             if loss.requires_grad:  # else everything is frozen
+                _, products = find_products([get_gradient_edge(loss).node])
+                hooks = [product.node.register_prehook(partial(self._defer, product)) for product in products]
                 loss.backward()
+                for hook in hooks:  # which know their operations
+                    hook.remove()
         self._note_backward()
+
+    def _defer(self, product: DeferredProduct, gradients: tuple[Tensor | None, ...]) -> None:
+        """Note what it would take and hold to make the gradients of a product's weights later."""
+        if (gradient := gradients[0]) is None:
+            return
+        with self.ledger.beside() as work:
+            list(product.prepare()(gradient))
+        self.weight_gradients[self.position] += work
+        held = self.deferred[self.position]
+        for storage in (gradient.untyped_storage(), product.inputs.untyped_storage()):
+            if not any(known() is storage for known, _ in held):
+                held.append((weakref.ref(storage), storage.nbytes()))
 
     def _run(self, index: int, layer: nn.Module | None, payload: Payload, targets: Any, *, announce: bool) -> Payload:
         passed_by = [tensor.grad_fn for tensor in payload.tensors]
@@ -353,6 +379,8 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         statistics_bytes=sum(buffer.nbytes for norm in norms for buffer in norm.buffers() if buffer.ndim > 0),
         forward=chain_.work["forward"][index],
         backward=chain_.work["backward"][index],
+        weight_gradients=tuple(chain_.weight_gradients[index]),
+        deferred_bytes=sum(size for _, size in chain_.deferred[index]),
         input_bytes=chain_.input_bytes[index],
         inputs=tuple(chain_.inputs[index]),
         kept_bytes=chain_.live_after[index] - before,

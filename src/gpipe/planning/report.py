@@ -58,6 +58,8 @@ def _processes(plan: Plan) -> str:
     if setting.is_sequential:
         return "One process plays all stages, one task after the other."
     shared = "s" if setting.stages_per_device == 1 else f"s mod {num_devices}"
+    if setting.placement[-1] == 0 and num_devices > 1:  # a V
+        shared = f"min(s, {setting.num_stages - 1} - s)"
     if setting.num_replicas == 1:
         return f"Process {shared} plays stage s."
     return f"Process {num_devices} r + {shared} plays stage s of replica r."

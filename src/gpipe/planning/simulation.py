@@ -13,7 +13,7 @@ def simulate(
     schedule: StepSchedule,
     seconds: Callable[[Task], float],
     transfer_seconds: Callable[[Task], float] = lambda _: 0.0,
-    link: Callable[[Task], Hashable] = lambda task: (task.kind, task.stage),
+    link: Callable[[Task], Hashable] = lambda task: (task.kind.direction, task.stage),
 ) -> Timeline:
     """Return when each task of a schedule runs if only tasks and transfers take time.
 
@@ -28,6 +28,7 @@ def simulate(
         ValueError: a task waits for one that never runs.
     """
     num_devices, num_stages = len(schedule), count_stages(schedule)
+    placement = {task.stage: device for device, tasks in enumerate(schedule) for task in tasks}
     needs = [[dependencies(task, num_stages) for task in tasks] for tasks in schedule]
     travelling = {needed for tasks in needs for task in tasks for needed in task}
     free: dict[Hashable, float] = {}  # links, and since when
@@ -60,11 +61,12 @@ def simulate(
         positions[device] += 1
         if task in travelling:
             arrivals[task] = end
-            if num_devices > 1:
+            neighbour = task.stage + (-1 if task.kind.makes_gradients else 1)
+            if placement[task.stage] != placement[neighbour]:
                 key = link(task)
                 arrivals[task] = free[key] = max(free.get(key, 0.0), end) + transfer_seconds(task)
             if task in blocked:
                 idle.append(blocked.pop(task))
     if blocked:
         raise ValueError(CANNOT_PROCEED)
-    return Timeline(tuple(events), num_devices)
+    return Timeline(tuple(events), num_devices, tuple(placement[stage] for stage in range(num_stages)))

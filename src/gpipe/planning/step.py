@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task, sequential
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task, place_stages, sequential
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory
@@ -64,6 +64,11 @@ class Setting:
         make = SCHEDULES[self.schedule]
         return make(self.num_stages, self.num_microbatches, self.rematerialize, self.stages_per_device)
 
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The device of each stage."""
+        return place_stages(self.schedule, self.num_stages, self.stages_per_device)
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -78,6 +83,7 @@ class StagePlan:
         forward_seconds: seconds of a forward.
         recompute_seconds: seconds of a recomputation.
         backward_seconds: seconds of a backward.
+        weight_gradient_seconds: seconds of its part that can wait where backwards are split.
         output_bytes: bytes that travel to the next stage; as many gradients come back; 0 in the last stage.
         transfer_seconds: seconds of these, one way.
     """
@@ -90,17 +96,23 @@ class StagePlan:
     forward_seconds: float
     recompute_seconds: float
     backward_seconds: float
+    weight_gradient_seconds: float
     output_bytes: int
     transfer_seconds: float
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds of a task."""
-        found = {
-            Kind.FORWARD: self.forward_seconds,
-            Kind.RECOMPUTE: self.recompute_seconds,
-            Kind.BACKWARD: self.backward_seconds,
-        }
-        return found[kind]
+        return self._seconds.of(kind)
+
+    @property
+    def microbatch_seconds(self) -> float:
+        """Seconds of a micro-batch that is recomputed."""
+        return self._seconds.total
+
+    @property
+    def _seconds(self) -> LayerSeconds:
+        own = self.forward_seconds, self.recompute_seconds, self.backward_seconds, self.weight_gradient_seconds
+        return LayerSeconds(*own)
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,7 @@ class Plan:
     @property
     def imbalance(self) -> float:
         """By how much the slowest stage's time per micro-batch exceeds the mean, as a fraction."""
-        seconds = [sum(map(stage.seconds, Kind)) for stage in self.stages]
+        seconds = [stage.microbatch_seconds for stage in self.stages]
         return max(seconds) / fmean(seconds) - 1
 
     @property
@@ -212,7 +224,7 @@ def plan_step(
 
     def transfer_seconds(task: Task) -> float:
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
-        return stages[task.stage - (task.kind is Kind.BACKWARD)].transfer_seconds
+        return stages[task.stage - task.kind.makes_gradients].transfer_seconds
 
     schedule = [sequential(setting.tasks)] if setting.is_sequential else setting.tasks
     timeline = simulate(schedule, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
@@ -220,8 +232,9 @@ def plan_step(
     if layer_update_seconds is None:  # the optimiser reads and writes all that belongs to parameters
         updates = [2 * device.parameter_bytes / speed.bytes_per_second for device in memory]
     else:
-        of_stages = [sum(layer_update_seconds[first:end]) for first, end in bounds]
-        updates = [sum(of_stages[device :: len(memory)]) for device in range(len(memory))]
+        updates = [0.0] * len(memory)
+        for device, (first, end) in zip(setting.placement, bounds, strict=True):
+            updates[device] += sum(layer_update_seconds[first:end])
     ends = _averaging_seconds(memory, setting, speed), sum(updates) if setting.is_sequential else max(updates)
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
     possible = (timeline.makespan_seconds + sum(ends)) * timeline.num_devices * speed.peak_flops_per_second
@@ -234,12 +247,10 @@ def plan_memory(
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory of each device."""
     bounds = pairwise(accumulate(partitions, initial=0))
-    stages = [stage_memory(profiles, first, end) for first, end in bounds]
-    num_devices = len(setting.tasks)
-    return tuple(
-        plan_device({s: stages[s] for s in range(device, len(stages), num_devices)}, device, setting)
-        for device in range(num_devices)
-    )
+    devices: list[dict[int, StageMemory]] = [{} for _ in setting.tasks]
+    for stage, (first, end) in enumerate(bounds):
+        devices[setting.placement[stage]][stage] = stage_memory(profiles, first, end)
+    return tuple(plan_device(stages, device, setting) for device, stages in enumerate(devices))
 
 
 def plan_device(stages: Mapping[int, StageMemory], device: int, setting: Setting) -> DeviceMemory:
@@ -266,7 +277,7 @@ def _stage(
     is_last = end == len(profiles) - 1
     if is_last:
         end += 1  # the loss
-    own, seconds = profiles[first:end], layer_seconds[first:end]
+    own, seconds = profiles[first:end], LayerSeconds.add_up(layer_seconds[first:end])
     output_bytes = 0 if is_last else profiles[end].input_bytes
     forward_flops = sum(profile.forward_flops for profile in own)
     return StagePlan(
@@ -275,9 +286,10 @@ def _stage(
         parameters=sum(profile.parameters for profile in own),
         forward_flops=forward_flops,
         flops=forward_flops + sum(profile.backward_flops for profile in own),
-        forward_seconds=sum(one.forward for one in seconds),
-        recompute_seconds=sum(one.recompute for one in seconds),
-        backward_seconds=sum(one.backward for one in seconds),
+        forward_seconds=seconds.forward,
+        recompute_seconds=seconds.recompute,
+        backward_seconds=seconds.backward,
+        weight_gradient_seconds=seconds.weights,
         output_bytes=output_bytes,
         transfer_seconds=output_bytes / speed.link_bytes_per_second,
     )

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.split_backward import run_split_backward
 from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.profile import LayerCost, analyze_layers, layer_error
 from gpipe.planning.repeats import structure
@@ -32,11 +34,12 @@ class LayerTiming(NamedTuple):
     recompute: float
     backward: float
     update: float
+    weights: float = 0.0  # the part of the backward that can wait where it is split
 
     @property
     def seconds(self) -> LayerSeconds:
         """What a simulation takes."""
-        return LayerSeconds(self.forward, self.recompute, self.backward)
+        return LayerSeconds(self.forward, self.recompute, self.backward, self.weights)
 
 
 def measure_layers(
@@ -82,12 +85,16 @@ class LayerTimer:
             do not lengthen.
         repeats: runs that count, after one that does not.
         make_optimizer: (names and parameters of a layer) -> whose update is timed; None times none.
+        splits: time the two parts of a split backward.
     """
 
-    def __init__(self, device: torch.device, repeats: int, make_optimizer: MakeOptimizer | None = None) -> None:
+    def __init__(
+        self, device: torch.device, repeats: int, make_optimizer: MakeOptimizer | None = None, *, splits: bool = False
+    ) -> None:
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}, expected 1 or more: time every layer at least once.")
         self._device, self._repeats, self._make_optimizer = device, repeats, make_optimizer
+        self._splits = splits
         self._known: dict[Hashable, tuple[LayerTiming, Payload]] = {}
 
     def time(
@@ -158,9 +165,15 @@ class LayerTimer:
         recompute, graph = self._clocked(lambda: Payload.of(run(entered.value())))
         roots = [tensor for tensor in graph.tensors if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
-        backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients))
+        weights = 0.0
+        if self._splits:
+            edges = [get_gradient_edge(root) for root in roots]
+            backward, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
+            weights, _ = self._clocked(waiting.compute)
+        else:
+            backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients))
         update = 0.0 if optimizer is None else self._clocked(optimizer.step)[0]
-        return LayerTiming(forward, recompute, backward, update), outputs
+        return LayerTiming(forward, recompute, backward + weights, update, weights), outputs
 
     def _clocked(self, run: Callable[[], _Result]) -> tuple[float, _Result]:
         start = self._now()

@@ -31,7 +31,7 @@ from gpipe.models import count_auxiliary_parameters, set_drop_path
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.microbatch import Payload, microbatch_sizes
-from gpipe.pipeline.schedule import Rematerialize
+from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialize, place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
 from gpipe.planning.cut import Cutter
@@ -102,7 +102,8 @@ def _measure_seconds(
     device = torch.empty(0, device=device_type).device
     example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
     with build_autocast(run.trainer.autocast, device_type)():
-        timings = LayerTimer(device, _TIMED_RUNS).time(layers, workload.loss(), example, on_layer)
+        splits = {run.pipeline.schedule.value} <= SPLIT_SCHEDULES
+        timings = LayerTimer(device, _TIMED_RUNS, splits=splits).time(layers, workload.loss(), example, on_layer)
     return [timing.seconds for timing in timings]
 
 
@@ -216,7 +217,9 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[i
         rematerialize=run.pipeline.rematerialize.value,
         schedule=run.pipeline.schedule.value,
         stages_per_device=run.pipeline.stages_per_device,
-        devices=place.devices(run.pipeline.num_stages, run.pipeline.stages_per_device),
+        devices=place.devices(
+            place_stages(run.pipeline.schedule.value, run.pipeline.num_stages, run.pipeline.stages_per_device)
+        ),
         mesh=place.mesh,
         seed=run.seed,
         loss_weight=workload.loss_weight,

@@ -35,7 +35,12 @@ class Layout:
         return processes.run(2 * self.num_devices, train, self, cases)
 
 
-LAYOUTS = (Layout(1, (5,)), Layout(2, (2, 3)), Layout(2, (1, 1, 1, 2), "interleaved_1f1b"))
+LAYOUTS = (
+    Layout(1, (5,)),
+    Layout(2, (2, 3)),
+    Layout(2, (1, 1, 1, 2), "interleaved_1f1b"),
+    Layout(2, (1, 1, 1, 2), "zb_v"),
+)
 
 
 class Gate(nn.Module):

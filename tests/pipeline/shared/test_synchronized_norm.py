@@ -45,6 +45,8 @@ ONE_FORWARD_ONE_BACKWARD = (
     Layout((1, 3, 4), "1f1b"),
     Layout((1, 2, 2, 3), "interleaved_1f1b", 2),
     Layout((2, 3, 3), "interleaved_1f1b", 3),
+    Layout((1, 3, 4), "zb_h1"),
+    Layout((1, 2, 2, 3), "zb_v", 2),
 )
 
 

@@ -44,6 +44,8 @@ CUTS = (
     ((1, 2, 2, 1), "gpipe", 1),
     ((3, 3), "1f1b", 1),
     ((1, 2, 2, 1), "1f1b", 1),
+    ((1, 2, 2, 1), "zb_h1", 1),
+    ((2, 1, 1, 2), "zb_v", 2),  # both ends of the table are in one process
     ((2, 1, 1, 2), "interleaved_1f1b", 2),  # the table's sum goes from one process to the other and back
 )
 

@@ -291,6 +291,10 @@ def test_sizes_may_change_from_call_to_call(partitions: tuple[int, ...], mode: s
         ("interleaved_1f1b", (1, 1, 1, 3), 2),
         ("interleaved_1f1b", (1, 1, 1, 1, 1, 1), 2),
         ("interleaved_1f1b", (3, 3), 2),  # one process has all stages
+        ("zb_h1", (1, 1, 1, 3), 1),
+        ("zb_v", (1, 1, 1, 3), 2),
+        ("zb_v", (1, 1, 1, 1, 1, 1), 2),
+        ("zb_v", (3, 3), 2),
     ],
 )
 def test_sizes_may_change_under_every_schedule(
@@ -303,9 +307,11 @@ def test_sizes_may_change_under_every_schedule(
 
 
 def assert_same_results(found: list[list[Any]], expected: list[Any]) -> None:
+    for call, answers, (oracle, _) in zip(CALLS, zip(*found, strict=True), expected, strict=True):
+        values = [value for value, _ in answers]
+        assert oracle in values and all(value in (oracle, None) for value in values), f"{call}: {values}"
     for rank, results in enumerate(found):
-        for call, (value, gradients), (oracle, all_gradients) in zip(CALLS, results, expected, strict=True):
-            assert value == oracle or (value is None and rank < len(found) - 1), f"rank {rank}, {call}"
+        for call, (_, gradients), (_, all_gradients) in zip(CALLS, results, expected, strict=True):
             for name, gradient in gradients.items():
                 assert np.array_equal(gradient, all_gradients[name]), f"rank {rank}, {call}, {name}"
 
@@ -352,7 +358,10 @@ def record_timeline(rank: int, mode: str, schedule: str, stages_per_device: int)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "stages_per_device"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(
+    ("name", "stages_per_device"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("split_gpipe", 1), ("zb_h1", 1), ("zb_v", 2)],
+)
 def test_a_timeline_has_every_task_once_in_an_order_that_the_schedule_allows(
     name: str, stages_per_device: int, mode: str, processes: ProcessPool
 ) -> None:
@@ -361,8 +370,9 @@ def test_a_timeline_has_every_task_once_in_an_order_that_the_schedule_allows(
     events = {event.task: event for event in Timeline.from_json(first, 3).events}
     schedule = SCHEDULES[name](3 * stages_per_device, 4, Rematerialize(mode), stages_per_device)
     by_start = sorted(events.values(), key=lambda event: event.start)
-    for device, tasks in enumerate(schedule):
-        assert [event.task for event in by_start if event.task.stage % 3 == device] == tasks
+    for tasks in schedule:
+        own = {task.stage for task in tasks}
+        assert [event.task for event in by_start if event.task.stage in own] == tasks
     assert len(first) == len(events)
     assert min(event.start for event in by_start) == 0
     for event in by_start:

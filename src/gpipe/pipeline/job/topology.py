@@ -46,18 +46,19 @@ def join_job(
     mesh: DeviceMesh | None,
     devices: Devices,
     layers: nn.Module,
-    num_stages: int,
-    stages_per_device: int,
+    placement: Sequence[int],
     timeout_seconds: float,
 ) -> Job:
     """Return the job that this process belongs to; without a mesh, a job of its own.
+
+    placement: the process of each stage, where there are several.
 
     Raises:
         ValueError: the devices or the mesh do not fit the number of stages.
     """
     if mesh is not None:
-        return MeshJob(mesh, num_stages, stages_per_device, _choose_device(devices, mesh), timeout_seconds)
-    return Job(_choose_devices(devices, layers, num_stages), timeout_seconds)
+        return MeshJob(mesh, placement, _choose_device(devices, mesh), timeout_seconds)
+    return Job(_choose_devices(devices, layers, len(placement)), timeout_seconds)
 
 
 class Job:
@@ -83,7 +84,7 @@ class Job:
         self.replicas = Replicas()
         self.activity = Activity()
         self.on_failure: list[Callable[[], None]] = []
-        self._num_processes, self._name = 1, ""  # P, and what messages call this process
+        self._name = ""  # what messages call this process
         self._failure: str | None = None  # why the processes cannot go on together
 
     @property
@@ -113,7 +114,7 @@ class Job:
 
     def process_of(self, stage: int) -> int:
         """Return the index of the process of the pipeline that has a stage."""
-        return stage % self._num_processes
+        return 0
 
     def connect(self, settings: Callable[[], Mapping[str, Any]], among_replicas: Sequence[str] | None) -> None:
         """Compare settings with those of the other stages and of the other replicas; then connect.
@@ -240,7 +241,7 @@ class MeshJob(Job):
 
     Args:
         mesh: with the dimensions ("replica", "stage"), or ("stage",) alone.
-        stages_per_device: the number of stages of each process; stage s is in process s % P of its pipeline.
+        placement: the process of each stage in its pipeline.
         timeout_seconds: how long a process may make no progress before it is named as hanging.
 
     Raises:
@@ -250,26 +251,31 @@ class MeshJob(Job):
     overlaps = True
 
     def __init__(
-        self, mesh: DeviceMesh, num_stages: int, stages_per_device: int, device: torch.device, timeout_seconds: float
+        self, mesh: DeviceMesh, placement: Sequence[int], device: torch.device, timeout_seconds: float
     ) -> None:
-        num_devices = num_stages // stages_per_device
-        _check_mesh(mesh, num_stages, stages_per_device)
+        num_devices = max(placement) + 1
+        _check_mesh(mesh, num_devices, len(placement) // num_devices)
         ranks = mesh.mesh.view(-1, num_devices)  # [R, P]
         self._rank = dist.get_rank()
         ((replica, self.process),) = (ranks == self._rank).nonzero().tolist()
-        self._num_stages, self._device = num_stages, device
+        self._placement, self._num_processes, self._device = tuple(placement), num_devices, device
         self._rows: list[list[int]] = ranks.tolist()
         self._columns = [list(column) for column in zip(*self._rows, strict=True)]
-        super().__init__(dict.fromkeys(range(self.process, num_stages, num_devices), device), timeout_seconds)
-        stages = name_stages(self.devices)
-        self._num_processes, self._name = num_devices, f"rank {self._rank}, {stages}, "
-        self._stage = self.process if stages_per_device == 1 else None  # for errors
-        name = stages if stages_per_device == 1 else f"the process of {stages}"
+        own = [stage for stage, process in enumerate(placement) if process == self.process]
+        super().__init__(dict.fromkeys(own, device), timeout_seconds)
+        stages = name_stages(own)
+        self._name = f"rank {self._rank}, {stages}, "
+        self._stage = own[0] if len(own) == 1 else None  # for errors
+        name = stages if len(own) == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
         self._watch = Watch(open_store(), self._rank, self._stage, name, timeout_seconds, self.device_work)
         self.activity = self._watch.activity
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
+
+    def process_of(self, stage: int) -> int:
+        """Return the index of the process of the pipeline that has a stage."""
+        return self._placement[stage]
 
     @property
     def compiling(self) -> str | None:
@@ -377,11 +383,13 @@ class MeshJob(Job):
         """Return the connections of this process's stages with their neighbours: two links per boundary."""
         outgoing: dict[tuple[Kind, int], Link] = {}
         incoming: dict[tuple[Kind, int], Link] = {}
-        num_boundaries = self._num_stages - 1
+        num_boundaries = len(self._placement) - 1
         forward = [(Kind.FORWARD, stage, stage + 1) for stage in range(num_boundaries)]
         backward = [(Kind.BACKWARD, stage + 1, stage) for stage in range(num_boundaries)]
         for tag, (kind, source, target) in enumerate(forward + backward, CONTROL_TAG + 1):
             sender, receiver = self.process_of(source), self.process_of(target)
+            if sender == receiver:
+                continue
             pairs = [[row[sender], row[receiver]] for row in self._rows]
             nccl = self._make_groups(pairs, "nccl", is_link=True) if self._device.type == "cuda" else None
             ends = nccl, self._device, self.device_work
@@ -389,7 +397,7 @@ class MeshJob(Job):
                 outgoing[kind, source] = Link(self._messenger, receiver, tag, *ends)
             if self.process == receiver:
                 incoming[kind, target] = Link(self._messenger, sender, tag, *ends)
-        return ProcessTransfer(outgoing, incoming)
+        return ProcessTransfer(outgoing, incoming, LocalTransfer([self._device] * len(self._placement)))
 
     def _make_groups(self, members: list[list[int]], backend: str, *, is_link: bool = False) -> Any:
         """Make a group of each list of ranks and return this process's own.
@@ -404,7 +412,7 @@ class MeshJob(Job):
         return None
 
 
-def _check_mesh(mesh: DeviceMesh, num_stages: int, stages_per_device: int) -> None:
+def _check_mesh(mesh: DeviceMesh, num_devices: int, stages_per_device: int) -> None:
     if mesh.mesh_dim_names not in (("replica", "stage"), ("stage",)):
         raise ValueError(
             f"the mesh has the dimensions {mesh.mesh_dim_names}; it needs ('replica', 'stage'): "
@@ -415,11 +423,10 @@ def _check_mesh(mesh: DeviceMesh, num_stages: int, stages_per_device: int) -> No
             f"the mesh holds {mesh.mesh.numel()} of the job's {dist.get_world_size()} processes; start as many as "
             "replicas x stages"
         )
-    num_devices = num_stages // stages_per_device
     if mesh.mesh.shape[-1] != num_devices:
         raise ValueError(
-            f"the mesh has {mesh.mesh.shape[-1]} stages, but {num_stages} partitions need {num_devices} with "
-            f"stages_per_device={stages_per_device}; make them equal"
+            f"the mesh has {mesh.mesh.shape[-1]} stages, but {num_devices * stages_per_device} partitions need "
+            f"{num_devices} with stages_per_device={stages_per_device}; make them equal"
         )
 
 

@@ -98,6 +98,19 @@ class _Reduced(nn.Module):
         self.idle = nn.Parameter(self.trigger.detach().clone())
 
 
+class _Touch(torch.autograd.Function):
+    """A number whose backward reaches parameters and gives them no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return trigger * 0.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] * 0.0, *[None] * ctx.num_parameters
+
+
 class Averaging:
     """Averages the gradients of one stage over its replicas, in the last backward of a step, with torch's DDP.
 
@@ -145,3 +158,17 @@ class Averaging:
         extra = [self._parallel.module.trigger * 0.0]
         reduce_in_backward(self._parallel, outputs + extra)
         return extra
+
+    def average(self) -> None:
+        """Average all gradients that are there over the replicas, after a step's last task of a split backward.
+
+        The two parts of the last backward cannot do it on their way: which gradients either of them makes may differ
+        from replica to replica, and so would the order of the exchanges.
+        """
+        if self._parallel is None:
+            return
+        made = [parameter for parameter in self._layers.parameters() if parameter.grad is not None]
+        outputs = [_Touch.apply(self._parallel.module.trigger, *made)]  # type: ignore[no-untyped-call]
+        reduce_in_backward(self._parallel, outputs)
+        with self.replicas.exchange():
+            torch.autograd.backward(outputs)

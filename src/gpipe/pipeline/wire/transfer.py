@@ -20,20 +20,27 @@ from typing import Any
 
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, Task
-from gpipe.pipeline.transfer import MiniBatch
+from gpipe.pipeline.transfer import LocalTransfer, MiniBatch
 from gpipe.pipeline.wire.streams import Link, Receiver, Sender
 
 
 class ProcessTransfer:
-    """Carries payloads between this process's stages and their neighbours, which are all in other processes.
+    """Carries payloads between this process's stages and their neighbours, most of which are in other processes.
 
     Args:
         outgoing: the links over which this process's stages send, by what travels (outputs forward, gradients
             backward) and stage.
         incoming: those over which they receive, in the order of the stages.
+        local: carries payloads between two neighbours that are both here.
     """
 
-    def __init__(self, outgoing: Mapping[tuple[Kind, int], Link], incoming: Mapping[tuple[Kind, int], Link]) -> None:
+    def __init__(
+        self,
+        outgoing: Mapping[tuple[Kind, int], Link],
+        incoming: Mapping[tuple[Kind, int], Link],
+        local: LocalTransfer,
+    ) -> None:
+        self._local = local
         self._senders = {end: Sender(link) for end, link in outgoing.items()}
         self._receivers = {end: Receiver(link) for end, link in incoming.items()}
         self._batch = MiniBatch(0, 0)
@@ -54,11 +61,16 @@ class ProcessTransfer:
 
     def send(self, task: Task, payload: Payload) -> None:
         """Send what a task made to the process of the stage after or before, without waiting."""
-        self._senders[task.kind, task.stage].send(payload, self._batch)
+        sender = self._senders.get((task.kind.direction, task.stage))
+        if sender is None:
+            self._local.send(task, payload)
+        else:
+            sender.send(payload, self._batch)
 
     def receive(self, task: Task) -> Payload:
         """Wait for what a task needs."""
-        return self._receivers[task.kind, task.stage].receive()
+        receiver = self._receivers.get((task.kind.direction, task.stage))
+        return self._local.receive(task) if receiver is None else receiver.receive()
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell the neighbours why this process sends nothing any more, and end the threads without waiting for them."""
@@ -68,7 +80,8 @@ class ProcessTransfer:
             receiver.end()
 
     def reset(self) -> None:
-        """Do nothing: after a failure the streams are out of step for good, and the engine refuses to go on."""
+        """Drop what was under way here; the streams are out of step for good, and the engine refuses to go on."""
+        self._local.reset()
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads."""

@@ -1,0 +1,229 @@
+"""A backward in two tasks: gradients of a stage's inputs, for which the stage before waits, and those of weights later.
+
+    x ---> [convolution] ---> ...        input gradients     gx from g and w, at once; x and g are held
+             w                           weight gradients    gw from x and g, whenever there is time
+
+Convolutions and fully connected layers are deferred: half of the work of their backward makes the gradient of the
+weight. Whatever else has weights, such as a norm, makes all its gradients at once. So do products whose weight is used
+twice or is computed from others, and those whose tensors are kept by hooks. The forward is as ever.
+
+The first task is an ordinary backward that stops short of the deferred weights: autograd then asks an operation for the
+gradients that somebody needs, and no others. On its way it meets the gradient of each deferred product. The second task
+makes the kernel's other call, with the operation's own arguments, and hands the result to the weight through autograd.
+So the bits are those of one backward, and hooks of parameters run once per micro-batch.
+
+Why not torch.autograd.grad twice: the second call would go through the activations again. torch's pipelining cuts the
+graph at intermediate nodes (`torch/distributed/pipelining/_backward.py`): it keeps the whole graph until then, and
+makes more at once where branches share intermediates, as in AmoebaNet's cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+Roots: TypeAlias = Sequence[tuple[GradientEdge, Tensor | None]]
+"""Where a backward starts, each with its gradient; None for a scalar."""
+
+Differentiate: TypeAlias = Callable[[Tensor], Iterable[Tensor | None]]
+"""The gradient of a product -> those of its weight and, if it has one, its bias."""
+
+_ACCUMULATE, _REENTRANT = "AccumulateGrad", "CheckpointFunctionBackward"
+
+
+class _Product(NamedTuple):
+    """A kind of operation that multiplies activations by a weight.
+
+    Attributes:
+        activations: which of its inputs has them.
+        weights: which are the weight and, after it, the bias.
+        saved: the tensors of which the weight's gradient is made, as autograd calls them; first the activations.
+        prepare: (the operation, which weights are wanted) -> what makes their gradients.
+        can_wait: whether it does, for one operation.
+    """
+
+    activations: int
+    weights: tuple[int, ...]
+    saved: tuple[str, ...]
+    prepare: Callable[[Any, Sequence[int]], Differentiate]
+    can_wait: Callable[[Any], bool] = lambda _: True
+
+
+class DeferredProduct(NamedTuple):
+    """A product of activations and a weight, whose weight waits.
+
+    Attributes:
+        node: the operation of autograd. Its tensors are there until it has run.
+        kind: of operation.
+        wanted: which of its weights get a gradient.
+    """
+
+    node: Any
+    kind: _Product
+    wanted: list[int]
+
+    @property
+    def inputs(self) -> Tensor:
+        """The activations."""
+        found: Tensor = getattr(self.node, f"_saved_{self.kind.saved[0]}")
+        return found
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """The places in the graph to which the gradients of the weights go."""
+        following = self.node.next_functions
+        return [GradientEdge(*following[which]) for which in self.wanted]
+
+    def prepare(self) -> Differentiate:
+        """Return what makes the gradients of the weights; it holds the tensors."""
+        return self.kind.prepare(self.node, self.wanted)
+
+
+class WeightGradients:
+    """The gradients of weights that wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Differentiate, list[GradientEdge], Tensor, Any]] = []
+
+    def note(
+        self, product: DeferredProduct, position: Callable[[], Any]
+    ) -> Callable[[tuple[Tensor | None, ...]], None]:
+        """Return a hook that makes the gradients of a product's weights wait, once the product's own is there."""
+
+        def note(gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[0] is not None:
+                self._waiting.append((product.prepare(), product.edges, gradients[0], position()))
+
+        return note
+
+    @torch.no_grad()
+    def compute(self, on_position: Callable[[Any], None] = lambda _: None) -> None:
+        """Make the gradients, and add them to the weights' `.grad`; `on_position` is told where each belongs."""
+        self._waiting.reverse()
+        while self._waiting:
+            differentiate, edges, gradient, position = self._waiting.pop()
+            on_position(position)
+            pairs = zip(edges, differentiate(gradient), strict=True)
+            found = [(edge, value) for edge, value in pairs if value is not None]
+            # One by one: a gradient is added to the others while it is in the processor's cache, and its memory is free
+            # for the next.
+            torch.autograd.backward([edge for edge, _ in found], [value for _, value in found])
+            del differentiate, gradient, pairs, found
+
+
+def run_split_backward(roots: Roots, position: Callable[[], Any] = lambda: None) -> WeightGradients:
+    """Run a backward, but for gradients of weights that can wait, and return those.
+
+    position: returns where the backward is, in whatever terms; `WeightGradients.compute` tells it.
+    """
+    edges, seeds = [root for root, _ in roots], [seed for _, seed in roots]
+    waiting = WeightGradients()
+    leaves, products = find_products(edge.node for edge in edges)
+    if not products:
+        torch.autograd.backward(edges, seeds)
+        return waiting
+    hooks = [product.node.register_prehook(waiting.note(product, position)) for product in products]
+    try:
+        torch.autograd.backward(edges, seeds, inputs=leaves)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return waiting
+
+
+def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredProduct]]:
+    """Go through a graph; return the leaves that do not wait, and the products whose weights can."""
+    uses: dict[Any, int] = dict.fromkeys(roots, 1)
+    met: list[tuple[Any, _Product]] = []
+    leaves: dict[Any, Tensor] = {}
+    stack: list[Any] = list(uses)
+    while stack:
+        node = stack.pop()
+        name = type(node).__name__
+        if name == _ACCUMULATE:
+            leaves[node] = node.variable
+        elif name == _REENTRANT:
+            return [], []  # it runs a whole backward of its own, and refuses to be a part of one
+        elif name in _PRODUCTS:
+            met.append((node, _PRODUCTS[name]))
+        for following, _ in node.next_functions:
+            if following in uses:
+                uses[following] += 1
+            elif following is not None:
+                uses[following] = 1
+                stack.append(following)
+    products = []
+    for node, kind in met:
+        following = node.next_functions
+        wanted = [which for which in kind.weights if following[which][0] is not None]
+        ends = [_find_leaf(following[which][0], uses) for which in wanted]
+        # A frozen weight is nothing to wait for. Without activations to differentiate, no backward would come here.
+        is_split = kind.weights[0] in wanted and following[kind.activations][0] is not None and None not in ends
+        if is_split and _has_own_tensors(node, kind) and kind.can_wait(node):
+            for end in ends:
+                leaves.pop(end)
+            products.append(DeferredProduct(node, kind, wanted))
+    return list(leaves.values()), products
+
+
+def _has_own_tensors(node: Any, kind: _Product) -> bool:
+    """Return whether the tensors that an operation saved are with it, and not behind hooks, such as a checkpoint's."""
+    return all(getattr(node, f"_raw_saved_{name}").unpack_hook is None for name in kind.saved)
+
+
+def _find_leaf(node: Any, uses: dict[Any, int]) -> Any:
+    """Return the leaf to which a chain of operations leads that nobody else uses; None where there is none."""
+    while node is not None and uses[node] == 1:
+        if type(node).__name__ == _ACCUMULATE:
+            return node
+        following = node.next_functions
+        node = following[0][0] if len(following) == 1 else None
+    return None
+
+
+def _prepare_convolution(node: Any, wanted: Sequence[int]) -> Differentiate:
+    tensors = node._saved_input, node._saved_weight
+    settings = (
+        node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation,
+        node._saved_transposed, node._saved_output_padding, node._saved_groups, [False, 1 in wanted, 2 in wanted],
+    )  # fmt: skip
+
+    def differentiate(gradient: Tensor) -> list[Tensor | None]:
+        found = torch.ops.aten.convolution_backward(gradient, *tensors, *settings)
+        return [found[which] for which in wanted]
+
+    return differentiate
+
+
+def _prepare_linear(node: Any, wanted: Sequence[int]) -> Differentiate:
+    """Prepare those of bias + inputs @ weight."""
+    of_weight = _differentiate_product(node._saved_mat1, node)
+    bias, place = node.next_functions[0]
+    size = () if bias is None else bias._input_metadata[place].shape
+    return lambda gradient: [of_weight(gradient) if which == 2 else gradient.sum_to_size(size) for which in wanted]
+
+
+def _prepare_product(node: Any, _: Sequence[int]) -> Differentiate:
+    of_weight = _differentiate_product(node._saved_self, node)
+    return lambda gradient: [of_weight(gradient)]
+
+
+def _differentiate_product(inputs: Tensor, node: Any) -> Callable[[Tensor], Tensor]:
+    """Return what makes the gradient of the weight in inputs @ weight, as torch does: in the weight's memory layout."""
+    strides, sizes = node._saved_mat2_sym_strides, node._saved_mat2_sym_sizes
+    if strides[0] == 1 and strides[1] == sizes[0]:
+        return lambda gradient: gradient.t().mm(inputs).t()
+    return lambda gradient: inputs.t().mm(gradient)
+
+
+_PRODUCTS = {
+    "ConvolutionBackward0": _Product(0, (1, 2), ("input", "weight"), _prepare_convolution),
+    "AddmmBackward0": _Product(
+        1, (2, 0), ("mat1",), _prepare_linear, lambda node: node._saved_alpha == 1 and node._saved_beta == 1
+    ),
+    "MmBackward0": _Product(0, (1,), ("self",), _prepare_product),
+}

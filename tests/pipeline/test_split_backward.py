@@ -1,0 +1,231 @@
+"""A split backward leaves gradients of weights for later, and both parts together have the bits of a whole one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gpipe.pipeline.split_backward import run_split_backward
+from gpipe.pipeline.stage import _ANCHOR, _Entry
+
+
+class Of(nn.Module):
+    """A function of modules."""
+
+    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module) -> None:
+        super().__init__()
+        self.parts, self.function = nn.ModuleList(modules), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.parts)
+
+
+def frozen(module: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        getattr(module, name).requires_grad_(False)
+    return module
+
+
+def offloaded(x: Tensor, module: nn.Module) -> Tensor:
+    with save_on_cpu():
+        out: Tensor = module(x)
+    return out
+
+
+# A layer, the shape of its input, and the parameters that wait.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4), {"weight", "bias"}),
+    "linear without bias": (lambda: nn.Linear(4, 3, bias=False), (5, 4), {"weight"}),
+    "linear of three dimensions": (lambda: nn.Linear(4, 3, bias=False), (2, 5, 4), {"weight"}),
+    "frozen bias": (lambda: frozen(nn.Linear(4, 3), "bias"), (2, 5, 4), {"weight"}),
+    "frozen weight": (lambda: frozen(nn.Linear(4, 3), "weight"), (5, 4), set()),
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, 2, 1, groups=2), (2, 4, 5, 5), {"weight", "bias"}),
+    "transposed": (lambda: nn.ConvTranspose1d(4, 6, 3, bias=False), (2, 4, 5), {"weight"}),
+    "weight to the right": (lambda: Of(lambda x, m: x @ m.weight, nn.Linear(3, 4)), (5, 4), {"parts.0.weight"}),
+    "weight to the left": (lambda: Of(lambda x, m: m.weight @ x, nn.Linear(5, 3)), (5, 4), set()),
+    "scaled": (
+        lambda: Of(lambda x, m: torch.addmm(m.bias, x, m.weight.t(), alpha=2.0), nn.Linear(4, 3)),
+        (5, 4),
+        set(),
+    ),
+    "used twice": (lambda: Of(lambda x, m: m(m(x).relu()), nn.Linear(4, 4)), (5, 4), set()),
+    "in a row": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)),
+        (5, 4),
+        {"0.weight", "0.bias", "3.weight", "3.bias"},
+    ),
+    "weight that is normalised": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (5, 4), set()),
+    "transposed and cast": (
+        lambda: Of(lambda x, m: x @ m.weight.double().t().float(), nn.Linear(4, 3)),
+        (5, 4),
+        {"parts.0.weight"},
+    ),
+    "checkpoint": (
+        lambda: Of(lambda x, a, b: b(checkpoint(a, x, use_reentrant=False)), nn.Linear(4, 4), nn.Linear(4, 3)),
+        (5, 4),
+        {"parts.1.weight", "parts.1.bias"},
+    ),
+    "reentrant checkpoint": (
+        lambda: Of(lambda x, a, b: b(checkpoint(a, x, use_reentrant=True)), nn.Linear(4, 4), nn.Linear(4, 3)),
+        (5, 4),
+        set(),
+    ),
+    "offloaded": (lambda: Of(offloaded, nn.Linear(4, 3)), (5, 4), set()),
+    "GRU": (lambda: Of(lambda x, m: m(x)[0], nn.GRU(4, 3)), (5, 2, 4), {"parts.0.weight_ih_l0", "parts.0.bias_ih_l0"}),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+        (2, 5, 4),
+        {f"{name}.{part}" for name in ("linear1", "linear2", "self_attn.out_proj") for part in ("weight", "bias")}
+        | {"self_attn.in_proj_weight"},  # its bias is added apart
+    ),
+}
+
+
+def run(layer: nn.Module, x: Tensor, *, splits: bool) -> tuple[Tensor | None, set[str]]:
+    """Add a backward's gradients; return that of the input, and the names of the parameters that waited."""
+    gradients: list[Tensor | None] = [None]
+    (entered,) = _Entry.apply(gradients, _ANCHOR, x)
+    y = layer(entered)
+    before = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
+    seed = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    if not splits:
+        y.backward(seed)
+        return gradients[0], set()
+    waiting = run_split_backward([(get_gradient_edge(y), seed)])
+    assert gradients[0] is not None
+    found = gradients[0].clone()
+
+    def is_new(name: str, gradient: Tensor | None) -> bool:
+        old = before[name]
+        return gradient is not None and (old is None or not torch.equal(old, gradient))
+
+    early = {name for name, p in layer.named_parameters() if is_new(name, p.grad)}
+    waiting.compute()
+    late = {name for name, p in layer.named_parameters() if is_new(name, p.grad)} - early
+    assert torch.equal(gradients[0], found), "the second part leaves the first one's gradients alone"
+    return found, late
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_both_parts_have_the_bits_of_one_backward(name: str) -> None:
+    make, shape, expected = LAYERS[name]
+    torch.manual_seed(0)
+    layer = make()
+    plain = copy.deepcopy(layer)
+    for x in torch.randn(2, *shape):  # the second adds to the first
+        whole, _ = run(plain, x, splits=False)
+        parts, late = run(layer, x, splits=True)
+        assert late == expected
+        assert parts is not None and whole is not None and torch.equal(parts, whole)
+        for (key, parameter), other in zip(layer.named_parameters(), plain.parameters(), strict=True):
+            if other.grad is None:
+                assert parameter.grad is None, key
+            else:
+                assert torch.equal(parameter.grad, other.grad), key
+
+
+def test_products_have_the_bits_of_one_backward_under_autocast() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3))
+    plain = copy.deepcopy(layer)
+    x = torch.randn(4, 8, requires_grad=True)
+    for model, splits in ((layer, True), (plain, False)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        if splits:
+            run_split_backward([(get_gradient_edge(y), torch.ones_like(y))]).compute()
+        else:
+            y.backward(torch.ones_like(y))
+    for parameter, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_hooks_of_parameters_run_once_and_change_what_they_are_given() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    calls: list[str] = []
+    for name, parameter in layer.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: calls.append(name) or gradient * 2)
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(f"{name} after"))
+    plain = copy.deepcopy(layer)  # without hooks
+    x = torch.randn(5, 4, requires_grad=True)
+    y = layer(x)
+    run_split_backward([(get_gradient_edge(y.sum()), None)]).compute()
+    plain(x).sum().backward()
+    names = [name for name, _ in layer.named_parameters()]
+    assert sorted(calls) == sorted(names + [f"{name} after" for name in names])
+    for parameter, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad * 2)
+
+
+def test_a_first_layer_whose_input_wants_no_gradient_does_not_wait() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    y = layer(torch.randn(5, 4))
+    waiting = run_split_backward([(get_gradient_edge(y.sum()), None)])
+    assert [p.grad is None for p in layer.parameters()] == [False, False, True, True]
+    waiting.compute()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_what_waits_holds_the_activations_of_products_and_no_graph() -> None:
+    alive = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+            kept = torch.ones(3)
+            alive.append(torch.utils.weak.WeakIdKeyDictionary({kept: None}))
+            ctx.save_for_backward(kept)
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+            return gradient
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Watched.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    layer = nn.Sequential(nn.Linear(4, 4), Layer(), nn.Linear(4, 4), Layer())
+    y = layer(torch.randn(5, 4, requires_grad=True))
+    root = [(get_gradient_edge(y.sum()), None)]
+    del y
+    waiting = run_split_backward(root)
+    del root
+    assert [len(kept) for kept in alive] == [0, 0]
+    waiting.compute()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_each_weight_tells_where_its_product_stood_in_the_backward() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    where = "after 2"
+    hidden = torch.randn(5, 4, requires_grad=True)
+    for index, part in enumerate(layer):
+        hidden = part(hidden)
+
+        def come(_: Tensor, index: int = index) -> None:
+            nonlocal where
+            where = f"layer {index}"
+
+        hidden.register_hook(come)
+    told: list[str] = []
+    run_split_backward([(get_gradient_edge(hidden.sum()), None)], lambda: where).compute(told.append)
+    assert told == ["layer 2", "layer 0"]
+
+
+@pytest.mark.parametrize("function", [F.cross_entropy, F.mse_loss], ids=["labels", "numbers"])
+def test_a_graph_without_products_is_an_ordinary_backward(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    norm = nn.LayerNorm(4)
+    targets = torch.rand(5, 4) if function is F.mse_loss else torch.tensor([0, 1, 2, 3, 0])
+    for _ in itertools.repeat(None, 2):
+        waiting = run_split_backward([(get_gradient_edge(function(norm(torch.randn(5, 4)), targets)), None)])
+        assert all(p.grad is not None for p in norm.parameters())
+        waiting.compute()
