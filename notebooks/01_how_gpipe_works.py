@@ -22,6 +22,7 @@ from schedule_pictures import (
     draw_all_bubbles,
     draw_all_held,
     draw_losses,
+    simulate_split_steps,
     simulate_step,
 )
 from torch import Tensor, nn
@@ -121,6 +122,20 @@ draw_all_bubbles()
 # %% [markdown]
 # With more stages the bubble grows, with more micro-batches it shrinks. From $M = 4K$ on (rings) it is small. But $M$
 # cannot grow forever: a device is inefficient on a micro-batch of a few examples.
+#
+# ### Less bubble than GPipe
+#
+# Half of a backward pass makes the gradients that the stage before waits for. The other half makes those of the
+# weights, for which nobody waits. Later schedules split the two and let the second half (pale) fill the gaps. ZB-H1
+# does so with the order of 1F1B. ZB-V also gives each device two stages, which go down the devices and back up. Here
+# the three parts of a micro-batch take one millisecond each:
+
+# %%
+draw(simulate_split_steps(4, 8))
+
+# %% [markdown]
+# The gradients are the same, to the last bit, and so is the memory of the fullest device. In practice the parts are not
+# equally long, and a split costs some time of its own.
 #
 # ## 3. A real pipeline
 #

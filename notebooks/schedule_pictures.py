@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from house_style import Color
 from IPython.display import SVG
 
-from gpipe.pipeline.schedule import Kind, Rematerialize
+from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.picture import plot
@@ -22,6 +22,19 @@ def simulate_step(
     """Simulate a step of equal stages."""
     schedule = gpipe_schedule(num_stages, num_microbatches, rematerialize)
     return simulate(schedule, lambda task: MINI_BATCH_SECONDS[task.kind] / num_microbatches)
+
+
+def simulate_split_steps(num_devices: int, num_microbatches: int) -> dict[str, Timeline]:
+    """Simulate schedules whose stages take a unit for each of the three parts of a micro-batch."""
+    found = {}
+    for name in ("1f1b", "zb_h1", "zb_v"):
+        per_device = 2 if name == "zb_v" else 1
+        schedule = SCHEDULES[name](num_devices * per_device, num_microbatches, Rematerialize.NEVER, per_device)
+        seconds = 0.001 / per_device
+        found[name] = simulate(
+            schedule, lambda task, seconds=seconds: seconds * (2 if task.kind is Kind.BACKWARD else 1)
+        )
+    return found
 
 
 def draw(timelines: dict[str, Timeline]) -> SVG:

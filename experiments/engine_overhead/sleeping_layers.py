@@ -32,6 +32,8 @@ def read_median_seconds() -> tuple[float, float]:
 
 
 def _pause(seconds: float) -> None:
+    if seconds == 0:
+        return
     start = time.perf_counter()
     time.sleep(seconds - _overshoot)
     _seconds[seconds].append(time.perf_counter() - start)
@@ -48,6 +50,27 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         _pause(ctx.seconds)
         return gradient, None, None
+
+
+class SplitSleeper(nn.Module):
+    """A layer of 4 ms forward, 4 ms for the gradient of its input, and 4 ms for that of its weight.
+
+    [n, size] -> the same shape. The weight's sleep is in the graph between the weight and the product, so whoever makes
+    the weight's gradient sleeps.
+    """
+
+    def __init__(self, size: int, seconds: float = FORWARD) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.scale = nn.Parameter(torch.ones(()))  # gives the first stage a backward too
+        self.weight = nn.Parameter(torch.eye(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product with the weight, after the sleep."""
+        output: Tensor = _Sleep.apply(x * self.scale, self.seconds, self.seconds) @ _Sleep.apply(
+            self.weight, 0.0, self.seconds
+        )
+        return output
 
 
 class Sleeper(nn.Module):

@@ -11,6 +11,9 @@ from reproductions.table2_throughput.tables import GRID
 
 _CELL = {"num_stages": 8, "num_microbatches": 32}
 CHECKPOINT_COST = "checkpoint_cost"
+ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
+_SPLIT_COST_PROGRAM = f"python -m experiments.{SPLIT_COST}"
+_ZERO_BUBBLE_PROGRAM = f"python -m experiments.{ZERO_BUBBLE}"
 OURS, DCP_SYNCHRONOUS, DCP_ASYNCHRONOUS = "ours", "torch.distributed.checkpoint, save", "the same, async_save"
 _CHECKPOINT_PROGRAM = f"python -m experiments.{CHECKPOINT_COST}"
 _MOST_STILL = 0.1  # of the time of the synchronous save
@@ -161,6 +164,107 @@ def schedule_simulation_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, "schedule_simulation"), "python -m experiments.schedule_simulation")
 
 
+def zero_bubble(records: Sequence[Record]) -> str:
+    """Return the time of each split schedule's steps with layers that sleep, beside torch's."""
+    record = newest(records, ZERO_BUBBLE)
+    if record is None:
+        return not_run(_ZERO_BUBBLE_PROGRAM)
+    grid = record.results["grid"]
+    baseline = {
+        (row["num_devices"], row["num_microbatches"]): row["step_seconds"]
+        for row in grid
+        if (row["engine"], row["schedule"]) == ("ours", "1f1b")
+    }
+    rows = []
+    for row in grid:
+        simulated = row["simulated_seconds"]
+        rows.append(
+            [
+                f"{row['engine']}: {row['schedule']}",
+                str(row["num_devices"]),
+                str(row["num_microbatches"]),
+                f"{row['step_seconds'] * 1e3:.1f}",
+                "" if simulated is None else f"{simulated * 1e3:.1f}",
+                "" if simulated is None else f"{row['step_seconds'] / simulated:.3f}",
+                f"{row['step_seconds'] / row['work_seconds']:.3f}",
+                f"{baseline[row['num_devices'], row['num_microbatches']] / row['step_seconds']:.2f}",
+            ]
+        )
+    header = [
+        "schedule",
+        "P",
+        "M",
+        "ms per step",
+        "simulated, ms",
+        "step / simulated",
+        "step / work",
+        "1F1B / step",
+    ]
+    return markdown(header, rows)
+
+
+def zero_bubble_exact(records: Sequence[Record]) -> str:
+    """Return by how much gradients in two processes differ from those in one, with dropout."""
+    record = newest(records, ZERO_BUBBLE)
+    if record is None:
+        return not_run(_ZERO_BUBBLE_PROGRAM)
+    rows = [
+        [
+            f"{row['engine']}: {row['schedule']}",
+            f"{row['largest_difference']:.1%}" if row["largest_difference"] else "0",
+        ]
+        for row in record.results["exactness"]
+    ]
+    return markdown(["schedule", "largest difference of a gradient, of the largest gradient"], rows)
+
+
+def zero_bubble_models(records: Sequence[Record]) -> str:
+    """Return the time of real models' steps under each schedule, on two cores."""
+    record = newest(records, ZERO_BUBBLE)
+    if record is None:
+        return not_run(_ZERO_BUBBLE_PROGRAM)
+    models = record.results["models"]
+    baseline = {row["model"]: row["step_seconds"] for row in models if row["schedule"] == "1f1b"}
+    rows = [
+        [
+            row["model"],
+            row["schedule"],
+            str(row["partitions"]),
+            f"{row['step_seconds'] * 1e3:.1f}",
+            f"{baseline[row['model']] / row['step_seconds']:.3f}",
+        ]
+        for row in models
+    ]
+    return markdown(["model", "schedule", "layers of each stage", "ms per step", "1F1B / step"], rows)
+
+
+def zero_bubble_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, ZERO_BUBBLE), _ZERO_BUBBLE_PROGRAM)
+
+
+def split_cost(records: Sequence[Record]) -> str:
+    """Return what both parts of a backward take beside a whole one."""
+    record = newest(records, SPLIT_COST)
+    if record is None:
+        return not_run(_SPLIT_COST_PROGRAM)
+    rows = [
+        [
+            row["name"],
+            f"{row['whole_seconds'] * 1e3:.1f}",
+            f"{row['parts_of_whole']:.3f}",
+            f"{row['first_part']:.2f}",
+        ]
+        for row in record.results["layers"]
+    ]
+    return markdown(["layer", "whole backward, ms", "both parts / whole", "first part / both"], rows)
+
+
+def split_cost_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, SPLIT_COST), _SPLIT_COST_PROGRAM)
+
+
 def schedule_memory(records: Sequence[Record]) -> str:
     """Return each schedule's planned bubble, time and memory, one row per schedule and mode of re-materialisation."""
     record = newest(records, "schedule_memory")
@@ -231,6 +335,12 @@ TABLES = (
     threads_under_load,
     schedule_simulation,
     schedule_simulation_run,
+    zero_bubble,
+    zero_bubble_exact,
+    zero_bubble_models,
+    zero_bubble_run,
+    split_cost,
+    split_cost_run,
     schedule_memory,
     schedule_memory_run,
     checkpoint_cost,

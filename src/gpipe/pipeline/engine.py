@@ -57,9 +57,9 @@ _OUTPUTS = object()  # in place of targets: the outputs are wanted
 class Pipeline:
     """Trains a sequence of layers, cut into partitions, by pipelined micro-batches (GPipe, section 2).
 
-    Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, or on whether
-    one process plays all stages or each stage has its own. The 1F1B schedules add up the micro-batches from the first
-    on, GPipe from the last on: between the two, gradients differ by rounding.
+    Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, on whether
+    backwards are split, or on whether one process plays all stages or each stage has its own. GPipe's schedules add up
+    the micro-batches from the last on, the others from the first on: between the two, gradients differ by rounding.
 
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,

@@ -32,6 +32,7 @@ Roots: TypeAlias = Sequence[tuple[GradientEdge, Tensor | None]]
 Differentiate: TypeAlias = Callable[[Tensor], Iterable[Tensor | None]]
 """The gradient of a product -> those of its weight and, if it has one, its bias."""
 
+_CACHE_BYTES = 2**20  # of a processor's core, about
 _ACCUMULATE, _REENTRANT = "AccumulateGrad", "CheckpointFunctionBackward"
 
 
@@ -104,15 +105,17 @@ class WeightGradients:
     def compute(self, on_position: Callable[[Any], None] = lambda _: None) -> None:
         """Make the gradients, and add them to the weights' `.grad`; `on_position` is told where each belongs."""
         self._waiting.reverse()
+        made: list[tuple[GradientEdge, Tensor]] = []
         while self._waiting:
             differentiate, edges, gradient, position = self._waiting.pop()
             on_position(position)
-            pairs = zip(edges, differentiate(gradient), strict=True)
-            found = [(edge, value) for edge, value in pairs if value is not None]
-            # One by one: a gradient is added to the others while it is in the processor's cache, and its memory is free
-            # for the next.
-            torch.autograd.backward([edge for edge, _ in found], [value for _, value in found])
-            del differentiate, gradient, pairs, found
+            made += [(e, value) for e, value in zip(edges, differentiate(gradient), strict=True) if value is not None]
+            del differentiate, gradient
+            # Small gradients together, for each backward takes time. Large ones one by one: each is added to the others
+            # while it is in the processor's cache, and its memory is free for the next.
+            if not self._waiting or sum(value.nbytes for _, value in made) > _CACHE_BYTES:
+                torch.autograd.backward([edge for edge, _ in made], [value for _, value in made])
+                made.clear()
 
 
 def run_split_backward(roots: Roots, position: Callable[[], Any] = lambda: None) -> WeightGradients:
@@ -138,7 +141,7 @@ def run_split_backward(roots: Roots, position: Callable[[], Any] = lambda: None)
 def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredProduct]]:
     """Go through a graph; return the leaves that do not wait, and the products whose weights can."""
     uses: dict[Any, int] = dict.fromkeys(roots, 1)
-    met: list[tuple[Any, _Product]] = []
+    met: list[tuple[Any, _Product, Any]] = []
     leaves: dict[Any, Tensor] = {}
     stack: list[Any] = list(uses)
     while stack:
@@ -148,21 +151,21 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
             leaves[node] = node.variable
         elif name == _REENTRANT:
             return [], []  # it runs a whole backward of its own, and refuses to be a part of one
-        elif name in _PRODUCTS:
-            met.append((node, _PRODUCTS[name]))
-        for following, _ in node.next_functions:
+        edges = node.next_functions
+        if name in _PRODUCTS:
+            met.append((node, _PRODUCTS[name], edges))
+        for following, _ in edges:
             if following in uses:
                 uses[following] += 1
             elif following is not None:
                 uses[following] = 1
                 stack.append(following)
     products = []
-    for node, kind in met:
-        following = node.next_functions
-        wanted = [which for which in kind.weights if following[which][0] is not None]
-        ends = [_find_leaf(following[which][0], uses) for which in wanted]
+    for node, kind, edges in met:
+        wanted = [which for which in kind.weights if edges[which][0] is not None]
+        ends = [_find_leaf(edges[which][0], uses) for which in wanted]
         # A frozen weight is nothing to wait for. Without activations to differentiate, no backward would come here.
-        is_split = kind.weights[0] in wanted and following[kind.activations][0] is not None and None not in ends
+        is_split = kind.weights[0] in wanted and edges[kind.activations][0] is not None and None not in ends
         if is_split and _has_own_tensors(node, kind) and kind.can_wait(node):
             for end in ends:
                 leaves.pop(end)

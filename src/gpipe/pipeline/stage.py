@@ -3,6 +3,8 @@
     boundary input --> _Entry --> layer i --> layer i+1 --> ... --> boundary output, or the loss
     its gradients  <-- _Entry <-- backward of the layers <-- ... <-- gradients that the next stage sent
 
+Where the schedule splits backwards, gradients of weights follow in a task of their own (split_backward.py).
+
 Between a forward and its backward a stage holds only the boundary input of a micro-batch, without a graph. The
 recomputation builds the graph above; or the forward keeps it at once.
 

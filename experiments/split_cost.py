@@ -1,0 +1,101 @@
+"""Measure what it costs to split a backward: both of its parts beside a whole one.
+
+    python -m experiments.split_cost
+
+Layers of Transformer-L and cells of AmoebaNet-D with 128 filters, each with the graph of one micro-batch, as its stage
+would build it. A whole backward and a split one take turns on one core; gradients are added to those that are there.
+The figures are medians of paired ratios. Three minutes on an idle core.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+import gpipe
+from experiments.program import StudyProgram, track
+from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.split_backward import run_split_backward
+from gpipe.records import make_record
+from reproductions.bubble.tables import SPLIT_COST, split_cost, split_cost_run
+
+NUM_FILTERS, NUM_TOKENS = 128, 64
+
+
+class Case(NamedTuple):
+    """A layer and its input."""
+
+    name: str
+    layer: nn.Module
+    inputs: Any
+
+
+def list_cases() -> list[Case]:
+    """Return layers of both families, in training mode."""
+    cases = []
+    for width in (256, 512, 1024):
+        torch.manual_seed(0)
+        model = transformer_lm(1, vocabulary_size=16, model_size=width, feedforward_size=4 * width, num_heads=8)
+        states = torch.randn(4, NUM_TOKENS, width)
+        cases.append(Case(f"Transformer-L, {width} wide, 4 x {NUM_TOKENS} tokens", model[1], states))
+    for pixels in (64, 128, 224):
+        torch.manual_seed(0)
+        net = gpipe.convert_batch_norm(amoebanet_d(3, NUM_FILTERS, 10)).train()
+        value: Any = torch.randn(2, 3, pixels, pixels)
+        for index, layer in enumerate(net):
+            if index in (3, 5):  # a normal cell of the first group, a normal cell of the second
+                cases.append(Case(f"AmoebaNet-D, cell {index}, 2 x {pixels} px", layer, value))
+            with torch.no_grad():
+                value = layer(value)
+    return cases
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """Return the median seconds of a whole backward, and the medians of what a split one takes of it."""
+    whole, parts, first = [], [], []
+    for turn in range(rounds + 1):
+        seconds, _ = _run(case, splits=False)
+        together, of_inputs = _run(case, splits=True)
+        if turn > 0:  # the first one makes the gradients
+            whole.append(seconds)
+            parts.append(together / seconds)
+            first.append(of_inputs / together)
+    found = {"whole_seconds": whole, "parts_of_whole": parts, "first_part": first}
+    return {"name": case.name} | {name: statistics.median(values) for name, values in found.items()}
+
+
+def _run(case: Case, *, splits: bool) -> tuple[float, float]:
+    """Make one backward; return the seconds of all of it, and of its first part."""
+    inputs = Payload.of(case.inputs)
+    # Behind an operation of its own, as behind a boundary: a leaf would copy its gradient.
+    inputs.tensors = [tensor.detach().requires_grad_().view_as(tensor) for tensor in inputs.tensors]
+    outputs = [t for t in Payload.of(case.layer(inputs.value())).tensors if t.requires_grad]
+    edges = [get_gradient_edge(tensor) for tensor in outputs]
+    seeds = [torch.full_like(tensor, 0.1) for tensor in outputs]
+    del outputs
+    start = time.process_time()
+    if not splits:
+        torch.autograd.backward(edges, seeds)
+        return time.process_time() - start, 0.0
+    waiting = run_split_backward(list(zip(edges, seeds, strict=True)))
+    middle = time.process_time()
+    waiting.compute()
+    return time.process_time() - start, middle - start
+
+
+if __name__ == "__main__":
+    program = StudyProgram(
+        __doc__, {"bubble": [split_cost, split_cost_run]}, rounds=40, what_rounds_are="turns of each layer"
+    )
+    options = program.parse()
+    torch.set_num_threads(1)
+    rows = [measure(case, options.rounds) for case in track(list_cases(), "layers")]
+    settings = {"num_filters": NUM_FILTERS, "num_tokens": NUM_TOKENS, "rounds": options.rounds}
+    record = make_record(kind="measured", experiment=SPLIT_COST, config=settings, seed=0, results={"layers": rows})
+    program.publish({"bubble": [record]})
