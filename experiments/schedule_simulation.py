@@ -3,7 +3,7 @@
     python -m experiments.schedule_simulation
 
 Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times and
-the schedule's tasks, but no measurement. Any further time of a step is the engine's or the machine's. Two minutes.
+the schedule's tasks, but no measurement. Any further time of a step is the engine's or the machine's. Four minutes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,32 @@ from torch.distributed.device_mesh import init_device_mesh
 import gpipe
 from experiments.engine_overhead.engines import measure_median_seconds
 from experiments.engine_overhead.hand_written_loop import compute_loss
-from experiments.engine_overhead.sleeping_layers import Sleeper, calibrate
+from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate
 from experiments.program import StudyProgram
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, Task
 from gpipe.planning.simulation import simulate
 from gpipe.records import make_record
 from reproductions.bubble.tables import schedule_simulation, schedule_simulation_run
 
-SHAPES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 4, 2)]  # with P and the stages of each device
+# With P and the stages of each device.
+SHAPES = [
+    ("gpipe", 4, 1),
+    ("1f1b", 4, 1),
+    ("interleaved_1f1b", 4, 2),
+    ("split_gpipe", 4, 1),
+    ("zb_h1", 4, 1),
+    ("zb_v", 4, 2),
+]
 NUM_MICROBATCHES = 8
 MODES = ("never", "always")
 FORWARD, BACKWARD = 0.032, 0.064  # mean seconds of a device per micro-batch
 UNEVEN = (1.0, 1.2, 0.8, 1.0)  # factors of the stages, repeated
 
 
-def make_layer(stage: int, stages_per_device: int) -> Sleeper:
+def make_layer(stage: int, stages_per_device: int) -> SplitSleeper:
     """Return the only layer of a stage; a device has the same work with any number of stages."""
     share = UNEVEN[stage % len(UNEVEN)] / stages_per_device
-    return Sleeper(FORWARD * share, BACKWARD * share)
+    return SplitSleeper(16, FORWARD * share, BACKWARD / 2 * share, BACKWARD / 2 * share)
 
 
 def simulate_step(name: str, num_stages: int, stages_per_device: int, mode: str) -> float:
@@ -45,8 +53,7 @@ def simulate_step(name: str, num_stages: int, stages_per_device: int, mode: str)
     layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
 
     def get_seconds(task: Task) -> float:
-        layer = layers[task.stage]
-        return layer.backward_seconds if task.kind is Kind.BACKWARD else layer.forward_seconds
+        return layers[task.stage].seconds.of(task.kind)
 
     schedule = SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
     return simulate(schedule, get_seconds).makespan_seconds

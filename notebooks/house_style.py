@@ -32,6 +32,7 @@ class Color(StrEnum):
     LIMIT = "#b0413e"
     BELOW_LIMIT = "#60666c"
     GPIPE, ONE_F_ONE_B, INTERLEAVED = "#2f6f9f", "#b8860b", "#4f8a3c"
+    SPLIT_GPIPE, ZB_H1, ZB_V = "#7fb2d6", "#d98b4a", "#8a5a9e"
     AMOEBANET, TRANSFORMER = "#2b7a78", "#c2603a"
     CUT_BY_FLOPS, CUT_BY_SECONDS = "#a5661a", "#1f5fa8"
     BUBBLE_LAW, EARLY_LAW = "#cccccc", "#808080"

@@ -312,7 +312,14 @@ def draw_all_activations() -> None:
     plt.show()
 
 
-SCHEDULE_COLORS = {"gpipe": Color.GPIPE, "1f1b": Color.ONE_F_ONE_B, "interleaved_1f1b": Color.INTERLEAVED}
+SCHEDULE_COLORS = {
+    "gpipe": Color.GPIPE,
+    "1f1b": Color.ONE_F_ONE_B,
+    "interleaved_1f1b": Color.INTERLEAVED,
+    "split_gpipe": Color.SPLIT_GPIPE,
+    "zb_h1": Color.ZB_H1,
+    "zb_v": Color.ZB_V,
+}
 MODES = {"always": "re-materialised", "never": "all activations kept"}
 
 
@@ -330,7 +337,7 @@ def draw_schedules() -> None:
         axis.text(7.3, 16.2, "the device's memory", color=Color.LIMIT, ha="right", va="bottom", fontsize=9)
         axis.set_title(title)
         axis.set_xlabel("device")
-        axis.set_ylim(0, 37)
+        axis.set_ylim(0, 48)
         axis.legend(loc="upper left", fontsize=9)
     axes[0].set_ylabel("planned peak, GiB")
     plt.show()

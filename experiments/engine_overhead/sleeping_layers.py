@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe.planning.accelerator import LayerSeconds
+
 FORWARD, BACKWARD = 0.004, 0.008  # seconds
 
 _overshoot = 0.0
@@ -53,23 +55,23 @@ class _Sleep(torch.autograd.Function):
 
 
 class SplitSleeper(nn.Module):
-    """A layer of 4 ms forward, 4 ms for the gradient of its input, and 4 ms for that of its weight.
+    """A layer of 4 ms forward, 4 ms for the gradient of its input, and 4 ms for that of its weight, or of other times.
 
     [n, size] -> the same shape. The weight's sleep is in the graph between the weight and the product, so whoever makes
     the weight's gradient sleeps.
     """
 
-    def __init__(self, size: int, seconds: float = FORWARD) -> None:
+    def __init__(self, size: int, forward: float = FORWARD, inputs: float = FORWARD, weights: float = FORWARD) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds = LayerSeconds(forward, forward, inputs + weights, weights)
         self.scale = nn.Parameter(torch.ones(()))  # gives the first stage a backward too
         self.weight = nn.Parameter(torch.eye(size))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product with the weight, after the sleep."""
-        output: Tensor = _Sleep.apply(x * self.scale, self.seconds, self.seconds) @ _Sleep.apply(
-            self.weight, 0.0, self.seconds
-        )
+        forward, _, backward, weights = self.seconds
+        inputs = _Sleep.apply(x * self.scale, forward, backward - weights)
+        output: Tensor = inputs @ _Sleep.apply(self.weight, 0.0, weights)
         return output
 
 

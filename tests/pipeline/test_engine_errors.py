@@ -172,6 +172,29 @@ def test_an_error_in_a_recomputation_says_so() -> None:
         pipeline_of(Keep(), Second(), Keep(), partitions=[2, 1]).train_step(batch())
 
 
+def test_an_error_in_weight_gradients_names_the_layer_and_the_next_step_trains() -> None:
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [1, 4], M, schedule="zb_h1")
+    calls = 0
+
+    def fail(gradient: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError("the disk is full")
+        return gradient
+
+    hook = layers[2].weight.register_hook(fail)
+    inputs, labels = torch.randn(2 * M, 3), torch.arange(2 * M) % 3
+    with pytest.raises(gpipe.PipelineError) as raised:
+        pipeline.train_step((inputs, labels))
+    message = "stage 1, micro-batch 1, layer 2 (Linear), weight gradients: OSError: the disk is full"
+    assert (str(raised.value), raised.value.layer) == (message, 2)
+    hook.remove()
+    layers.zero_grad()
+    assert pipeline.train_step((inputs, labels)).step == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layer_whose_first_output_only_passes_by_is_blamed_itself(mode: str) -> None:
     pipeline = pipeline_of(Keep(), Beside(), Add(), Keep(), rematerialize=mode)

@@ -35,7 +35,6 @@ from gpipe.pipeline.schedule import (
     ScheduleFunction,
     Task,
     choose_schedule,
-    place_stages,
     plan_tasks,
 )
 from gpipe.pipeline.shared.replicas import Averaging
@@ -130,7 +129,7 @@ class Pipeline:
         self.rematerialize = Rematerialize(_check_choice(rematerialize, Rematerialize, "rematerialize"))
         self.partitions = tuple(partitions)
         self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
-        self._schedule = choose_schedule(
+        self._schedule, self._placement = choose_schedule(
             schedule, self.num_stages, num_microbatches, self.rematerialize, stages_per_device
         )
         if type(output_dimension) is not int or output_dimension < 0:
@@ -140,7 +139,6 @@ class Pipeline:
         self._loss, self._loss_weight = loss, loss_weight
         self._compilation: Compilation | None = None
 
-        self._placement = place_stages(schedule, self.num_stages, stages_per_device)
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
         settings = {
             "synchronize_batch_norm": synchronize_batch_norm,

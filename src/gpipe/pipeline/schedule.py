@@ -230,16 +230,13 @@ SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
 """Those whose backwards are in two parts."""
 
 
-def place_stages(schedule: str | ScheduleFunction, num_stages: int, stages_per_device: int) -> tuple[int, ...]:
-    """Return the device of each stage.
+def place_stages(schedule: str, num_stages: int, stages_per_device: int) -> tuple[int, ...]:
+    """Return the device of each stage in the schedule of a name.
 
     Raises:
         ValueError: there is no such schedule, or it cannot have so many stages per device.
     """
-    function = _find_schedule(schedule, num_stages, stages_per_device)
-    tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
-    of = {task.stage: device for device, own in enumerate(tasks) for task in own}
-    return tuple(of.get(stage, 0) for stage in range(num_stages))  # what lacks a stage is refused by check_schedule
+    return choose_schedule(schedule, num_stages, 1, Rematerialize.NEVER, stages_per_device)[1]
 
 
 def choose_schedule(
@@ -248,27 +245,25 @@ def choose_schedule(
     num_microbatches: int,
     rematerialize: Rematerialize,
     stages_per_device: int,
-) -> ScheduleFunction:
-    """Return the schedule of a name, or a user's own after a look at its tasks.
+) -> tuple[ScheduleFunction, tuple[int, ...]]:
+    """Return the schedule of a name, or a user's own after a look at its tasks; and the device of each stage.
 
     Raises:
         ValueError: there is no such schedule, it cannot have so many stages per device, or its tasks are not right.
     """
-    function = _find_schedule(schedule, num_stages, stages_per_device)
-    if function not in SCHEDULES.values():
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
+        check_stages_per_device(schedule, num_stages, stages_per_device)
+        function = SCHEDULES[schedule]
+        tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
+    else:
+        _check_stages_divide(num_stages, stages_per_device)
+        function = schedule
         tasks = function(num_stages, num_microbatches, rematerialize, stages_per_device)
         check_schedule(tasks, num_stages, num_microbatches, stages_per_device)
-    return function
-
-
-def _find_schedule(schedule: str | ScheduleFunction, num_stages: int, stages_per_device: int) -> ScheduleFunction:
-    if not isinstance(schedule, str):
-        _check_stages_divide(num_stages, stages_per_device)
-        return schedule
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
-    check_stages_per_device(schedule, num_stages, stages_per_device)
-    return SCHEDULES[schedule]
+    placement = {task.stage: device for device, own in enumerate(tasks) for task in own}
+    return function, tuple(placement[stage] for stage in range(num_stages))
 
 
 def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: int, stages_per_device: int) -> None:
