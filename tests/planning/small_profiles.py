@@ -36,6 +36,8 @@ def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> Laye
         trainable_bytes=parameter_bytes,
         forward=(Work(flops, 1),),
         backward=(Work(2 * flops, 1),),
+        weight_gradients=(Work(flops, 1),),
+        deferred_bytes=kept // 2,
         inputs=(Input(10, -1, None, 0),),
         kept_bytes=kept,
         forward_peak_bytes=kept,

@@ -102,6 +102,8 @@ SPEED = Speed(2e3, 1e3, 1e9, 1e3)
 SETTINGS = st.one_of(
     st.builds(Setting, st.integers(1, 4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("gpipe")),
     st.builds(Setting, st.integers(1, 4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("1f1b")),
+    st.builds(Setting, st.integers(1, 4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("zb_h1")),
+    st.builds(Setting, st.just(4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("zb_v"), st.just(2)),
     st.just(Setting(4, 4, schedule="interleaved_1f1b", stages_per_device=2)),
 )
 WORKING = st.lists(

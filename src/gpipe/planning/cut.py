@@ -274,7 +274,8 @@ class _StepBound:
     """Seconds that the step of a cut cannot be below.
 
     A device cannot begin before a micro-batch has passed all stages before its first one, and after its last backward
-    the gradient has to go back through them. In between it has all of its tasks.
+    the gradient has to go back through them. In between it has all of its tasks, but for gradients of weights: it may
+    make those while the gradient goes back.
     """
 
     def __init__(
@@ -284,19 +285,23 @@ class _StepBound:
         self._counts = Counter((task.kind, task.stage) for tasks in setting.tasks for task in tasks)
         kinds = {kind for kind, _ in self._counts}
         self._seconds = {kind: list(accumulate((layer.of(kind) for layer in merged), initial=0.0)) for kind in kinds}
-        self._ramps = [kind for kind in kinds if kind is Kind.FORWARD or kind.makes_gradients]
+        (self._backward,) = (kind for kind in kinds if kind.makes_gradients)
         self._send = [profile.input_bytes / speed.link_bytes_per_second for profile in profiles]
         self._placement = setting.placement
 
     def __call__(self, partitions: Sequence[int]) -> _Score:
-        work = [0.0] * (max(self._placement) + 1)
+        num_devices = max(self._placement) + 1
+        work, later = [0.0] * num_devices, [0.0] * num_devices
+        there = back = 0.0
         ramps = []
-        ramp = 0.0
         for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
             taken = {kind: values[end] - values[first] for kind, values in self._seconds.items()}
             device = self._placement[stage]
-            work[device] += sum(self._counts[kind, stage] * value for kind, value in taken.items())
-            # What a device's weights make after the last gradient has left it may fill the way back.
-            ramps.append(ramp)
-            ramp += sum(taken[kind] for kind in self._ramps) + 2 * self._send[end]
-        return (max(map(sum, zip(work, ramps, strict=False))),)
+            for kind, value in taken.items():
+                part = later if kind is Kind.WEIGHT_GRADIENTS else work
+                part[device] += self._counts[kind, stage] * value
+            ramps.append((there, back))
+            there += taken[Kind.FORWARD] + self._send[end]
+            back += taken[self._backward] + self._send[end]
+        rows = zip(work, later, ramps, strict=False)  # device d's first stage is stage d
+        return (max(there + own + max(waiting, back) for own, waiting, (there, back) in rows),)
