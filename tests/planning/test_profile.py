@@ -54,6 +54,14 @@ def test_a_backward_has_two_products_for_each_of_the_forward() -> None:
     assert first.backward_flops == first.forward_flops  # nobody wants the gradient of the mini-batch
 
 
+def test_what_waits_in_a_split_backward_is_the_products_weights_with_their_inputs_and_gradients() -> None:
+    layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4), nn.Linear(4, 4))
+    profiles = profile_layers(layers, F.cross_entropy, (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)))
+    flops = [sum(work.flops for work in profile.weight_gradients) for profile in profiles]
+    assert flops == [0, 0, profiles[2].forward_flops, profiles[3].forward_flops, 0]
+    assert [profile.deferred_bytes for profile in profiles] == [0, 0, 4 * 3 * (16 + 4), 4 * 3 * (4 + 4), 0]
+
+
 def test_memory_of_three_layers_followed_by_hand() -> None:
     layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
     profiles = profile_layers(layers, F.cross_entropy, (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)))

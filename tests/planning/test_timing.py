@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.pipeline.schedule import Kind
 from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.timing import LayerTimer, LayerTiming
 
@@ -40,6 +41,17 @@ def test_equal_layers_with_equal_inputs_are_timed_once_also_of_another_model() -
     assert Counting.calls == 12
     timer.time(shallow, F.cross_entropy, (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)))
     assert Counting.calls == 24, "other inputs are another case"
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_parts_of_a_split_backward_are_timed_where_they_are_asked_for(splits: bool) -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    example = torch.randn(128, 64), torch.randn(128, 64)
+    first, norm, last, loss = LayerTimer(CPU, 1, splits=splits).time(layers, F.mse_loss, example)
+    for timing in (first, last):
+        assert (timing.weights > 0) == splits and timing.weights < timing.backward
+        assert timing.seconds.of(Kind.INPUT_GRADIENTS) == timing.backward - timing.weights
+    assert norm.weights < max(norm.backward, 1e-9) and loss.backward > 0
 
 
 @pytest.mark.parametrize("family", ["amoebanet", "transformer"])
