@@ -60,6 +60,7 @@ def test_what_waits_in_a_split_backward_is_the_products_weights_with_their_input
     flops = [sum(work.flops for work in profile.weight_gradients) for profile in profiles]
     assert flops == [0, 0, profiles[2].forward_flops, profiles[3].forward_flops, 0]
     assert [profile.deferred_bytes for profile in profiles] == [0, 0, 4 * 3 * (16 + 4), 4 * 3 * (4 + 4), 0]
+    assert [profile.gradient_sizes for profile in profiles] == [(), (), (4 * (16 + 1) * 4,), (4 * (4 + 1) * 4,), ()]
 
 
 def test_memory_of_three_layers_followed_by_hand() -> None:

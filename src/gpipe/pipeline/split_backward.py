@@ -32,7 +32,9 @@ Roots: TypeAlias = Sequence[tuple[GradientEdge, Tensor | None]]
 Differentiate: TypeAlias = Callable[[Tensor], Iterable[Tensor | None]]
 """The gradient of a product -> those of its weight and, if it has one, its bias."""
 
-_CACHE_BYTES = 2**20  # of a processor's core, about
+CACHE_BYTES = 2**20
+"""Gradients of weights are made together up to about this size, that of a processor core's cache."""
+
 _ACCUMULATE, _REENTRANT = "AccumulateGrad", "CheckpointFunctionBackward"
 
 
@@ -113,7 +115,7 @@ class WeightGradients:
             del differentiate, gradient
             # Small gradients together, for each backward takes time. Large ones one by one: each is added to the others
             # while it is in the processor's cache, and its memory is free for the next.
-            if not self._waiting or sum(value.nbytes for _, value in made) > _CACHE_BYTES:
+            if not self._waiting or sum(value.nbytes for _, value in made) > CACHE_BYTES:
                 torch.autograd.backward([edge for edge, _ in made], [value for _, value in made])
                 made.clear()
 

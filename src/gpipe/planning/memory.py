@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe.pipeline.schedule import Kind, Task
+from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.profile import LayerProfile
 
 
@@ -36,6 +37,7 @@ class StageMemory:
         first_backward_peak_bytes: of the first backward of a step, which makes the gradients; these are counted.
         deferred_bytes: what a split backward holds until it makes the gradients of weights.
         split_peak_bytes: of a backward that leaves them for later.
+        weights_peak_bytes: of making them, above what was held.
     """
 
     parameter_bytes: int
@@ -49,6 +51,7 @@ class StageMemory:
     first_backward_peak_bytes: int
     deferred_bytes: int
     split_peak_bytes: int
+    weights_peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,20 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         first_backward_peak_bytes=given + first_backward,
         deferred_bytes=deferred,
         split_peak_bytes=given + split,
+        weights_peak_bytes=_weights_peak(own),
     )
+
+
+def _weights_peak(own: Sequence[LayerProfile]) -> int:
+    """Return the most by which gradients of weights exceed what has been let go of meanwhile, last layers first."""
+    made = released = peak = 0
+    for profile in reversed(own):
+        for size in profile.gradient_sizes:
+            made += size
+            peak = max(peak, made - released)
+            made = 0 if made > CACHE_BYTES else made
+        released += profile.deferred_bytes
+    return peak
 
 
 def device_memory(
@@ -145,8 +161,8 @@ def device_memory(
         received = stage.input_bytes if task.stage > 0 else 0
         combined = stage.statistics_bytes if synchronizes else 0  # a recomputed graph keeps them too
         keeps_graph = task.kind is Kind.RECOMPUTE or (task.stage, task.micro_batch) not in recomputed
-        if task.kind is Kind.WEIGHT_GRADIENTS:  # one by one, so they take little beside what they have waited with
-            peak = with_gradients = 0
+        if task.kind is Kind.WEIGHT_GRADIENTS:
+            peak = with_gradients = stage.weights_peak_bytes
         elif task.kind.makes_gradients:
             graphs -= stage.kept_bytes
             peak = with_gradients = stage.backward_peak_bytes

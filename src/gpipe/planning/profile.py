@@ -71,6 +71,7 @@ class LayerProfile:
         backward: likewise of the backward pass.
         weight_gradients: the part of that work that a split backward leaves for later.
         deferred_bytes: what it holds until then.
+        gradient_sizes: the bytes of what each of its products makes then, in the order of a backward.
         input_bytes: the size of what it takes from the layer before, which would travel over a boundary.
         inputs: the tensors of its input, except those that outlive the step.
         kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
@@ -91,6 +92,7 @@ class LayerProfile:
     backward: tuple[Work, ...]
     weight_gradients: tuple[Work, ...]
     deferred_bytes: int
+    gradient_sizes: tuple[int, ...]
     input_bytes: int
     inputs: tuple[Input, ...]
     kept_bytes: int
@@ -223,6 +225,7 @@ class _Chain:
         self.peaks: dict[str, list[int]] = {name: [0] * len(self.layers) for name in _PASSES}
         self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in self.peaks}
         self.weight_gradients: list[list[Work]] = [[] for _ in self.layers]
+        self.gradient_sizes: list[list[int]] = [[] for _ in self.layers]
         # What waits for them: storages, which may be gone by now, and their bytes.
         self.deferred: list[list[tuple[weakref.ref[torch.UntypedStorage], int]]] = [[] for _ in self.layers]
 
@@ -287,7 +290,8 @@ class _Chain:
         if (gradient := gradients[0]) is None:
             return
         with self.ledger.beside() as work:
-            list(product.prepare()(gradient))
+            made = [found.nbytes for found in product.prepare()(gradient) if found is not None]
+        self.gradient_sizes[self.position].append(sum(made))
         self.weight_gradients[self.position] += work
         held = self.deferred[self.position]
         for storage in (gradient.untyped_storage(), product.inputs.untyped_storage()):
@@ -381,6 +385,7 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         backward=chain_.work["backward"][index],
         weight_gradients=tuple(chain_.weight_gradients[index]),
         deferred_bytes=sum(size for _, size in chain_.deferred[index]),
+        gradient_sizes=tuple(chain_.gradient_sizes[index]),
         input_bytes=chain_.input_bytes[index],
         inputs=tuple(chain_.inputs[index]),
         kept_bytes=chain_.live_after[index] - before,
