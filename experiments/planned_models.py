@@ -54,7 +54,7 @@ def plan_model(name: str) -> dict[str, Any]:
         words = ["+experiment=image_classification", f"model.name={name}", f"pipeline.num_stages={num_stages}"]
         run = complete(to_run(compose("train", overrides=[*words, *SETTINGS])))
         planner = build_planner(run, find_accelerator(DEVICE))
-        plan = planner.plan(build_setting(run))
+        plan = planner.plan(build_setting(run, planner.accelerator))
         row |= {"parameters": plan.parameters, "image_size": getattr(run.data, "image_size", None)}
         row["plans"][str(num_stages)] = {
             "images_per_second": run.trainer.batch_size / plan.step_seconds,

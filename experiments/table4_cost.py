@@ -32,7 +32,8 @@ def plan_cost(data: str, train_images: int) -> dict[str, Any]:
     start = [] if data == "imagenet" else ["init_from=null"]
     # Cut by FLOPs: this cut does not depend on the accelerator of this machine.
     run = to_run(compose("train", overrides=[*experiment, *start, "pipeline.partition_by=flops"]))
-    plan = build_planner(run, accelerator_at_hand(run)).plan(build_setting(run))
+    accelerator = accelerator_at_hand(run)
+    plan = build_planner(run, accelerator).plan(build_setting(run, accelerator))
     forward_flops = sum(stage.forward_flops for stage in plan.stages) / plan.microbatch_size
     settings = run.trainer
     steps = min(settings.num_epochs * (train_images // settings.batch_size), settings.max_steps or 10**12)

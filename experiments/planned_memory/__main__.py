@@ -3,8 +3,9 @@
     python -m experiments.planned_memory
 
 One process plays all stages of a real step. stage_accounting.py reads the peak of each stage from torch's allocator,
-for every mode of re-materialisation, K = 1, 2 and 4, and both schedules with one stage per device; of the strangers'
-models with GPipe's schedule, with and without re-materialisation. Two minutes on two cores.
+for every mode of re-materialisation and with two graphs kept per stage, K = 1, 2 and 4, and both schedules with one
+stage per device; of the strangers' models with GPipe's schedule, with and without re-materialisation. Two minutes on
+two cores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from experiments.planned_memory.strangers import make_strangers
 from experiments.program import StudyProgram, track
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.fit import Fit
 from gpipe.planning.step import Setting, plan_memory
 from gpipe.records import make_record
 from reproductions.table1_model_size import tables
@@ -29,8 +31,8 @@ CLAIM = "table1_model_size"
 NUM_MICROBATCHES = 4
 # Interleaved stages share a device, whose peak is not the sum of theirs.
 SETTINGS = [
-    Setting(num_stages, NUM_MICROBATCHES, mode, schedule)
-    for schedule, mode, num_stages in product(("gpipe", "1f1b"), Rematerialize, (1, 2, 4))
+    Setting(num_stages, NUM_MICROBATCHES, mode or (2,) * num_stages, schedule)
+    for schedule, mode, num_stages in product(("gpipe", "1f1b"), (*Rematerialize, None), (1, 2, 4))
 ]
 
 
@@ -41,7 +43,7 @@ def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
     return {
         "model": model.title,
         "schedule": setting.schedule,
-        "rematerialize": setting.rematerialize.value,
+        "rematerialize": "two kept" if isinstance(setting.rematerialize, tuple) else setting.rematerialize,
         "num_stages": setting.num_stages,
         "partitions": cut,
         "planned_bytes": [memory.peak_bytes for memory in planned],
@@ -51,12 +53,13 @@ def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
 
 def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list[int]:
     """Make two steps; return each stage's peak in the second, when the optimiser has its state."""
+    assert not isinstance(setting.rematerialize, Fit)
     pipeline = gpipe.Pipeline(
         model.layers,
         model.loss,
         partitions,
         setting.num_microbatches,
-        rematerialize=setting.rematerialize.value,
+        rematerialize=setting.rematerialize,
         schedule=setting.schedule,
     )
     optimizer = torch.optim.RMSprop(pipeline.parameters())
@@ -80,7 +83,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pairs = list(product((make_image_model(), make_text_model()), SETTINGS))
     rows = [compare(model, setting) for model, setting in track(pairs, "settings")]
-    few = [one for one in SETTINGS if one.schedule == "gpipe" and one.rematerialize is not Rematerialize.EXCEPT_LAST]
+    few = [one for one in SETTINGS if one.schedule == "gpipe" and one.rematerialize in ("always", "never")]
     pairs = list(product(make_strangers(), few))
     strangers = [compare(model, setting) for model, setting in track(pairs, "settings of strangers")]
     record = make_record(

@@ -37,7 +37,7 @@ class Case:
     partitions: tuple[int, ...]
     num_microbatches: int
     batch_size: int
-    rematerialize: str
+    rematerialize: str | tuple[int, ...]
     dtype: torch.dtype = torch.float32
     schedule: str = "gpipe"
     stages_per_device: int = 1

@@ -281,6 +281,14 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
             "rematerialize is 'sometimes'; it must be one of always, except_last, never",
         ),
         (
+            lambda: build(rematerialize=[1]),
+            "rematerialize is [1]; it must be one of always, except_last, never, or 2 whole numbers, one per stage",
+        ),
+        (
+            lambda: build(rematerialize=[1, -1]),
+            "rematerialize is [1, -1]; it must be one of always, except_last, never, or 2 whole numbers, one per",
+        ),
+        (
             lambda: build(schedule="2f2b"),
             "schedule is '2f2b'; it must be one of gpipe, 1f1b, interleaved_1f1b",
         ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from gpipe.pipeline.schedule import (
     SCHEDULES,
     SPLIT_SCHEDULES,
     Kind,
+    Rematerialization,
     Rematerialize,
     StepSchedule,
     Task,
@@ -46,7 +48,7 @@ class Shape:
     num_devices: int
     stages_per_device: int
     num_microbatches: int
-    mode: Rematerialize
+    mode: Rematerialization
 
     @property
     def num_stages(self) -> int:
@@ -222,6 +224,55 @@ def test_each_micro_batch_goes_forward_is_recomputed_and_goes_backward(shape: Sh
                 assert order[backward - 1].kind is Kind.RECOMPUTE
             else:
                 assert recomputation == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((0, 0, 0), ["F0 F1 F2 R2 B2 R1 B1 R0 B0"] * 3),
+        ((2, 1, 3), ["F0 F1 F2 B2 B1 R0 B0", "F0 F1 F2 B2 R1 B1 R0 B0", "F0 F1 F2 B2 B1 B0"]),
+    ],
+)
+def test_a_stage_keeps_the_graphs_that_are_needed_first(counts: tuple[int, ...], expected: list[str]) -> None:
+    assert gpipe(3, 3, counts) == [tasks(line, stage) for stage, line in enumerate(expected)]
+
+
+@given(shapes(), st.data())
+def test_a_stage_keeps_as_many_graphs_as_it_may_and_never_more_at_once(shape: Shape, data: st.DataObject) -> None:
+    """Compared with all choices of micro-batches, where there are not too many."""
+    counts = tuple(data.draw(st.lists(st.integers(0, 4), min_size=shape.num_stages, max_size=shape.num_stages)))
+    whole = replace(shape, mode=NEVER).schedule()
+    for device, order in enumerate(replace(shape, mode=counts).schedule()):
+        assert [task for task in order if task.kind is not Kind.RECOMPUTE] == whole[device]
+        for stage in {task.stage for task in order}:
+            intervals = find_intervals(whole[device], stage)
+            recomputed = {task.micro_batch for task in order if task[:2] == (Kind.RECOMPUTE, stage)}
+            kept = [interval for micro_batch, interval in intervals.items() if micro_batch not in recomputed]
+            assert count_most_at_once(kept) <= counts[stage]
+            if len(intervals) <= 8:
+                larger = itertools.combinations(intervals.values(), len(kept) + 1)
+                assert all(count_most_at_once(choice) > counts[stage] for choice in larger)
+
+
+def find_intervals(order: list[Task], stage: int) -> dict[int, tuple[int, int]]:
+    """Return from where to where in a device's tasks each micro-batch has a graph, if its forward keeps it."""
+    own = [(position, task) for position, task in enumerate(order) if task.stage == stage]
+    starts = {task.micro_batch: position for position, task in own if task.kind is Kind.FORWARD}
+    return {task.micro_batch: (starts[task.micro_batch], end) for end, task in own if task.kind.makes_gradients}
+
+
+def count_most_at_once(intervals: Sequence[tuple[int, int]]) -> int:
+    return max((sum(start <= point < end for start, end in intervals) for point, _ in intervals), default=0)
+
+
+@given(shapes())
+def test_numbers_of_graphs_include_the_modes(shape: Shape) -> None:
+    for mode, count in ((ALWAYS, 0), (NEVER, shape.num_microbatches)):
+        counts = (count,) * shape.num_stages
+        assert replace(shape, mode=mode).schedule() == replace(shape, mode=counts).schedule()
+    if shape.name == "gpipe":
+        counts = (1,) * shape.num_stages
+        assert replace(shape, mode=EXCEPT_LAST).schedule() == replace(shape, mode=counts).schedule()
 
 
 @given(shapes())

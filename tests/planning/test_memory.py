@@ -6,7 +6,7 @@ import pytest
 
 from experiments.planned_memory.__main__ import NUM_MICROBATCHES, compare
 from experiments.planned_memory.small_models import SmallModel, make_image_model, make_text_model
-from gpipe.pipeline.schedule import Rematerialize
+from gpipe.pipeline.schedule import Rematerialization, Rematerialize
 from gpipe.planning.step import Setting
 
 TOLERANCE = 0.1
@@ -25,13 +25,16 @@ def model(request: pytest.FixtureRequest) -> SmallModel:
         ("gpipe", 1, Rematerialize.NEVER),
         ("gpipe", 2, Rematerialize.EXCEPT_LAST),
         ("gpipe", 4, Rematerialize.ALWAYS),
+        ("gpipe", 2, (3, 1)),
+        ("1f1b", 2, (1, 1)),
+        ("zb_h1", 2, (1, 1)),
         ("1f1b", 4, Rematerialize.NEVER),
         ("split_gpipe", 4, Rematerialize.ALWAYS),
         ("zb_h1", 4, Rematerialize.NEVER),
     ],
 )
 def test_a_stages_planned_peak_is_within_a_tenth_of_the_allocators(
-    model: SmallModel, schedule: str, num_stages: int, mode: Rematerialize
+    model: SmallModel, schedule: str, num_stages: int, mode: Rematerialization
 ) -> None:
     found = compare(model, Setting(num_stages, NUM_MICROBATCHES, mode, schedule))
     assert len(found["planned_bytes"]) == num_stages

@@ -11,6 +11,7 @@ from hydra import compose
 from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
 from gpipe.config.pipeline import Objective, PipelineSchedule, Rematerialize
 from gpipe.launch.processes import Place
+from gpipe.planning.accelerator import find_accelerator
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan
 from gpipe.programs.build import (
@@ -21,7 +22,7 @@ from gpipe.programs.build import (
     build_setting,
     build_tracker,
     build_trainer,
-    share_partitions,
+    share_layout,
 )
 from gpipe.programs.workloads import workload_of
 from gpipe.training.trainer import Trainer
@@ -36,13 +37,14 @@ def run_of(*overrides: str) -> RunConfig:
 
 
 def plan_of(run: RunConfig) -> Plan:
-    return build_planner(run, accelerator_at_hand(run)).plan(build_setting(run))
+    accelerator = accelerator_at_hand(run)
+    return build_planner(run, accelerator).plan(build_setting(run, accelerator))
 
 
 def trainer_of(folder: Path, *overrides: str) -> Trainer:
     run = run_of(*overrides)
     layers = build_layers(run)
-    pipeline = build_pipeline(run, layers, share_partitions(run, layers, ALONE)[0], ALONE)
+    pipeline = build_pipeline(run, layers, share_layout(run, layers, ALONE), ALONE)
     with build_tracker(run, folder, [], enabled=False) as tracker:
         return build_trainer(run, pipeline, ALONE, folder, tracker, lambda timeline: None)
 
@@ -72,18 +74,19 @@ def test_transformer_48_is_planned_without_memory() -> None:
 def test_given_partitions_are_taken_as_they_are() -> None:
     run = run_of("pipeline.partitions=[2,7]", "pipeline.partition_by=measured_seconds")
     assert plan_of(run).partitions == [2, 7]
-    assert share_partitions(run, build_layers(run), ALONE)[0] == [2, 7]
+    assert share_layout(run, build_layers(run), ALONE).partitions == [2, 7]
 
 
 def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
     run = run_of("pipeline.partition_by=measured_seconds", "trainer.autocast=bfloat16")
     layers = build_layers(run)
-    partitions, planner = share_partitions(run, layers, ALONE)
-    assert sum(partitions) == len(layers)
+    layout = share_layout(run, layers, ALONE)
+    planner = layout.planner
+    assert sum(layout.partitions) == len(layers)
     assert all(parameter.is_meta for parameter in layers.parameters())
     assert isinstance(planner, Planner) and planner.seconds is not None
     seconds = planner.seconds([])
-    plan = planner.plan(build_setting(run, ALONE))
+    plan = planner.plan(build_setting(run, planner.accelerator, ALONE))
     busy = sum(stage.forward_seconds for stage in plan.stages)
     assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
 
@@ -100,7 +103,7 @@ def test_every_model_can_be_cut_by_every_cost_for_every_objective(model: tuple[s
     for objective in Objective:
         run = to_run(compose("train", overrides=[*model, *cuts, f"pipeline.objective={objective.value}"]))
         layers = build_layers(run)
-        assert sum(share_partitions(run, layers, ALONE)[0]) == len(layers)
+        assert sum(share_layout(run, layers, ALONE).partitions) == len(layers)
 
 
 @pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
@@ -114,10 +117,29 @@ def test_every_model_can_be_planned_with_every_mode_and_schedule(model: tuple[st
         assert plan.bubble is not None and 0 < plan.bubble < 1 and len(plan.memory) == 4 // shared
 
 
+def test_fit_keeps_the_graphs_that_the_limit_has_room_for() -> None:
+    """With a limit between those of recomputing all and nothing, the pipeline gets numbers between them."""
+    shape = ("pipeline.partitions=[5,4]", "pipeline.num_microbatches=8")
+    always, never = (
+        plan_of(run_of(*shape, f"pipeline.rematerialize={mode}")).peak_bytes for mode in ("always", "never")
+    )
+    limit = (always + never) // 2
+    run = run_of(*shape, "pipeline.rematerialize=fit", f"pipeline.memory_limit_bytes={limit}")
+    layers = build_layers(run)
+    layout = share_layout(run, layers, ALONE)
+    assert isinstance(layout.rematerialize, tuple) and any(0 < count < 8 for count in layout.rematerialize)
+    assert plan_of(run).peak_bytes <= limit
+    assert build_pipeline(run, layers, layout, ALONE).rematerialize == layout.rematerialize
+    for too_much, mode in ((never, Rematerialize.never), (2**50, Rematerialize.never)):
+        run = run_of(*shape, "pipeline.rematerialize=fit", f"pipeline.memory_limit_bytes={too_much}")
+        assert share_layout(run, build_layers(run), ALONE).rematerialize == mode.value
+
+
 def test_all_stages_in_one_process_have_no_bubble() -> None:
     assert plan_of(run_of()).bubble is None
     assert plan_of(run_of("launch=process_per_stage")).bubble is not None
-    assert build_setting(run_of("launch=process_per_stage"), ALONE).is_sequential, "torchrun's number overrules"
+    setting = build_setting(run_of("launch=process_per_stage"), find_accelerator("cpu"), ALONE)
+    assert setting.is_sequential, "torchrun's number overrules"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +235,7 @@ def test_a_mixed_run_is_planned_as_it_trains() -> None:
     targets = workload_of(run).targets(4)
     assert (targets.shape, targets.dtype, targets.device.type) == ((4, 10), torch.float32, "meta")
     measured = run_of("data.mixup=0.8", "pipeline.partition_by=measured_seconds", "model.num_layers=3")
-    assert sum(share_partitions(measured, build_layers(measured), ALONE)[0]) == len(build_layers(measured))
+    assert sum(share_layout(measured, build_layers(measured), ALONE).partitions) == len(build_layers(measured))
     assert plan_of(run).partitions == plan_of(run_of()).partitions
 
 
@@ -229,7 +251,7 @@ def test_a_transformers_settings_and_vocabulary_reach_its_layers_loss_and_loader
     layers = build_layers(run)
     assert len(layers) == 4 and all(parameter.is_meta for parameter in layers.parameters())
     assert (layers[0].num_embeddings, layers[-1].out_features) == (40, 40)
-    pipeline = build_pipeline(run, layers, share_partitions(run, layers, ALONE)[0], ALONE)
+    pipeline = build_pipeline(run, layers, share_layout(run, layers, ALONE), ALONE)
     with build_tracker(run, tmp_path, [], enabled=False) as tracker:
         trainer = build_trainer(run, pipeline, ALONE, tmp_path, tracker, lambda timeline: None)
     inputs, targets = next(iter(trainer.train_loader))

@@ -12,7 +12,7 @@ from hydra import compose
 from gpipe.config import to_run
 from gpipe.data.images.catalogue import IMAGE_SETS
 from gpipe.launch.processes import Place
-from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer, share_partitions
+from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer, share_layout
 from tests.data.images.full_sets import WRITERS
 
 pytestmark = pytest.mark.usefixtures("composer")
@@ -36,7 +36,7 @@ def test_a_transfer_goes_on_after_the_last_mini_batch_of_an_epoch(
     overrides = [*SMALL, f"data={data}", f"data.root={tmp_path}", f"trainer.max_steps={num_batches + 1}"]
     run = to_run(compose("train", overrides=overrides))
     layers, place = build_layers(run), Place(None, "cpu")
-    pipeline = build_pipeline(run, layers, share_partitions(run, layers, place)[0], place)
+    pipeline = build_pipeline(run, layers, share_layout(run, layers, place), place)
     seen = []
     pipeline.layers["0"].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0])))
     with build_tracker(run, tmp_path, [], enabled=False) as tracker:

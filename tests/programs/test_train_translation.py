@@ -170,7 +170,8 @@ def test_the_small_deep_and_wide_models_are_of_equal_size() -> None:
 
 def test_a_translation_is_planned_in_sentences() -> None:
     run = run_of("+experiment=transformer_multilingual", "model=translation_t12_16384_32")
-    plan = build.build_planner(run, build.accelerator_at_hand(run)).plan(build.build_setting(run))
+    accelerator = build.accelerator_at_hand(run)
+    plan = build.build_planner(run, accelerator).plan(build.build_setting(run, accelerator))
     assert (plan.setting.num_microbatches, plan.microbatch_size) == (64, 16)  # of 256 tokens
     assert sum(plan.partitions) == 28 and plan.parameters == 1_239_171_072
 

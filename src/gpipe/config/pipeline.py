@@ -9,11 +9,12 @@ from gpipe.config.checks import MOST_PROCESSES, at_least, optional_at_least, req
 
 
 class Rematerialize(Enum):
-    """Which micro-batches are recomputed in the backward pass."""
+    """Which micro-batches are recomputed in the backward pass; fit: those that a device has no memory to keep."""
 
     always = "always"
     except_last = "except_last"
     never = "never"
+    fit = "fit"
 
 
 # The order of a step's tasks; no member of a class statement could be called 1f1b.
@@ -77,7 +78,7 @@ class PipelineConfig:
         partition_by: the cost of a layer that the partitions balance.
         objective: what the cut minimises.
         memory_limit_bytes: the most bytes that a device may need at its planned peak, of parameters, gradients,
-            optimiser state, boundary inputs and activations; null is no limit.
+            optimiser state, boundary inputs and activations; null is no limit, and nine tenths of its memory for fit.
         partitions: the number of layers of each stage; null cuts by the four settings above.
         timeout_seconds: how long a stage waits for a silent neighbour.
         synchronize_batch_norm: whether batch norm normalises a micro-batch over all replicas.

@@ -31,6 +31,7 @@ from gpipe.pipeline.refusals import (
 )
 from gpipe.pipeline.schedule import (
     Kind,
+    Rematerialization,
     Rematerialize,
     ScheduleFunction,
     Task,
@@ -70,7 +71,8 @@ class Pipeline:
             whose scalars appear in the report.
         partitions: the number of layers of each stage, such as `partition_layers` returns.
         num_microbatches: M, into which each mini-batch is cut; smaller mini-batches make fewer, never empty ones.
-        rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations.
+        rematerialize: "always", "except_last" or "never": which micro-batches recompute their activations. Or a number
+            per stage: of how many micro-batches it keeps the activations at once, those that are needed first.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "split_gpipe", "zb_h1" or "zb_v" (`gpipe.pipeline.schedule`); or
             a function of yours that returns the tasks of a step as those do, which are checked before they run.
         stages_per_device: at least 2 in the interleaved schedule, where stage s of K is on device s % P, P = K / this;
@@ -103,7 +105,7 @@ class Pipeline:
         partitions: Sequence[int],
         num_microbatches: int = 32,
         *,
-        rematerialize: str = "always",
+        rematerialize: str | Sequence[int] = "always",
         schedule: str | ScheduleFunction = "gpipe",
         stages_per_device: int = 1,
         devices: Devices = None,
@@ -126,7 +128,7 @@ class Pipeline:
         if type(num_microbatches) is not int or num_microbatches < 1:
             raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
         self.num_microbatches = num_microbatches
-        self.rematerialize = Rematerialize(_check_choice(rematerialize, Rematerialize, "rematerialize"))
+        self.rematerialize = _check_rematerialization(rematerialize, len(partitions))
         self.partitions = tuple(partitions)
         self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
         self._schedule, self._placement = choose_schedule(
@@ -144,7 +146,7 @@ class Pipeline:
             "synchronize_batch_norm": synchronize_batch_norm,
             "partitions": list(partitions),
             "num_microbatches": num_microbatches,
-            "rematerialize": rematerialize,
+            "rematerialize": rematerialize if isinstance(rematerialize, str) else list(rematerialize),
             "schedule": schedule if isinstance(schedule, str) else f"{schedule.__module__}.{schedule.__qualname__}",
             "stages_per_device": stages_per_device,
             "seed": seed,
@@ -502,7 +504,7 @@ class Pipeline:
         parts = split(inputs, sizes)
         return self.job.transfer.start(MiniBatch(sum(sizes), len(sizes)), training=training), parts
 
-    def _shape(self, batch: MiniBatch) -> tuple[int, int, Rematerialize, int, tuple[int, ...], int | None]:
+    def _shape(self, batch: MiniBatch) -> tuple[int, int, Rematerialization, int, tuple[int, ...], int | None]:
         device = None if len(self.stages) == self.num_stages else self.job.process
         shape = self.num_stages, batch.num_microbatches, self.rematerialize, self.stages_per_device
         return *shape, self._placement, device
@@ -641,8 +643,18 @@ def _unpack(batch: Any) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def _check_choice(value: str, choices: Any, what: str) -> str:
-    names = [str(choice) for choice in choices]
-    if value not in names:
-        raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(names)}")
-    return value
+def _check_rematerialization(value: str | Sequence[int], num_stages: int) -> Rematerialization:
+    names = [str(choice) for choice in Rematerialize]
+    if isinstance(value, str):
+        if value not in names:
+            raise ValueError(
+                f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or a number per stage: of how many "
+                "micro-batches it keeps the activations at once"
+            )
+        return Rematerialize(value)
+    if len(value) != num_stages or any(type(number) is not int or number < 0 for number in value):
+        raise ValueError(
+            f"rematerialize is {list(value)}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one "
+            "per stage, each 0 or more"
+        )
+    return tuple(value)

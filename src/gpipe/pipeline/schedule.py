@@ -50,6 +50,10 @@ class Rematerialize(StrEnum):
     NEVER = "never"
 
 
+Rematerialization: TypeAlias = Rematerialize | tuple[int, ...]
+"""One of the modes; or, for each stage, how many graphs of forwards it keeps at once. The others are recomputed."""
+
+
 class Task(NamedTuple):
     """One unit of work of one stage."""
 
@@ -67,7 +71,7 @@ StepSchedule: TypeAlias = list[list[Task]]
 def gpipe(
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
 ) -> StepSchedule:
     """Return GPipe's schedule: all forwards, then all backwards in reverse order (section 2.2).
@@ -82,13 +86,13 @@ def gpipe(
     schedule = inference(range(num_stages), num_microbatches)
     for stage, tasks in enumerate(schedule):
         tasks += [Task(Kind.BACKWARD, stage, micro_batch) for micro_batch in reversed(range(num_microbatches))]
-    return [_with_recomputations(tasks, rematerialize) for tasks in schedule]
+    return [with_recomputations(tasks, rematerialize) for tasks in schedule]
 
 
 def one_forward_one_backward(
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
 ) -> StepSchedule:
     """Return 1F1B: once a stage can run a backward, it alternates forwards and backwards (PipeDream-flush).
@@ -107,7 +111,7 @@ def one_forward_one_backward(
 def interleaved_one_forward_one_backward(
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 2,
 ) -> StepSchedule:
     """Return interleaved 1F1B: with v stages per device, the bubble is v times smaller (the same paper, section 2.2.2).
@@ -131,7 +135,7 @@ def interleaved_one_forward_one_backward(
 def split_gpipe(
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
 ) -> StepSchedule:
     """Return GPipe's schedule with split backwards: gradients of weights are made while those of inputs travel on.
@@ -150,7 +154,7 @@ def split_gpipe(
 def zero_bubble_h1(
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 1,
 ) -> StepSchedule:
     """Return ZB-H1: 1F1B with split backwards; the gradients of weights wait where a stage would have nothing to do.
@@ -168,14 +172,14 @@ def zero_bubble_h1(
     for stage in range(num_stages):
         after = num_stages - stage
         letters = "F" * after + "IF" * stage + "IWF" * later + "IW" * after + "W" * stage
-        schedule.append(_with_recomputations(_read(letters, [stage], num_microbatches), rematerialize))
+        schedule.append(with_recomputations(_read(letters, [stage], num_microbatches), rematerialize))
     return schedule
 
 
 def zero_bubble_v(
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize = Rematerialize.ALWAYS,
+    rematerialize: Rematerialization = Rematerialize.ALWAYS,
     stages_per_device: int = 2,
 ) -> StepSchedule:
     """Return ZB-V: two stages per device, which go down the devices and back up in a V; nearly no bubble.
@@ -200,7 +204,7 @@ def zero_bubble_v(
         letters += "Ii" * device + "IW" * after
         letters += "".join(letter * (num_planned - letters.count(letter)) for letter in "wW")
         tasks = _read(letters, [device, num_stages - 1 - device], num_microbatches)
-        schedule.append(_with_recomputations(tasks, rematerialize))
+        schedule.append(with_recomputations(tasks, rematerialize))
     return schedule
 
 
@@ -213,7 +217,7 @@ def inference(placement: Sequence[int], num_microbatches: int) -> StepSchedule:
     ]
 
 
-ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialize, int], StepSchedule]
+ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialization, int], StepSchedule]
 """(K, M, what is recomputed, stages per device) -> the tasks of a training step."""
 
 SCHEDULES: dict[str, ScheduleFunction] = {
@@ -243,7 +247,7 @@ def choose_schedule(
     schedule: str | ScheduleFunction,
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize,
+    rematerialize: Rematerialization,
     stages_per_device: int,
 ) -> tuple[ScheduleFunction, tuple[int, ...]]:
     """Return the schedule of a name, or a user's own after a look at its tasks; and the device of each stage.
@@ -370,7 +374,7 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
 
 
 def _in_turns(
-    num_stages: int, num_microbatches: int, rematerialize: Rematerialize, *, num_devices: int, eagerness: int
+    num_stages: int, num_microbatches: int, rematerialize: Rematerialization, *, num_devices: int, eagerness: int
 ) -> StepSchedule:
     """Return some forwards of each device, then forwards and backwards alternately, then the remaining backwards.
 
@@ -385,7 +389,7 @@ def _in_turns(
         tasks = forwards[:ahead]
         for position, backward in enumerate(backwards, ahead):
             tasks += [*forwards[position : position + 1], backward]
-        schedule.append(_with_recomputations(tasks, rematerialize))
+        schedule.append(with_recomputations(tasks, rematerialize))
     return schedule
 
 
@@ -421,17 +425,48 @@ def _read(letters: str, stages: Sequence[int], num_microbatches: int) -> list[Ta
     return [task for task in tasks if task.micro_batch < num_microbatches]
 
 
-def _with_recomputations(tasks: list[Task], rematerialize: Rematerialize) -> list[Task]:
-    """Insert a recomputation directly before each backward that needs one; a device's first task is a forward."""
-    if rematerialize is Rematerialize.NEVER:
-        return tasks
-    found = tasks[:1]
-    for before, task in pairwise(tasks):
-        follows = before == Task(Kind.FORWARD, task.stage, task.micro_batch)
-        if task.kind.makes_gradients and not (follows and rematerialize is Rematerialize.EXCEPT_LAST):
+def with_recomputations(tasks: Sequence[Task], rematerialize: Rematerialization) -> list[Task]:
+    """Return a device's tasks with a recomputation directly before each backward that needs one."""
+    kept = _find_kept(tasks, rematerialize)
+    found: list[Task] = []
+    for task in tasks:
+        if task.kind.makes_gradients and (task.stage, task.micro_batch) not in kept:
             found.append(Task(Kind.RECOMPUTE, task.stage, task.micro_batch))
         found.append(task)
     return found
+
+
+def _find_kept(tasks: Sequence[Task], rematerialize: Rematerialization) -> set[tuple[int, int]]:
+    """Return the (stage, micro-batch) pairs whose forward keeps its graph, of a device's tasks without recomputations.
+
+    Where a stage keeps so many at once, those stay whose backward comes first. No other choice keeps more of them
+    (Carlisle and Lloyd, 1995, "On the k-coloring of intervals").
+    """
+    if rematerialize is Rematerialize.ALWAYS:
+        return set()
+    if rematerialize is Rematerialize.NEVER:
+        return {(task.stage, task.micro_batch) for task in tasks}
+    if rematerialize is Rematerialize.EXCEPT_LAST:
+        return {
+            (task.stage, task.micro_batch)
+            for before, task in pairwise(tasks)
+            if task.kind.makes_gradients and before == Task(Kind.FORWARD, task.stage, task.micro_batch)
+        }
+    ends = {
+        (task.stage, task.micro_batch): position for position, task in enumerate(tasks) if task.kind.makes_gradients
+    }
+    held: dict[int, set[tuple[int, int]]] = {}
+    kept: set[tuple[int, int]] = set()
+    for task in tasks:
+        run, own = (task.stage, task.micro_batch), held.setdefault(task.stage, set())
+        if task.kind is Kind.FORWARD:
+            own.add(run)
+            if len(own) > rematerialize[task.stage]:
+                own.remove(max(own, key=ends.__getitem__))
+        elif task.kind.makes_gradients and run in own:
+            own.remove(run)
+            kept.add(run)
+    return kept
 
 
 def count_stages(schedule: StepSchedule) -> int:
@@ -498,7 +533,7 @@ def plan_tasks(
     schedule: ScheduleFunction | None,
     num_stages: int,
     num_microbatches: int,
-    rematerialize: Rematerialize,
+    rematerialize: Rematerialization,
     stages_per_device: int,
     placement: tuple[int, ...],
     device: int | None,

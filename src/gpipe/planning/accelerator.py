@@ -53,6 +53,11 @@ class Accelerator:
         of = {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}
         return of[precision]
 
+    @property
+    def room_bytes(self) -> int:
+        """What may be planned of its memory: planned and real peaks differ by up to a tenth."""
+        return self.memory_bytes * 9 // 10
+
     def with_limits(self, *, memory_gib: float | None, link_gb_per_second: float | None) -> Accelerator:
         """Return the accelerator with other figures than the maker's, where they are given."""
         memory = self.memory_bytes if memory_gib is None else int(memory_gib * GIB)

@@ -141,6 +141,7 @@ def partition_by_memory(profiles: Sequence[LayerProfile], setting: Setting) -> l
         raise ValueError(
             f"pipeline.num_stages is {num_stages}, but the model has {num_layers} layers: choose at most as many."
         )
+    setting = setting.leanest
     even = [(stage + 1) * num_layers // num_stages - stage * num_layers // num_stages for stage in range(num_stages)]
     most = _peak_bytes(profiles, even, setting)
     peak = _StagePeaks(profiles, setting)
@@ -190,7 +191,9 @@ class _StagePeaks:
         if key not in self._peaks:
             if (first, end) not in self._stages:
                 self._stages[first, end] = stage_memory(self._profiles, first, end)
-            self._peaks[key] = plan_device({stage: self._stages[first, end]}, stage, self._setting).peak_bytes
+            self._peaks[key] = plan_device(
+                {stage: self._stages[first, end]}, self._setting.tasks[stage], self._setting
+            ).peak_bytes
         return self._peaks[key]
 
     def least(self, first: int, end: int) -> int:

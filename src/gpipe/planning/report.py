@@ -26,7 +26,7 @@ def print_plan(planner: Planner, setting: Setting, name: str, console: Console |
     replicas = f", R={setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
     title = (
         f"{name}: K={setting.num_stages} stages, M={setting.num_microbatches} micro-batches of {plan.microbatch_size}, "
-        f"N={plan.batch_size}{replicas}, {setting.schedule}, recompute {setting.rematerialize}, on {accelerator.name} "
+        f"N={plan.batch_size}{replicas}, {setting.schedule}, {_describe_kept(plan)}, on {accelerator.name} "
         f"({gib(accelerator.memory_bytes)})"
     )
     if setting.synchronizes:
@@ -50,6 +50,14 @@ def print_plan(planner: Planner, setting: Setting, name: str, console: Console |
     remedies = [] if plan.peak_bytes <= accelerator.memory_bytes else planner.remedies(setting)
     console.print(_verdict(plan, accelerator, remedies), soft_wrap=True)
     return plan
+
+
+def _describe_kept(plan: Plan) -> str:
+    """Say which micro-batches are recomputed."""
+    if plan.kept_graphs is None:
+        return f"recompute {plan.setting.rematerialize}"
+    least, most = min(plan.kept_graphs), max(plan.kept_graphs)
+    return f"recompute all but {least} to {most} of {plan.setting.num_microbatches} micro-batches"
 
 
 def _processes(plan: Plan) -> str:

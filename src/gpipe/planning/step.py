@@ -6,15 +6,25 @@ Memory is that of a walk through the schedule's tasks (memory.py). Time is that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
 
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule, Task, place_stages, sequential
+from gpipe.pipeline.schedule import (
+    SCHEDULES,
+    Kind,
+    Rematerialization,
+    Rematerialize,
+    StepSchedule,
+    Task,
+    place_stages,
+    sequential,
+)
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
+from gpipe.planning.fit import Fit, count_graphs, name_mode
 from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.simulation import simulate
@@ -27,7 +37,7 @@ class Setting:
     Attributes:
         num_stages: K.
         num_microbatches: M.
-        rematerialize: which micro-batches are recomputed.
+        rematerialize: which micro-batches are recomputed; `Fit` until a cut is known, which then decides it.
         schedule: a name of `gpipe.pipeline.schedule`.
         stages_per_device: 1, or more where the schedule interleaves.
         state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
@@ -40,7 +50,7 @@ class Setting:
 
     num_stages: int
     num_microbatches: int
-    rematerialize: Rematerialize = Rematerialize.ALWAYS
+    rematerialize: Rematerialization | Fit = Rematerialize.ALWAYS
     schedule: str = "gpipe"
     stages_per_device: int = 1
     state_ratio: float = 1.0
@@ -60,9 +70,15 @@ class Setting:
 
     @cached_property
     def tasks(self) -> StepSchedule:
-        """The ordered tasks of each device."""
+        """The ordered tasks of each device; without recomputations as long as nobody knows which there are."""
         make = SCHEDULES[self.schedule]
-        return make(self.num_stages, self.num_microbatches, self.rematerialize, self.stages_per_device)
+        mode = Rematerialize.NEVER if isinstance(self.rematerialize, Fit) else self.rematerialize
+        return make(self.num_stages, self.num_microbatches, mode, self.stages_per_device)
+
+    @property
+    def leanest(self) -> Setting:
+        """The same with as few graphs at once as it may have."""
+        return replace(self, rematerialize=Rematerialize.ALWAYS) if isinstance(self.rematerialize, Fit) else self
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -120,7 +136,7 @@ class Plan:
     """A training step of one pipeline.
 
     Attributes:
-        setting: how the model is run.
+        setting: how the model is run, with what is recomputed decided.
         stages: K of them.
         memory: of each device; stage s is on device s % P.
         timeline: the simulated tasks.
@@ -147,6 +163,12 @@ class Plan:
     def partitions(self) -> list[int]:
         """The number of layers of each stage."""
         return [stage.last_layer - stage.first_layer + 1 for stage in self.stages]
+
+    @property
+    def kept_graphs(self) -> list[int] | None:
+        """Of how many micro-batches each stage keeps the graph at once, where that is no mode."""
+        mode = self.setting.rematerialize
+        return list(mode) if isinstance(mode, tuple) else None
 
     @property
     def parameters(self) -> int:
@@ -220,6 +242,7 @@ def plan_step(
         layer_update_seconds: of the optimiser, measured, for each layer; None plans them.
     """
     bounds = list(pairwise(accumulate(partitions, initial=0)))
+    setting = settle(profiles, partitions, setting)
     stages = tuple(_stage(profiles, layer_seconds, first, end, speed) for first, end in bounds)
 
     def transfer_seconds(task: Task) -> float:
@@ -246,21 +269,41 @@ def plan_memory(
     profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory of each device."""
-    bounds = pairwise(accumulate(partitions, initial=0))
+    setting = settle(profiles, partitions, setting)
+    devices = _place_memory(profiles, partitions, setting)
+    return tuple(plan_device(stages, tasks, setting) for stages, tasks in zip(devices, setting.tasks, strict=True))
+
+
+def _place_memory(
+    profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting
+) -> list[dict[int, StageMemory]]:
+    """Return what each stage holds, device by device."""
     devices: list[dict[int, StageMemory]] = [{} for _ in setting.tasks]
-    for stage, (first, end) in enumerate(bounds):
+    for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
         devices[setting.placement[stage]][stage] = stage_memory(profiles, first, end)
-    return tuple(plan_device(stages, device, setting) for device, stages in enumerate(devices))
+    return devices
 
 
-def plan_device(stages: Mapping[int, StageMemory], device: int, setting: Setting) -> DeviceMemory:
-    """Return the memory of one device, which has some stages."""
+def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> Setting:
+    """Return the setting with what is recomputed decided, where that was left to the memory of the devices."""
+    if not isinstance(setting.rematerialize, Fit):
+        return setting
+    room = setting.rematerialize.memory_bytes
+    counts: dict[int, int] = {}
+    for device, stages in enumerate(_place_memory(profiles, partitions, setting)):
+
+        def fits(tasks: Sequence[Task], stages: Mapping[int, StageMemory] = stages) -> bool:
+            return plan_device(stages, tasks, setting).peak_bytes <= room
+
+        counts |= count_graphs(setting.tasks[device], setting.num_stages, sorted(stages), fits)
+    chosen = name_mode(tuple(counts[stage] for stage in range(setting.num_stages)), setting.tasks)
+    return replace(setting, rematerialize=chosen)
+
+
+def plan_device(stages: Mapping[int, StageMemory], tasks: Sequence[Task], setting: Setting) -> DeviceMemory:
+    """Return the memory of one device with some stages and tasks."""
     return device_memory(
-        setting.tasks[device],
-        stages,
-        setting.num_microbatches,
-        setting.state_ratio,
-        synchronizes=setting.synchronizes,
+        tasks, stages, setting.num_microbatches, setting.state_ratio, synchronizes=setting.synchronizes
     )
 
 

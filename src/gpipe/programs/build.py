@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,18 @@ from gpipe.config import (
     RunConfig,
     to_plain,
 )
+from gpipe.config import Rematerialize as ConfiguredRematerialize
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters, set_drop_path
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.microbatch import Payload, microbatch_sizes
-from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialize, place_stages
+from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialization, Rematerialize, place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
 from gpipe.planning.cut import Cutter
+from gpipe.planning.fit import Fit
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
@@ -70,8 +72,23 @@ def build_layers(run: RunConfig) -> nn.Sequential:
     return workload_of(run).layers()
 
 
-def share_partitions(run: RunConfig, layers: nn.Sequential, place: Place) -> tuple[list[int], Planner | None]:
-    """Choose the partitions in the first process and tell the others; return them, and the first process's planner.
+@dataclass(frozen=True)
+class Layout:
+    """How the first process of a run has cut the model, for all.
+
+    Attributes:
+        partitions: the number of layers of each stage.
+        rematerialize: a mode, or how many graphs each stage keeps at once.
+        planner: what has chosen them; the first process's alone.
+    """
+
+    partitions: list[int]
+    rematerialize: Rematerialization
+    planner: Planner | None
+
+
+def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
+    """Choose the partitions and what is recomputed in the first process, and tell the others.
 
     Two measurements never agree, and hosts may have different GPUs: processes that choose alone would never meet.
 
@@ -86,11 +103,12 @@ def share_partitions(run: RunConfig, layers: nn.Sequential, place: Place) -> tup
         accelerator = detect_accelerator(place.device_type)
         seconds = _measure_seconds(run, layers, place.device_type, lambda _: tell("")) if measures else None
         planner = build_planner(run, accelerator, seconds=seconds)
-        tell(json.dumps(planner.plan(build_setting(run, place)).partitions))
+        plan = planner.plan(build_setting(run, accelerator, place))
+        tell(json.dumps([plan.partitions, plan.setting.rematerialize]))
 
     num_messages = 1 + (len(layers) if measures else 0)  # the others wait for each as long as for any message
-    partitions: list[int] = json.loads(place.share_each("partitions", num_messages, decide)[-1])
-    return partitions, planner
+    partitions, mode = json.loads(place.share_each("layout", num_messages, decide)[-1])
+    return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planner)
 
 
 def _measure_seconds(
@@ -119,13 +137,17 @@ def accelerator_at_hand(run: RunConfig) -> Accelerator:
     return detect_accelerator("cuda" if has_gpu else "cpu")
 
 
-def build_setting(run: RunConfig, place: Place | None = None) -> Setting:
+def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None = None) -> Setting:
     """Return how the run's model is run, for planning; `place` knows better than the settings what was launched."""
     settings = run.pipeline
+    if settings.rematerialize is ConfiguredRematerialize.fit:
+        mode: Rematerialization | Fit = Fit(settings.memory_limit_bytes or accelerator.room_bytes)
+    else:
+        mode = Rematerialize(settings.rematerialize.value)
     return Setting(
         num_stages=settings.num_stages,
         num_microbatches=settings.num_microbatches,
-        rematerialize=Rematerialize(settings.rematerialize.value),
+        rematerialize=mode,
         schedule=settings.schedule.value,
         stages_per_device=settings.stages_per_device,
         state_ratio=_state_ratio(run),
@@ -201,7 +223,7 @@ def _state_ratio(run: RunConfig) -> float:
     return slots / parameter.numel() + (run.ema.decay is not None)
 
 
-def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[int], place: Place) -> Pipeline:
+def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
     precision = run.trainer.float32_matmul_precision
     set_numerics(
@@ -212,9 +234,9 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[i
     pipeline = Pipeline(
         layers,
         workload.loss(),
-        partitions,
+        layout.partitions,
         run.pipeline.num_microbatches,
-        rematerialize=run.pipeline.rematerialize.value,
+        rematerialize=layout.rematerialize,
         schedule=run.pipeline.schedule.value,
         stages_per_device=run.pipeline.stages_per_device,
         devices=place.devices(

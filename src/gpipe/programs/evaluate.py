@@ -51,9 +51,9 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
 
     garbage_collection.resume()
     layers = build.build_layers(run)
-    partitions, planner = build.share_partitions(run, layers, place)
-    pipeline = build.build_pipeline(run, layers, partitions, place)
-    del layers, planner  # other stages' layers may have memory, which ends here
+    layout = build.share_layout(run, layers, place)
+    pipeline = build.build_pipeline(run, layers, layout, place)
+    del layers, layout  # other stages' layers may have memory, which ends here
     workload, settings = workload_of(run), run.trainer.evaluation
     loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")[1]
     ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 
 from gpipe.config import (
     AmoebaNetConfig,
-    PipelineConfig,
     RunConfig,
     TimmConfig,
     TransformerLMConfig,
@@ -20,7 +20,6 @@ from gpipe.config import (
 )
 from gpipe.durable_files import replacing
 from gpipe.launch.processes import Place
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.picture import plot
 from gpipe.planning.report import describe_bubble
@@ -64,7 +63,7 @@ def record_outcome(
         tracker: gets the picture and the table of the outcome.
         hints: whether to say what to try next.
     """
-    bubbles = "" if timeline is None else _write_timeline(folder, run.pipeline, plan, timeline)
+    bubbles = "" if timeline is None else _write_timeline(folder, plan, timeline)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0
     record = make_record(
         kind="measured",
@@ -77,6 +76,7 @@ def record_outcome(
             "simulated_bubble": plan.bubble,
             "equal_stages_bubble": plan.equal_stages_bubble,
             "partitions": plan.partitions,
+            "kept_graphs": plan.kept_graphs,
             "parameters": plan.parameters,
             "evaluated_parameters": plan.evaluated_parameters,
         },
@@ -91,14 +91,13 @@ def record_outcome(
     print(f"\n{_describe(run.name, summary)}{bubbles}{more}", flush=True)
 
 
-def _write_timeline(folder: Path, pipeline: PipelineConfig, plan: Plan, measured: Timeline) -> str:
+def _write_timeline(folder: Path, plan: Plan, measured: Timeline) -> str:
     """Write a step as a trace for Perfetto, and as a picture above its simulation; return a line on its bubble.
 
     In the simulation every task takes its measured mean time, each stage has a device, and transfers take no time.
     """
     num_microbatches = 1 + max(event.task.micro_batch for event in measured.events)
-    shape = pipeline.num_stages, num_microbatches, Rematerialize(pipeline.rematerialize.value)
-    schedule = SCHEDULES[pipeline.schedule.value](*shape, pipeline.stages_per_device)
+    schedule = replace(plan.setting, num_microbatches=num_microbatches).tasks
     simulated = simulate(schedule, measured.mean_seconds())
     with replacing(folder / TRACE_FILE) as trace, replacing(folder / PICTURE_FILE) as picture:
         measured.write_trace(trace)

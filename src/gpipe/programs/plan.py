@@ -22,7 +22,10 @@ def start(plan: PlanConfig) -> None:
     with report_errors(debug=plan.launch.debug):
         found = accelerator_at_hand(plan) if plan.device == "auto" else find_accelerator(plan.device)
         accelerator = found.with_limits(memory_gib=plan.memory_gib, link_gb_per_second=plan.link_gb_per_second)
-        planner, setting = build_planner(plan, accelerator, efficiency=plan.efficiency), build_setting(plan)
+        planner, setting = (
+            build_planner(plan, accelerator, efficiency=plan.efficiency),
+            build_setting(plan, accelerator),
+        )
         if plan.find is Find.fastest:
             setting = _find_fastest(planner, setting, plan.num_devices)
         elif plan.find is not None:
@@ -45,7 +48,7 @@ def _find_fastest(planner: Planner, like: Setting, num_devices: int | None) -> S
 def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
     """Return the planner of the largest model that fits, and say how large it is."""
     assert plan.find is not None
-    name, setting = plan.find.value, build_setting(plan)
+    name, setting = plan.find.value, build_setting(plan, accelerator)
     is_amoebanet = isinstance(plan.model, AmoebaNetConfig)
     if isinstance(plan.model, TimmConfig | TransformersConfig):
         raise ConfigError(

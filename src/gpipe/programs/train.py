@@ -68,13 +68,13 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     garbage_collection.resume()
     check_earlier(run, folder)
     layers = build.build_layers(run)
-    partitions, planner = build.share_partitions(run, layers, place)
+    layout = build.share_layout(run, layers, place)
     plan = None
-    if planner is not None:
+    if (planner := layout.planner) is not None:
         write_flushed(folder / "config.yaml", to_yaml(run))
-        plan = print_plan(planner, build.build_setting(run, place), run.name)
-    pipeline = build.build_pipeline(run, layers, partitions, place)
-    del layers, planner  # other stages' layers may have memory, which ends here
+        plan = print_plan(planner, build.build_setting(run, planner.accelerator, place), run.name)
+    pipeline = build.build_pipeline(run, layers, layout, place)
+    del layers, planner, layout  # other stages' layers may have memory, which ends here
     timelines: list[Timeline] = []
     try:
         with build.build_tracker(run, folder, overrides, enabled=place.is_main) as tracker:
@@ -103,7 +103,8 @@ def _print_plan(run: RunConfig) -> None:
     from gpipe.planning.report import print_plan
     from gpipe.programs import build
 
-    print_plan(build.build_planner(run, build.accelerator_at_hand(run)), build.build_setting(run), run.name)
+    accelerator = build.accelerator_at_hand(run)
+    print_plan(build.build_planner(run, accelerator), build.build_setting(run, accelerator), run.name)
 
 
 def describe_processes(run: RunConfig, folder: Path) -> Processes:
