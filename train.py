@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError, RunConfig, name_sources, register_schemas, to_run
 from gpipe.launch.errors import report_errors, report_hydra_errors
+from gpipe.programs.automatic import choose_pipeline, is_open, spell_out
 from gpipe.programs.complete import check_run_data, complete
 from gpipe.programs.resume import name_runs, resume_folder
 from gpipe.programs.sweep import run_job
@@ -59,6 +60,8 @@ def is_dated(job: HydraConf) -> bool:
 
 def check_settings(composed: DictConfig) -> RunConfig:
     """Return the checked settings; refuse wrong settings and missing data before torch is loaded."""
+    if is_open(composed):
+        composed = choose_pipeline(composed, HydraConfig.get().overrides.task)
     run = name_runs(to_run(composed))
     if run.evaluate is not None:  # `main` evaluates what is no sweep
         raise ConfigError(
@@ -75,7 +78,7 @@ def load_and_train(
     """Load torch, start the processes, and train; or only print the plan."""
     from gpipe.programs.train import launch_training
 
-    launch_training(run, folder, [*sources, *overrides], hints=hints)
+    launch_training(run, folder, [*sources, *spell_out(run, overrides)], hints=hints)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from gpipe.config.run import RunConfig
 
 
 class Find(Enum):
-    """What plan.py looks for: the largest model that fits, by one of its sizes; or the fastest way to run this one."""
+    """What plan.py looks for: the largest model that fits, by one of its sizes."""
 
     num_layers = "num_layers"
     num_filters = "num_filters"
-    fastest = "fastest"
 
 
 @dataclass
@@ -25,7 +24,7 @@ class PlanConfig(RunConfig):
     memory_gib, link_gb_per_second: in place of the maker's figures; null keeps those.
     efficiency: the share of the makers' peaks of arithmetic and memory that is reached.
     find: null plans the run as it is.
-    num_devices: for find=fastest, of all replicas; null is as many as the run has.
+    num_devices: for pipeline=auto, of all replicas; null is as many as there are here.
     """
 
     device: str = MISSING

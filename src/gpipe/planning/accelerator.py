@@ -65,6 +65,9 @@ class Accelerator:
         return replace(self, memory_bytes=memory, link_bandwidth=link)
 
 
+# Splitting the backward of a product costs as much as starting so many operations: a hook, a second kernel, a second
+# call of autograd. With the CPU's figure below this is what `experiments.split_cost` finds for AmoebaNet's small cells.
+_STARTS_PER_SPLIT = 5
 _T = 1e12
 _G = 1e9
 
@@ -125,16 +128,18 @@ class LayerSeconds(NamedTuple):
 
     Attributes:
         weights: the part of the backward that makes gradients of weights, which a split backward leaves for later.
+        splitting: by how much the two parts of a split backward exceed a whole one.
     """
 
     forward: float
     recompute: float
     backward: float
     weights: float = 0.0
+    splitting: float = 0.0
 
     @property
     def total(self) -> float:
-        """All three."""
+        """Forward, recomputation and whole backward."""
         return self.forward + self.recompute + self.backward
 
     def of(self, kind: Kind) -> float:
@@ -143,7 +148,7 @@ class LayerSeconds(NamedTuple):
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
             Kind.BACKWARD: self.backward,
-            Kind.INPUT_GRADIENTS: self.backward - self.weights,
+            Kind.INPUT_GRADIENTS: self.backward - self.weights + self.splitting,
             Kind.WEIGHT_GRADIENTS: self.weights,
         }
         return found[kind]
@@ -204,11 +209,15 @@ class Speed:
             if id(profile) not in known:
                 forward, backward = self._work(profile.forward), self._work(profile.backward)
                 weights = min(self._work(profile.weight_gradients), backward)
-                known[id(profile)] = LayerSeconds(forward, forward, backward, weights)
+                # Both parts read the gradients of the outputs, about half of what waits in between.
+                starts = _STARTS_PER_SPLIT * len(profile.gradient_sizes)
+                split = self._work(profile.backward, starts, profile.deferred_bytes / 2)
+                known[id(profile)] = LayerSeconds(forward, forward, backward, weights, split - backward)
         return [known[id(profile)] for profile in profiles]
 
-    def _work(self, operations: Iterable[Work]) -> float:
+    def _work(self, operations: Sequence[Work], more_starts: int = 0, more_bytes: float = 0.0) -> float:
+        """Return the seconds of operations, and of starting or moving more."""
         flops, moved = self.flops_per_second, self.bytes_per_second
-        works = [max(one.flops / flops, one.bytes_moved / moved) for one in operations]
-        starts = self.operation_seconds * len(works)
-        return max(sum(works), starts) if self.starts_ahead else sum(works) + starts
+        works = sum(max(one.flops / flops, one.bytes_moved / moved) for one in operations) + more_bytes / moved
+        starts = self.operation_seconds * (len(operations) + more_starts)
+        return max(works, starts) if self.starts_ahead else works + starts

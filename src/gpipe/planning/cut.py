@@ -21,7 +21,7 @@ from gpipe.planning.accelerator import GIB, LayerSeconds, Speed
 from gpipe.planning.exact_cut import Objective, partition_layers
 from gpipe.planning.memory import StageMemory, stage_memory
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.step import Setting, plan_device, plan_memory, plan_step
+from gpipe.planning.step import Setting, plan_memory, plan_step
 
 _MOST_CUTS = 20_000  # that are listed
 _MOST_TASKS = 2**17  # tasks times devices that are simulated for one cut: well below a second
@@ -191,9 +191,8 @@ class _StagePeaks:
         if key not in self._peaks:
             if (first, end) not in self._stages:
                 self._stages[first, end] = stage_memory(self._profiles, first, end)
-            self._peaks[key] = plan_device(
-                {stage: self._stages[first, end]}, self._setting.tasks[stage], self._setting
-            ).peak_bytes
+            stages = {stage: self._stages[first, end]}
+            self._peaks[key] = self._setting.walks[stage].measure(stages, self._setting.state_ratio).peak_bytes
         return self._peaks[key]
 
     def least(self, first: int, end: int) -> int:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, Task, with_recomputations
+from gpipe.pipeline.schedule import (
+    SCHEDULES,
+    Kind,
+    Rematerialization,
+    Rematerialize,
+    StepSchedule,
+    Task,
+    with_recomputations,
+)
+from gpipe.planning.memory import StageMemory, Walk
 
 
 @dataclass(frozen=True)
@@ -19,37 +30,97 @@ class Fit:
     memory_bytes: int
 
 
-def count_graphs(
-    tasks: Sequence[Task], num_stages: int, stages: Sequence[int], fits: Callable[[list[Task]], bool]
-) -> dict[int, int]:
-    """Return how many graphs of forwards each stage of a device may keep at once.
+class Order(NamedTuple):
+    """What decides the tasks of a step, apart from recomputations.
 
-    All stages get the same number, and then one after the other one more, as long as there is memory.
+    Attributes:
+        schedule: a name.
+        num_stages: K.
+        num_microbatches: M.
+        stages_per_device: of all devices.
+        synchronizes: whether statistics of batch norms travel between replicas, which takes memory.
+    """
+
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    stages_per_device: int
+    synchronizes: bool
+
+    def tasks(self, rematerialize: Rematerialization) -> StepSchedule:
+        """Return the ordered tasks of each device."""
+        make = SCHEDULES[self.schedule]
+        return make(self.num_stages, self.num_microbatches, rematerialize, self.stages_per_device)
+
+
+def fit_graphs(
+    order: Order, devices: Sequence[Mapping[int, StageMemory]], state_ratio: float, memory_bytes: int
+) -> Rematerialization:
+    """Return how many graphs of forwards each stage may keep at once, or the mode that this comes to.
 
     Args:
-        tasks: of the device, without recomputations.
-        num_stages: K.
-        stages: those of the device.
-        fits: whether the device has memory for tasks with recomputations.
+        order: of the tasks.
+        devices: the stages of each, by index.
+        state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
+        memory_bytes: what the peak of a device may reach.
     """
-    most = {stage: _count_at_once(tasks, stage) for stage in stages}
+    counts = [0] * order.num_stages
+    for device, stages in enumerate(devices):
 
-    def may(counts: dict[int, int]) -> bool:
-        return fits(with_recomputations(tasks, tuple(counts.get(stage, 0) for stage in range(num_stages))))
+        def fits(own: tuple[int, ...], device: int = device, stages: Mapping[int, StageMemory] = stages) -> bool:
+            return walk_device(order, device, own).measure(stages, state_ratio).peak_bytes <= memory_bytes
 
-    good, bad = 0, max(most.values()) + 1
+        for stage, count in zip(sorted(stages), _count(_count_at_once(order, device), fits), strict=True):
+            counts[stage] = count
+    return _name(order, tuple(counts))
+
+
+def _count(most: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
+    """Return a number for each stage of a device, at most `most`, such that they fit.
+
+    All get the same number, and then one after the other one more, as long as there is memory.
+    """
+    good, bad = 0, max(most) + 1
     while bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if may(dict.fromkeys(stages, middle)) else (good, middle)
-    counts = {stage: min(good, most[stage]) for stage in stages}
-    for stage in stages if len(stages) > 1 else ():
-        while counts[stage] < most[stage] and may(raised := counts | {stage: counts[stage] + 1}):
+        good, bad = (middle, bad) if fits(tuple(min(middle, limit) for limit in most)) else (good, middle)
+    counts = [min(good, limit) for limit in most]
+    for place in range(len(most)) if len(most) > 1 else ():
+        while counts[place] < most[place]:
+            raised = [*counts[:place], counts[place] + 1, *counts[place + 1 :]]
+            if not fits(tuple(raised)):
+                break
             counts = raised
-    return counts
+    return tuple(counts)
 
 
-def _count_at_once(tasks: Sequence[Task], stage: int) -> int:
-    """Return how many micro-batches of a stage are between forward and backward at once, at most."""
+# The answers below do not depend on the cut, for which many cuts ask.
+@lru_cache(maxsize=64)
+def _whole(order: Order) -> StepSchedule:
+    return order.tasks(Rematerialize.NEVER)
+
+
+@lru_cache(maxsize=2**12)
+def walk_device(order: Order, device: int, mode: Rematerialization) -> Walk:
+    """Return the walk through a device's tasks; `mode` has a number for each of the device's stages, or is one."""
+    tasks = _whole(order)[device]
+    if isinstance(mode, tuple):
+        every = [0] * order.num_stages
+        for stage, count in zip(sorted({task.stage for task in tasks}), mode, strict=True):
+            every[stage] = count
+        mode = tuple(every)
+    tasks = with_recomputations(tasks, mode)
+    return Walk.of(tasks, order.num_microbatches, synchronizes=order.synchronizes)
+
+
+@lru_cache(maxsize=2**12)
+def _count_at_once(order: Order, device: int) -> tuple[int, ...]:
+    """Return how many micro-batches of each stage are between forward and backward at once, at most."""
+    tasks = _whole(order)[device]
+    return tuple(_count_in(tasks, stage) for stage in sorted({task.stage for task in tasks}))
+
+
+def _count_in(tasks: Sequence[Task], stage: int) -> int:
     now = most = 0
     for task in tasks:
         if task.stage == stage:
@@ -58,9 +129,10 @@ def _count_at_once(tasks: Sequence[Task], stage: int) -> int:
     return most
 
 
-def name_mode(counts: tuple[int, ...], schedule: StepSchedule) -> Rematerialization:
-    """Return the mode that numbers of graphs come to in a schedule without recomputations; else the numbers."""
-    for mode in Rematerialize:
-        if all(with_recomputations(tasks, counts) == with_recomputations(tasks, mode) for tasks in schedule):
+@lru_cache(maxsize=2**12)
+def _name(order: Order, counts: tuple[int, ...]) -> Rematerialization:
+    """Return the mode that numbers of graphs come to, else the numbers."""
+    for mode in (Rematerialize.NEVER, Rematerialize.ALWAYS, Rematerialize.EXCEPT_LAST):
+        if all(with_recomputations(tasks, counts) == with_recomputations(tasks, mode) for tasks in _whole(order)):
             return mode
     return counts

@@ -15,6 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+
+import torch
+from torch import Tensor
 
 from gpipe.pipeline.schedule import Kind, Task
 from gpipe.pipeline.split_backward import CACHE_BYTES
@@ -52,6 +57,11 @@ class StageMemory:
     deferred_bytes: int
     split_peak_bytes: int
     weights_peak_bytes: int
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """All of them that tasks move, in a fixed order."""
+        return _get_sizes(self)
 
 
 @dataclass(frozen=True)
@@ -134,65 +144,120 @@ def _weights_peak(own: Sequence[LayerProfile]) -> int:
     return peak
 
 
-def device_memory(
-    tasks: Sequence[Task],
-    stages: Mapping[int, StageMemory],
-    num_microbatches: int,
-    state_ratio: float,
-    *,
-    synchronizes: bool = False,
-) -> DeviceMemory:
-    """Walk through the tasks of one device and return what it needs at most.
+_HELD = ("input_bytes", "kept_bytes", "statistics_bytes", "deferred_bytes", "gradient_bytes")
+_PEAKS = (
+    "quiet_peak_bytes",
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "first_backward_peak_bytes",
+    "split_peak_bytes",
+    "weights_peak_bytes",
+)
+_PER_STAGE = _HELD + _PEAKS
+_INPUT, _KEPT, _STATISTICS, _DEFERRED, _GRADIENT = range(len(_HELD))
+_get_sizes = attrgetter(*_PER_STAGE)
 
-    Args:
-        tasks: in order.
-        stages: those of the device, by index.
-        num_microbatches: M, of which the first stage holds all inputs throughout.
-        state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
-        synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
+
+@dataclass(frozen=True)
+class Walk:
+    """The tasks of a device, as far as its memory depends on them: what it may hold at once.
+
+    The walk through the tasks is made once, and costs a product for each cut. Its matrices say how often each of
+    `_PER_STAGE` counts, stage after stage, at each moment that differs from the others: [moments, counts].
+
+    Attributes:
+        stages: of the device.
+        stash: the inputs that it may hold at once.
+        activations: likewise everything that is not parameters.
+        all: likewise with gradients.
     """
-    recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
-    # Between two tasks; parameters are not counted. The first stage holds the inputs of the whole mini-batch.
-    stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
-    graphs = gradients = most_stash = most_activations = most = 0
-    begun: set[int] = set()
-    for task in tasks:
-        stage = stages[task.stage]
-        received = stage.input_bytes if task.stage > 0 else 0
-        combined = stage.statistics_bytes if synchronizes else 0  # a recomputed graph keeps them too
-        keeps_graph = task.kind is Kind.RECOMPUTE or (task.stage, task.micro_batch) not in recomputed
-        if task.kind is Kind.WEIGHT_GRADIENTS:
-            peak = with_gradients = stage.weights_peak_bytes
-        elif task.kind.makes_gradients:
-            graphs -= stage.kept_bytes
-            peak = with_gradients = stage.backward_peak_bytes
-            if task.kind is Kind.INPUT_GRADIENTS:
-                peak = with_gradients = stage.split_peak_bytes
-            elif task.stage not in begun:
-                with_gradients = stage.first_backward_peak_bytes
-        else:
-            stash += received if task.kind is Kind.FORWARD else 0
-            peak = with_gradients = stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes
-        most_stash = max(most_stash, stash)
-        most_activations = max(most_activations, stash + graphs + peak)
-        most = max(most, stash + graphs + with_gradients + gradients)
-        if task.kind is Kind.FORWARD:
-            graphs += stage.statistics_bytes + (stage.kept_bytes if keeps_graph else combined)
-        elif task.kind is Kind.RECOMPUTE:
-            graphs += stage.kept_bytes - combined
-        elif task.kind is Kind.WEIGHT_GRADIENTS:
-            graphs -= stage.deferred_bytes
-        else:
-            graphs += stage.deferred_bytes if task.kind is Kind.INPUT_GRADIENTS else 0
-            stash -= received
-        if task.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS):
-            gradients += stage.gradient_bytes if task.stage not in begun else 0
-            begun.add(task.stage)
-    fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
-    return DeviceMemory(
-        parameter_bytes=fixed + gradients,
-        gradient_bytes=gradients,
-        stash_bytes=most_stash,
-        activation_bytes=most_activations,
-        peak_bytes=fixed + max(most, gradients),  # the update: all gradients, no activations
-    )
+
+    stages: tuple[int, ...]
+    stash: Tensor
+    activations: Tensor
+    all: Tensor
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], num_microbatches: int, *, synchronizes: bool) -> Walk:
+        """Walk through the tasks of one device.
+
+        Args:
+            tasks: in order.
+            num_microbatches: M, of which the first stage holds all inputs throughout.
+            synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
+        """
+        stages = tuple(sorted({task.stage for task in tasks}))
+        columns = {stage: place * len(_PER_STAGE) for place, stage in enumerate(stages)}
+        recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
+        begun: set[int] = set()
+        changes: list[tuple[int, int, int]] = []  # (row, column, by how much), of what is held during each task
+        peaks, peaks_with_gradients = [], []  # the columns of what each task takes on top
+        for row, (kind, stage, micro_batch) in enumerate(tasks):
+            column, after = columns[stage], row + 1
+            keeps_graph = kind is Kind.RECOMPUTE or (stage, micro_batch) not in recomputed
+            peak = with_gradients = _name_peak(kind, keeps_graph=keeps_graph)
+            if kind is Kind.FORWARD:
+                changes += [(row, column + _INPUT, stage > 0), (after, column + _KEPT, keeps_graph)]
+                # Of a dropped graph the statistics stay, twice where the recomputation needs those of all replicas.
+                changes.append((after, column + _STATISTICS, 1 + (synchronizes and not keeps_graph)))
+            elif kind is Kind.RECOMPUTE:
+                changes += [(after, column + _KEPT, 1), (after, column + _STATISTICS, -synchronizes)]
+            elif kind is Kind.WEIGHT_GRADIENTS:
+                changes.append((after, column + _DEFERRED, -1))
+            else:
+                changes += [(row, column + _KEPT, -1), (after, column + _INPUT, -(stage > 0))]
+                if kind is Kind.INPUT_GRADIENTS:
+                    changes.append((after, column + _DEFERRED, 1))
+                elif stage not in begun:
+                    with_gradients = "first_backward_peak_bytes"
+            if kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS) and stage not in begun:
+                changes.append((after, column + _GRADIENT, 1))
+                begun.add(stage)
+            peaks.append(column + _PER_STAGE.index(peak))
+            peaks_with_gradients.append(column + _PER_STAGE.index(with_gradients))
+        held = torch.zeros(len(tasks) + 1, len(stages) * len(_PER_STAGE), dtype=torch.int32)
+        if stages[0] == 0:
+            held[0, _INPUT] = num_microbatches
+        rows, at, amounts = zip(*changes, strict=True)
+        indices = torch.tensor(rows), torch.tensor(at)
+        held.index_put_(indices, torch.tensor(amounts, dtype=torch.int32), accumulate=True)
+        held = held.cumsum(0, dtype=torch.int32)[:-1]
+        numbers, one = torch.arange(len(tasks)), torch.ones((), dtype=torch.int32)
+        everything = held.index_put((numbers, torch.tensor(peaks_with_gradients)), one)
+        activations = held.index_put((numbers, torch.tensor(peaks)), one)
+        activations[:, _GRADIENT :: len(_PER_STAGE)] = 0
+        stash = torch.zeros_like(held)
+        stash[:, _INPUT :: len(_PER_STAGE)] = held[:, _INPUT :: len(_PER_STAGE)]
+        # Most moments are alike.
+        return cls(stages, *(rows.unique(dim=0).double() for rows in (stash, activations, everything)))
+
+    def measure(self, stages: Mapping[int, StageMemory], state_ratio: float) -> DeviceMemory:
+        """Return what a device with these tasks needs at most.
+
+        Args:
+            stages: those of the device, by index.
+            state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
+        """
+        # Whole numbers below 2**53 are exact.
+        sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
+        fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
+        gradients = sum(stage.gradient_bytes for stage in stages.values())
+        stash, activations, most = (
+            int((counts @ sizes).max().item()) for counts in (self.stash, self.activations, self.all)
+        )
+        return DeviceMemory(
+            parameter_bytes=fixed + gradients,
+            gradient_bytes=gradients,
+            stash_bytes=stash,
+            activation_bytes=activations,
+            peak_bytes=fixed + max(most, gradients),  # the update: all gradients, no activations
+        )
+
+
+def _name_peak(kind: Kind, *, keeps_graph: bool) -> str:
+    """Return the size of the peak of a task in which the stage has its gradients already."""
+    if kind is Kind.WEIGHT_GRADIENTS:
+        return "weights_peak_bytes"
+    if kind.makes_gradients:
+        return "split_peak_bytes" if kind is Kind.INPUT_GRADIENTS else "backward_peak_bytes"
+    return "forward_peak_bytes" if keeps_graph else "quiet_peak_bytes"

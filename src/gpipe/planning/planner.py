@@ -1,4 +1,4 @@
-"""One model on accelerators of one kind: what a step takes, what would fit instead, and what is fastest."""
+"""One model on accelerators of one kind: what a step takes, and what would fit instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
-from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.profile import LayerProfile
@@ -47,10 +46,24 @@ class Planner:
 
     def plan(self, setting: Setting) -> Plan:
         """Plan a step. Raises ValueError where the model cannot be cut so."""
-        profiles, setting = self._profiles_for(setting)
-        seconds = self.seconds(profiles) if self.seconds else self.speed.seconds(profiles)
+        profiles, seconds, setting = self.describe(setting)
         found = plan_step(profiles, seconds, self._cut(profiles, setting), setting, self.speed)
         return replace(found, auxiliary_parameters=self.auxiliary_parameters, batch_size=self.batch_size)
+
+    def describe(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
+        """Return profiles and seconds with the largest micro-batch, and the setting with as many as there are.
+
+        Raises:
+            ValueError: such micro-batches cannot be.
+        """
+        profiles, setting = self._profiles_for(setting)
+        return profiles, list(self.seconds(profiles) if self.seconds else self.speed.seconds(profiles)), setting
+
+    def find_microbatch_size(self, setting: Setting) -> int | None:
+        """Return how many examples the largest micro-batch has; None if the smallest has too few for batch norm."""
+        sizes = microbatch_sizes(self.batch_size // setting.num_replicas, setting.num_microbatches)
+        seen = min(sizes) * (setting.num_replicas if setting.synchronize_batch_norm else 1)
+        return max(sizes) if seen >= self.min_microbatch_size else None
 
     def peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device. Raises ValueError where the model cannot be cut so."""
@@ -96,7 +109,7 @@ class Planner:
     def _larger_num_microbatches(self, setting: Setting) -> int | None:
         """Return the smallest of 2 M, 4 M and so on that fits; None where none does."""
         least = math.inf
-        for num_microbatches in _doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
+        for num_microbatches in doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
             larger = replace(setting, num_microbatches=num_microbatches)
             try:
                 if self.fits(larger):
@@ -108,29 +121,6 @@ class Planner:
                 return None
             least = peak
         return None
-
-    def find_fastest(self, num_devices: int, like: Setting) -> Plan | None:
-        """Return the plan of the fastest setting that fits on a number of devices; None where none fits.
-
-        It tries the divisors of the number of devices as K, with replicas on the others, all modes of
-        re-materialisation, and M = 1, 2, 4 and so on; all else is `like` another setting.
-        """
-        fitting = (setting for setting in self._settings(num_devices, like) if self._runs(setting))
-        return min(map(self.plan, fitting), key=lambda plan: plan.step_seconds, default=None)
-
-    def _settings(self, num_devices: int, like: Setting) -> Iterator[Setting]:
-        for devices in (count for count in range(1, num_devices + 1) if num_devices % count == 0):
-            num_replicas, num_stages = num_devices // devices, devices * like.stages_per_device
-            if self.batch_size % num_replicas == 0:
-                for num_microbatches in _doubled(1, self.batch_size // num_replicas):
-                    for mode in Rematerialize:
-                        yield replace(
-                            like,
-                            num_stages=num_stages,
-                            num_microbatches=num_microbatches,
-                            rematerialize=mode,
-                            num_replicas=num_replicas,
-                        )
 
     def _runs(self, setting: Setting) -> bool:
         """Return whether a setting is possible, and fits."""
@@ -173,7 +163,7 @@ def find_largest_size(fits: Callable[[int], bool], start: int, step: int) -> int
     return start + good * step
 
 
-def _doubled(first: int, most: int) -> Iterator[int]:
+def doubled(first: int, most: int) -> Iterator[int]:
     """Yield a number, its double and so on while they are below `most`, and then `most`."""
     while first < most:
         yield first

@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from gpipe.pipeline.schedule import Kind
 from gpipe.planning.accelerator import GIB, Accelerator
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan, Setting
@@ -50,6 +51,60 @@ def print_plan(planner: Planner, setting: Setting, name: str, console: Console |
     remedies = [] if plan.peak_bytes <= accelerator.memory_bytes else planner.remedies(setting)
     console.print(_verdict(plan, accelerator, remedies), soft_wrap=True)
     return plan
+
+
+def print_choices(
+    plans: Sequence[Plan], accelerator: Accelerator, num_devices: int, console: Console | None = None
+) -> None:
+    """Print the fastest settings, and why each of them is not the first.
+
+    Args:
+        plans: the fastest first.
+        accelerator: that they are for.
+        num_devices: how many of it.
+        console: where to.
+    """
+    console = console or Console(highlight=False, width=WIDTH)
+    console.print(f"The fastest ways to run it on {num_devices} x {accelerator.name}, planned:", soft_wrap=True)
+    table = Table()
+    for column in ("R x K", "schedule", "M", "recompute", "step s", "peak", "bubble", ""):
+        table.add_column(column, justify="left" if column in ("schedule", "recompute", "") else "right")
+    for plan in plans:
+        setting = plan.setting
+        shared = f" ({setting.stages_per_device} each)" if setting.stages_per_device > 1 else ""
+        table.add_row(
+            f"{setting.num_replicas} x {setting.num_stages}",
+            f"{setting.schedule}{shared}",
+            str(setting.num_microbatches),
+            str(setting.rematerialize) if plan.kept_graphs is None else "what does not fit",
+            f"{plan.step_seconds:.3g}",
+            gib(plan.peak_bytes),
+            f"{plan.timeline.bubble:.1%}",
+            "chosen" if plan is plans[0] else _explain_loss(plans[0], plan),
+        )
+    console.print(table)
+
+
+def _explain_loss(best: Plan, other: Plan) -> str:
+    """Say what makes a step longer than the best one, per device."""
+    longer = {name: seconds - _divide_step(best)[name] for name, seconds in _divide_step(other).items()}
+    name = max(longer, key=longer.__getitem__)
+    slower = other.step_seconds / best.step_seconds - 1
+    return f"+{slower:.1%}: {name} {longer[name]:.2g} s more"
+
+
+def _divide_step(plan: Plan) -> dict[str, float]:
+    """Return the seconds of a step by what the mean device does meanwhile."""
+    recomputed = sum(e.end - e.start for e in plan.timeline.events if e.task.kind is Kind.RECOMPUTE)
+    busy = sum(e.end - e.start for e in plan.timeline.events)
+    count = len(plan.memory)
+    return {
+        "computes": (busy - recomputed) / count,
+        "recomputes": recomputed / count,
+        "waits": plan.timeline.makespan_seconds - busy / count,
+        "averages": plan.averaging_seconds,
+        "updates": plan.update_seconds,
+    }
 
 
 def _describe_kept(plan: Plan) -> str:

@@ -5,7 +5,7 @@ Memory is that of a walk through the schedule's tasks (memory.py). Time is that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 from gpipe.pipeline.schedule import (
-    SCHEDULES,
     Kind,
     Rematerialization,
     Rematerialize,
@@ -24,8 +23,8 @@ from gpipe.pipeline.schedule import (
 )
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
-from gpipe.planning.fit import Fit, count_graphs, name_mode
-from gpipe.planning.memory import DeviceMemory, StageMemory, device_memory, stage_memory
+from gpipe.planning.fit import Fit, Order, fit_graphs, walk_device
+from gpipe.planning.memory import DeviceMemory, StageMemory, Walk, stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.simulation import simulate
 
@@ -68,12 +67,28 @@ class Setting:
         """Whether statistics travel between replicas."""
         return self.synchronize_batch_norm and self.num_replicas > 1
 
+    @property
+    def order(self) -> Order:
+        """What decides the tasks, apart from recomputations."""
+        shape = self.schedule, self.num_stages, self.num_microbatches, self.stages_per_device
+        return Order(*shape, self.synchronizes)
+
     @cached_property
     def tasks(self) -> StepSchedule:
         """The ordered tasks of each device; without recomputations as long as nobody knows which there are."""
-        make = SCHEDULES[self.schedule]
-        mode = Rematerialize.NEVER if isinstance(self.rematerialize, Fit) else self.rematerialize
-        return make(self.num_stages, self.num_microbatches, mode, self.stages_per_device)
+        return self.order.tasks(Rematerialize.NEVER if isinstance(self.rematerialize, Fit) else self.rematerialize)
+
+    @cached_property
+    def walks(self) -> tuple[Walk, ...]:
+        """What each device holds at once while it runs its tasks."""
+        mode, found = self.rematerialize, []
+        assert not isinstance(mode, Fit), "a cut decides it"
+        for device in range(max(self.placement) + 1):
+            own = mode
+            if isinstance(mode, tuple):
+                own = tuple(count for count, place in zip(mode, self.placement, strict=True) if place == device)
+            found.append(walk_device(self.order, device, own))
+        return tuple(found)
 
     @property
     def leanest(self) -> Setting:
@@ -100,6 +115,7 @@ class StagePlan:
         recompute_seconds: seconds of a recomputation.
         backward_seconds: seconds of a backward.
         weight_gradient_seconds: seconds of its part that can wait where backwards are split.
+        splitting_seconds: by how much the parts of a split backward exceed a whole one.
         output_bytes: bytes that travel to the next stage; as many gradients come back; 0 in the last stage.
         transfer_seconds: seconds of these, one way.
     """
@@ -113,6 +129,7 @@ class StagePlan:
     recompute_seconds: float
     backward_seconds: float
     weight_gradient_seconds: float
+    splitting_seconds: float
     output_bytes: int
     transfer_seconds: float
 
@@ -127,8 +144,13 @@ class StagePlan:
 
     @property
     def _seconds(self) -> LayerSeconds:
-        own = self.forward_seconds, self.recompute_seconds, self.backward_seconds, self.weight_gradient_seconds
-        return LayerSeconds(*own)
+        return LayerSeconds(
+            self.forward_seconds,
+            self.recompute_seconds,
+            self.backward_seconds,
+            self.weight_gradient_seconds,
+            self.splitting_seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -271,40 +293,26 @@ def plan_memory(
     """Return the memory of each device."""
     setting = settle(profiles, partitions, setting)
     devices = _place_memory(profiles, partitions, setting)
-    return tuple(plan_device(stages, tasks, setting) for stages, tasks in zip(devices, setting.tasks, strict=True))
-
-
-def _place_memory(
-    profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting
-) -> list[dict[int, StageMemory]]:
-    """Return what each stage holds, device by device."""
-    devices: list[dict[int, StageMemory]] = [{} for _ in setting.tasks]
-    for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
-        devices[setting.placement[stage]][stage] = stage_memory(profiles, first, end)
-    return devices
+    return tuple(walk.measure(own, setting.state_ratio) for walk, own in zip(setting.walks, devices, strict=True))
 
 
 def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> Setting:
     """Return the setting with what is recomputed decided, where that was left to the memory of the devices."""
     if not isinstance(setting.rematerialize, Fit):
         return setting
+    devices = _place_memory(profiles, partitions, setting)
     room = setting.rematerialize.memory_bytes
-    counts: dict[int, int] = {}
-    for device, stages in enumerate(_place_memory(profiles, partitions, setting)):
-
-        def fits(tasks: Sequence[Task], stages: Mapping[int, StageMemory] = stages) -> bool:
-            return plan_device(stages, tasks, setting).peak_bytes <= room
-
-        counts |= count_graphs(setting.tasks[device], setting.num_stages, sorted(stages), fits)
-    chosen = name_mode(tuple(counts[stage] for stage in range(setting.num_stages)), setting.tasks)
-    return replace(setting, rematerialize=chosen)
+    return replace(setting, rematerialize=fit_graphs(setting.order, devices, setting.state_ratio, room))
 
 
-def plan_device(stages: Mapping[int, StageMemory], tasks: Sequence[Task], setting: Setting) -> DeviceMemory:
-    """Return the memory of one device with some stages and tasks."""
-    return device_memory(
-        tasks, stages, setting.num_microbatches, setting.state_ratio, synchronizes=setting.synchronizes
-    )
+def _place_memory(
+    profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting
+) -> list[dict[int, StageMemory]]:
+    """Return what each stage holds, device by device."""
+    devices: list[dict[int, StageMemory]] = [{} for _ in range(max(setting.placement) + 1)]
+    for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
+        devices[setting.placement[stage]][stage] = stage_memory(profiles, first, end)
+    return devices
 
 
 def _averaging_seconds(memory: Sequence[DeviceMemory], setting: Setting, speed: Speed) -> float:
@@ -333,6 +341,7 @@ def _stage(
         recompute_seconds=seconds.recompute,
         backward_seconds=seconds.backward,
         weight_gradient_seconds=seconds.weights,
+        splitting_seconds=seconds.splitting,
         output_bytes=output_bytes,
         transfer_seconds=output_bytes / speed.link_bytes_per_second,
     )

@@ -5,16 +5,37 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gpipe.config import AmoebaNetConfig, ConfigError, TimmConfig, TransformersConfig
+from gpipe.config import AmoebaNetConfig, ConfigError, RunConfig, TimmConfig, TransformersConfig
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.launch.errors import report_errors
 from gpipe.planning.accelerator import Accelerator, find_accelerator
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.report import print_plan
-from gpipe.planning.step import Setting
+from gpipe.programs.automatic import Devices, find_devices_at_hand
 from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
 
 _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
+
+
+def find_devices(run: RunConfig) -> Devices:
+    """Return the devices that a plan is for."""
+    assert isinstance(run, PlanConfig)
+    if run.device == "auto":
+        return find_devices_at_hand(run, run.num_devices, run.efficiency)
+    if run.num_devices is None:
+        raise ConfigError(
+            f"num_devices is null, expected how many {run.device} pipeline=auto may use: set num_devices=8, for "
+            "example."
+        )
+    accelerator = _find_accelerator(run)
+    return Devices(
+        accelerator, run.num_devices, run.pipeline.memory_limit_bytes or accelerator.room_bytes, run.efficiency
+    )
+
+
+def _find_accelerator(plan: PlanConfig) -> Accelerator:
+    found = accelerator_at_hand(plan) if plan.device == "auto" else find_accelerator(plan.device)
+    return found.with_limits(memory_gib=plan.memory_gib, link_gb_per_second=plan.link_gb_per_second)
 
 
 def start(plan: PlanConfig) -> None:
@@ -26,23 +47,9 @@ def start(plan: PlanConfig) -> None:
             build_planner(plan, accelerator, efficiency=plan.efficiency),
             build_setting(plan, accelerator),
         )
-        if plan.find is Find.fastest:
-            setting = _find_fastest(planner, setting, plan.num_devices)
-        elif plan.find is not None:
+        if plan.find is not None:
             planner = _find_largest(plan, accelerator)
         print_plan(planner, setting, plan.name)
-
-
-def _find_fastest(planner: Planner, like: Setting, num_devices: int | None) -> Setting:
-    """Return the fastest setting on a number of devices, by default as many as a setting has."""
-    num_devices = num_devices or like.num_devices
-    best = planner.find_fastest(num_devices, replace(like, is_sequential=False))
-    if best is None:
-        raise ConfigError(
-            f"num_devices is {num_devices}, but no K, M and mode fits that many {planner.accelerator.name}: raise "
-            "num_devices, or choose a device with more memory."
-        )
-    return best.setting
 
 
 def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
@@ -53,7 +60,7 @@ def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:
     if isinstance(plan.model, TimmConfig | TransformersConfig):
         raise ConfigError(
             f"find is {name}, but model.name and model.arguments say the size of a model of {plan.model.family}: set "
-            "those, and find=null or find=fastest."
+            "those, and find=null."
         )
     if not is_amoebanet and plan.find is Find.num_filters:
         raise ConfigError(f"find is {name}, but a {plan.model.family} has none: set find=num_layers.")

@@ -1,0 +1,89 @@
+"""Seconds that a step cannot be below, whatever the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Kind, Rematerialize
+from gpipe.planning.accelerator import LayerSeconds, Speed
+from gpipe.planning.profile import LayerProfile
+from gpipe.planning.step import Setting
+
+_ROUNDS = 30  # of halving; then the bound is exact to nine digits
+
+
+def bound_step(
+    profiles: Sequence[LayerProfile], seconds: Sequence[LayerSeconds], setting: Setting, speed: Speed
+) -> float:
+    """Return the seconds.
+
+    A device cannot begin before a micro-batch has passed the stages before it, and after its last backward the gradient
+    has to go back through them; in between it has all of its tasks. Gradients of weights may be made on the way back.
+    Transfers, and what memory forces to be recomputed, are not counted.
+
+    Args:
+        profiles: of each layer and the loss, with the largest micro-batch.
+        seconds: likewise.
+        setting: how the model is run.
+        speed: of a device.
+    """
+    num_devices = setting.num_stages // setting.stages_per_device
+    merged = [*seconds[:-2], LayerSeconds.add_up(seconds[-2:])]
+    is_split = setting.schedule in SPLIT_SCHEDULES
+    backward = Kind.INPUT_GRADIENTS if is_split else Kind.BACKWARD
+    again = Kind.RECOMPUTE if setting.rematerialize is Rematerialize.ALWAYS else None
+    there = [layer.forward for layer in merged]
+    back = [layer.of(backward) for layer in merged]
+    early = [layer.forward + layer.of(backward) + (layer.of(again) if again else 0.0) for layer in merged]
+    late = [layer.weights if is_split else 0.0 for layer in merged]
+    tasks = setting.num_microbatches * (sum(early) + sum(late))
+    least = max(tasks / num_devices, sum(there) + sum(back))
+    if setting.stages_per_device == 1:
+        least = _balance(there, back, early, late, setting.num_microbatches, num_devices, least)
+    return least + _bound_ends(profiles, setting, speed, num_devices)
+
+
+def _balance(
+    there: Sequence[float],
+    back: Sequence[float],
+    early: Sequence[float],
+    late: Sequence[float],
+    num_microbatches: int,
+    num_devices: int,
+    least: float,
+) -> float:
+    """Return the time within which contiguous stages can do their tasks, to nine digits, if links took none."""
+    sums = [list(accumulate(values, initial=0.0)) for values in (there, back, early, late)]
+
+    def suffices(limit: float) -> bool:
+        """Give each stage as many layers as it can do in time."""
+        end = 0
+        for _ in range(num_devices):
+            start = end
+            before, after, done, left = (values[start] for values in sums)
+            while end < len(there):
+                own = num_microbatches * (sums[2][end + 1] - done)
+                waiting = num_microbatches * (sums[3][end + 1] - left)
+                if before + own + max(waiting, after) > limit:
+                    break
+                end += 1
+        return end == len(there)
+
+    if suffices(least):
+        return least
+    good = num_microbatches * (sums[2][-1] + sums[3][-1]) + sums[0][-1] + sums[1][-1]
+    bad = least
+    for _ in range(_ROUNDS):
+        middle = (good + bad) / 2
+        good, bad = (middle, bad) if suffices(middle) else (good, middle)
+    return bad
+
+
+def _bound_ends(profiles: Sequence[LayerProfile], setting: Setting, speed: Speed, num_devices: int) -> float:
+    """Return seconds that averaging and update take at least, where devices share the parameters evenly."""
+    trainable = sum(profile.trainable_bytes for profile in profiles)
+    kept = sum(profile.parameter_bytes + profile.buffer_bytes for profile in profiles)
+    updated = (kept + trainable + int(trainable * setting.state_ratio)) / num_devices
+    averaged = 2 * (setting.num_replicas - 1) / setting.num_replicas * trainable / num_devices
+    return 2 * updated / speed.bytes_per_second + averaged / speed.link_bytes_per_second

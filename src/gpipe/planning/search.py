@@ -1,0 +1,200 @@
+"""The fastest way to run a model on a number of devices: K x R, M, schedule, cut and re-materialisation together.
+
+Every setting has a bound that its step cannot beat. Settings are planned in the order of their bounds, with stages of
+equal seconds, as long as their bounds beat what was found. The best of those are cut like a run, and the bounds decide
+again. That is exact where a run's cut is, and where all that is left by then can be cut so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from gpipe.pipeline.schedule import SCHEDULES, SPLIT_SCHEDULES, Rematerialization, Rematerialize
+from gpipe.planning.bound import bound_step
+from gpipe.planning.cut import Cutter
+from gpipe.planning.fit import Fit
+from gpipe.planning.interpolation import InterpolatedProfiles
+from gpipe.planning.planner import Planner, doubled
+from gpipe.planning.step import Plan, Setting
+
+_MOST_STAGES_PER_DEVICE = 4
+_MOST_PER_DEVICE = 32  # micro-batches: of GPipe's bubble a thirtieth is left
+_Shape: TypeAlias = tuple[int, int, int, str]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The settings that are tried: where a field is None, all of its values.
+
+    Attributes:
+        num_devices: that a setting uses, of all replicas.
+        num_stages: K.
+        num_microbatches: M; else 1, 2, 4 and so on, and the most: 32 per device, or as many as there are examples.
+        schedule: a name.
+        stages_per_device: at most 4 are tried.
+        rematerialize: else what fits, and all but the last.
+        num_replicas: R.
+    """
+
+    num_devices: int
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    stages_per_device: int | None = None
+    rematerialize: Rematerialization | Fit | None = None
+    num_replicas: int | None = None
+
+    def settings(self, batch_size: int, like: Setting, room_bytes: int) -> Iterator[Setting]:
+        """Yield the settings, also with more stages than the model has layers.
+
+        Args:
+            batch_size: N, of all replicas.
+            like: what the space does not vary.
+            room_bytes: what a device's planned peak may reach.
+        """
+        modes: list[Rematerialization | Fit] = [Fit(room_bytes), Rematerialize.EXCEPT_LAST]
+        if self.rematerialize is not None:
+            modes = [self.rematerialize]
+        for num_replicas, per_replica, schedule, per_device in self._shapes():
+            num_stages = per_replica * per_device
+            if (self.num_stages or num_stages) != num_stages or batch_size % num_replicas:
+                continue
+            most = min(batch_size // num_replicas, _MOST_PER_DEVICE * per_replica)
+            numbers = [self.num_microbatches] if self.num_microbatches else doubled(1, most)
+            for num_microbatches in numbers:
+                for mode in modes:
+                    yield replace(
+                        like,
+                        num_stages=num_stages,
+                        num_microbatches=num_microbatches,
+                        rematerialize=mode,
+                        schedule=schedule,
+                        stages_per_device=per_device,
+                        num_replicas=num_replicas,
+                        is_sequential=False,
+                    )
+
+    def _shapes(self) -> Iterator[tuple[int, int, str, int]]:
+        """Yield R, devices per replica, the schedule, and stages per device."""
+        for per_replica in (count for count in range(1, self.num_devices + 1) if self.num_devices % count == 0):
+            num_replicas = self.num_devices // per_replica
+            if (self.num_replicas or num_replicas) == num_replicas:
+                for schedule in [self.schedule] if self.schedule else SCHEDULES:
+                    for per_device in _stages_per_device(schedule):
+                        # On one device nothing waits for the gradients of inputs.
+                        is_idle = per_replica == 1 and self.schedule is None
+                        if is_idle and (per_device > 1 or schedule in SPLIT_SCHEDULES):
+                            continue
+                        if (self.stages_per_device or per_device) == per_device:
+                            yield num_replicas, per_replica, schedule, per_device
+
+
+def _stages_per_device(schedule: str) -> range:
+    if schedule == "interleaved_1f1b":
+        return range(2, _MOST_STAGES_PER_DEVICE + 1)
+    return range(2, 3) if schedule == "zb_v" else range(1, 2)
+
+
+def find_fastest(
+    planner: Planner, space: Space, like: Setting, room_bytes: int, *, count: int = 5, most_cuts: int = 12
+) -> list[Plan]:
+    """Return the plans of the fastest settings that fit, the fastest first; of each shape only the best.
+
+    Args:
+        planner: of the model.
+        space: the settings.
+        like: what the space does not vary.
+        room_bytes: what a device's planned peak may reach.
+        count: how many plans.
+        most_cuts: how many settings are cut like a run.
+    """
+    assert isinstance(planner.cut, Cutter)
+    settings = [
+        setting
+        for setting in space.settings(planner.batch_size, like, room_bytes)
+        if planner.find_microbatch_size(setting) is not None
+    ]
+    profiler = InterpolatedProfiles(
+        planner.profiler, {planner.find_microbatch_size(setting) or 0 for setting in settings}
+    )
+    cut = replace(planner.cut, memory_limit_bytes=room_bytes)
+    rough = replace(planner, profiler=profiler, cut=replace(cut, objective="max"))
+    bounded = [Candidate(setting, bound) for setting in settings if (bound := _find_bound(rough, setting)) is not None]
+    planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
+    found = _keep_best(_plan(replace(rough, cut=cut), _choose(planned, most_cuts), count))
+    # Their profiles were interpolated: with its own a setting may turn out slower, or not fit.
+    exact = _plan(replace(planner, cut=cut), found[: 2 * count], count)
+    return [one.plan for one in exact if one.plan is not None][:count]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting, the seconds that its step cannot be below, and its plan."""
+
+    setting: Setting
+    bound: float
+    plan: Plan | None = None
+
+    @property
+    def shape(self) -> _Shape:
+        """R, K, stages per device, and the schedule, which is all one where one device has all stages."""
+        setting = self.setting
+        schedule = setting.schedule if setting.num_devices > setting.num_replicas else ""
+        return setting.num_replicas, setting.num_stages, setting.stages_per_device, schedule
+
+    @property
+    def seconds(self) -> float:
+        """Those of the planned step."""
+        assert self.plan is not None
+        return self.plan.step_seconds
+
+
+def _find_bound(planner: Planner, setting: Setting) -> float | None:
+    """Return the seconds that a step cannot be below; None where it cannot be planned."""
+    try:
+        profiles, seconds, setting = planner.describe(setting)
+    except ValueError:  # such as too few examples for batch norm
+        return None
+    if setting.num_stages > len(profiles) - 1:
+        return None
+    return bound_step(profiles, seconds, setting, planner.speed)
+
+
+def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Plan the candidates that may be among the best; return the best of each shape and all between, by their steps."""
+    found: list[Candidate] = []
+    best: dict[_Shape, float] = {}
+    for one in candidates:
+        others = sorted(best.values())
+        if one.bound > (others[count - 1] if len(others) >= count else math.inf) or one.bound > best.get(
+            one.shape, math.inf
+        ):
+            continue
+        try:
+            plan = planner.plan(one.setting)
+        except ValueError:  # such as no cut within the memory
+            continue
+        found.append(replace(one, plan=plan))
+        best[one.shape] = min(best.get(one.shape, math.inf), plan.step_seconds)
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _keep_best(planned: Sequence[Candidate]) -> list[Candidate]:
+    """Return the first candidate of each shape."""
+    found: dict[_Shape, Candidate] = {}
+    for one in planned:
+        found.setdefault(one.shape, one)
+    return list(found.values())
+
+
+def _choose(planned: Sequence[Candidate], most: int) -> list[Candidate]:
+    """Return some candidates: the best of each shape, then the second ones and so on."""
+    ranks: dict[_Shape, int] = {}
+    rows = []
+    for place, one in enumerate(planned):
+        ranks[one.shape] = ranks.get(one.shape, -1) + 1
+        rows.append((ranks[one.shape], place))
+    return [planned[place] for _, place in sorted(rows)[:most]]

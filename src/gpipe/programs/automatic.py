@@ -1,0 +1,184 @@
+"""pipeline=auto: let the planner choose what the settings of the pipeline leave open."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe.config import ConfigError, RunConfig, to_run
+from gpipe.launch.devices import own_cores
+from gpipe.programs.complete import check_run_data, complete
+
+if TYPE_CHECKING:
+    from gpipe.planning.accelerator import Accelerator
+
+# What may be open, and a value with which all other settings can be checked.
+_OPEN: dict[str, Any] = {
+    "num_stages": 1,
+    "num_microbatches": 1,
+    "schedule": "gpipe",
+    "stages_per_device": 1,
+    "rematerialize": "always",
+}
+
+
+def is_open(composed: DictConfig) -> bool:
+    """Return whether the settings leave something of the pipeline to the planner."""
+    return bool(_find_open(composed))
+
+
+def _find_open(composed: DictConfig) -> list[str]:
+    return [key for key in _OPEN if OmegaConf.is_missing(composed.pipeline, key)]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a pipeline is chosen for.
+
+    Attributes:
+        accelerator: of which kind.
+        count: how many, of all replicas.
+        room_bytes: what the planned peak of each may reach.
+        efficiency: the share of its peaks that it reaches.
+    """
+
+    accelerator: Accelerator
+    count: int
+    room_bytes: int
+    efficiency: float
+
+
+def choose_pipeline(
+    composed: DictConfig, words: Sequence[str], find_devices: Callable[[RunConfig], Devices] | None = None
+) -> DictConfig:
+    """Return the settings with those of the pipeline that make the shortest planned step; print the best.
+
+    Args:
+        composed: by Hydra.
+        words: of the command line. A number of replicas or processes that they name is kept.
+        find_devices: checked settings -> the devices; None finds those at hand, and checks the data of the run.
+
+    Raises:
+        ConfigError: a setting is wrong, or nothing fits.
+        DataMissing: the data are missing.
+    """
+    known = {key: composed.pipeline[key] for key in _OPEN if not OmegaConf.is_missing(composed.pipeline, key)}
+    named = {word.partition("=")[0].lstrip("+") for word in words}
+    fixed = {key: composed.launch[key] for key in ("num_replicas", "num_processes") if f"launch.{key}" in named}
+    run = to_run(_fill(composed, _OPEN | _find_shape(known) | known, num_replicas=1, num_processes=1))
+    if find_devices is None and not run.trainer.dry_run:
+        check_run_data(run)
+    run = complete(run)
+
+    from gpipe.planning.report import print_choices
+    from gpipe.planning.search import Space, find_fastest
+    from gpipe.programs.build import build_planner, build_setting
+
+    devices = (find_devices or find_devices_at_hand)(run)
+    count = fixed.get("num_processes", devices.count)
+    planner, like = (
+        build_planner(run, devices.accelerator, efficiency=devices.efficiency),
+        build_setting(run, devices.accelerator),
+    )
+    space = Space(
+        count,
+        num_stages=len(run.pipeline.partitions) if run.pipeline.partitions else known.get("num_stages"),
+        num_microbatches=known.get("num_microbatches"),
+        schedule=known["schedule"].value if "schedule" in known else None,
+        stages_per_device=known.get("stages_per_device"),
+        rematerialize=like.rematerialize if "rematerialize" in known else None,
+        num_replicas=fixed.get("num_replicas"),
+    )
+    plans = find_fastest(planner, space, like, devices.room_bytes)
+    if not plans:
+        kept = "".join(f", with pipeline.{key}={getattr(value, 'name', value)}" for key, value in known.items())
+        raise ConfigError(
+            f"pipeline is auto{kept}, but nothing fits {count} x {devices.accelerator.name} with "
+            f"{devices.room_bytes / 2**30:.3g} GiB each: use more devices, or lower trainer.batch_size."
+        )
+    if os.environ.get("RANK", "0") == "0":
+        print_choices(plans, devices.accelerator, count)
+    best = plans[0].setting
+    values = {key: getattr(best, key) for key in ("num_stages", "num_microbatches", "schedule", "stages_per_device")}
+    values["rematerialize"] = "fit" if isinstance(best.rematerialize, tuple) else str(best.rematerialize)
+    values["memory_limit_bytes"] = devices.room_bytes
+    return _fill(composed, values, num_replicas=best.num_replicas, num_processes=best.num_devices)
+
+
+def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: float | None = None) -> Devices:
+    """Return the devices of this machine: torchrun's processes, or GPUs, or cores.
+
+    Args:
+        run: the settings.
+        count: how many to use; None is all.
+        efficiency: the share of their peaks that they reach; None is the usual one.
+    """
+    from gpipe.planning.accelerator import EFFICIENCY
+    from gpipe.programs.build import accelerator_at_hand
+
+    accelerator = accelerator_at_hand(run)
+    count = count or _count_devices(run, accelerator.name)
+    room = run.pipeline.memory_limit_bytes or accelerator.room_bytes
+    if accelerator.name == "cpu" and run.pipeline.memory_limit_bytes is None:
+        room = min(room, _host_bytes() * 9 // 10 // count)  # its processes share the host's memory
+    return Devices(accelerator, count, room, efficiency or EFFICIENCY)
+
+
+def _fill(composed: DictConfig, pipeline: dict[str, Any], **launch: int) -> DictConfig:
+    """Return the settings with some of them replaced."""
+    filled = copy.deepcopy(composed)
+    for key, value in pipeline.items():
+        filled.pipeline[key] = value
+    for key, value in launch.items():
+        filled.launch[key] = value
+    return filled
+
+
+def _find_shape(known: dict[str, Any]) -> dict[str, int]:
+    """Return a number of stages, and of them per device, that fit what is known."""
+    schedule = known["schedule"].value if "schedule" in known else "gpipe"
+    per_device = known.get("stages_per_device", 2 if schedule in ("interleaved_1f1b", "zb_v") else 1)
+    return {"num_stages": per_device, "stages_per_device": per_device}
+
+
+def _count_devices(run: RunConfig, accelerator: str) -> int:
+    """Return how many devices are at hand."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if accelerator == "cpu":
+        return max(1, len(own_cores()) // (run.launch.num_threads or 1))
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _host_bytes() -> int:
+    """Return the size of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def spell_out(run: RunConfig, words: Sequence[str]) -> list[str]:
+    """Return the words of the command line with what was chosen in the place of pipeline=auto.
+
+    So a record says how to repeat the run on any machine.
+    """
+    if "pipeline=auto" not in words:
+        return list(words)
+    pipeline, launch = run.pipeline, run.launch
+    values = {
+        "pipeline.num_stages": pipeline.num_stages,
+        "pipeline.num_microbatches": pipeline.num_microbatches,
+        "pipeline.schedule": pipeline.schedule.name,
+        "pipeline.stages_per_device": pipeline.stages_per_device,
+        "pipeline.rematerialize": pipeline.rematerialize.name,
+        "pipeline.memory_limit_bytes": pipeline.memory_limit_bytes,
+        "launch.num_replicas": launch.num_replicas,
+        "launch.num_processes": launch.num_processes,
+    }
+    kept = [word for word in words if word != "pipeline=auto" and word.partition("=")[0] not in values]
+    return [*kept, "pipeline=gpipe", *(f"{key}={value}" for key, value in values.items())]

@@ -1,0 +1,160 @@
+"""The fastest setting is the fastest of all: compared with every setting, cut by cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.bound import bound_step
+from gpipe.planning.cut import Cutter
+from gpipe.planning.fit import Fit
+from gpipe.planning.interpolation import InterpolatedProfiles
+from gpipe.planning.planner import Planner
+from gpipe.planning.profile import LayerProfile
+from gpipe.planning.search import Space, find_fastest
+from gpipe.planning.step import Plan, Setting, plan_step
+from tests.planning.small_profiles import LOSS, layer
+
+SPEED = Speed(10.0, 10.0, 1e4, 1e3, 5.0)
+STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 3), "zb_v": (2,)}
+LIKE = Setting(1, 1)
+
+
+def planner(flops: list[int], batch_size: int, least: int = 1) -> Planner:
+    """Return the planner of a model whose layers take so many FLOPs per example."""
+
+    def profiler(size: int) -> list[LayerProfile]:
+        return [*[layer(parameter_bytes=100 * each, kept=40 * size, flops=each * size) for each in flops], LOSS]
+
+    accelerator = find_accelerator("h100")
+    return Planner(profiler, Cutter("seconds", "step", SPEED), batch_size, accelerator, SPEED, 0, least)
+
+
+def list_settings(num_devices: int, batch_size: int, num_layers: int) -> Iterator[Setting]:
+    """Yield every setting that the search may choose, written down again."""
+    counts = [count for count in (1, 2, 4, 8, 16) if count <= batch_size]
+    for num_replicas, schedule, num_microbatches in product((1, 2, 3, 4), SCHEDULES, counts):
+        for per_device in STAGES_PER_DEVICE.get(schedule, (1,)):
+            num_stages = num_devices // num_replicas * per_device
+            divides = num_devices % num_replicas == 0 == batch_size % num_replicas
+            if not divides or num_stages > num_layers or num_microbatches * num_replicas > batch_size:
+                continue
+            # Every stage may keep another number of graphs.
+            keeps = product(range(min(num_microbatches, 2) + 1), repeat=num_stages) if num_stages <= 4 else ()
+            for mode in (*Rematerialize, *keeps):
+                yield Setting(num_stages, num_microbatches, mode, schedule, per_device, num_replicas=num_replicas)
+
+
+def find_best(model: Planner, num_devices: int, room_bytes: int) -> float | None:
+    """Return the seconds of the fastest step of all settings and cuts that fit."""
+    best = None
+    num_layers = len(model.profiler(1)) - 1
+    for setting in list_settings(num_devices, model.batch_size, num_layers):
+        profiles, seconds, setting = model.describe(setting)
+        for inner in combinations(range(1, num_layers), setting.num_stages - 1):
+            cut = [end - start for start, end in pairwise((0, *inner, num_layers))]
+            plan = plan_step(profiles, seconds, cut, setting, SPEED)
+            if plan.peak_bytes <= room_bytes and (best is None or plan.step_seconds < best):
+                best = plan.step_seconds
+    return best
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 9), min_size=3, max_size=4),
+    st.sampled_from([4, 6]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([3_000, 6_000, 12_000, 10**9]),
+)
+def test_no_setting_and_no_cut_is_faster(flops: list[int], batch_size: int, num_devices: int, room_bytes: int) -> None:
+    model = planner(flops, batch_size)
+    found = find_fastest(model, Space(num_devices), LIKE, room_bytes, most_cuts=10**6)
+    best = find_best(model, num_devices, room_bytes)
+    if best is None:
+        assert found == []
+        return
+    assert found[0].step_seconds <= best * (1 + 1e-12)
+    assert all(plan.peak_bytes <= room_bytes for plan in found)
+    assert all(plan.setting.num_devices == num_devices for plan in found)
+
+
+def test_the_best_of_each_shape_come_in_the_order_of_their_steps() -> None:
+    found = find_fastest(planner([3, 1, 2, 5, 2, 2], 16), Space(4), LIKE, 10**9)
+    assert len(found) == 5
+    assert [plan.step_seconds for plan in found] == sorted(plan.step_seconds for plan in found)
+    shapes = [(p.setting.num_replicas, p.setting.num_stages, p.setting.schedule) for p in found]
+    assert len(set(shapes)) == 5
+
+
+@pytest.mark.parametrize(
+    ("fixed", "holds"),
+    [
+        ({"num_stages": 2}, lambda plan: plan.setting.num_stages == 2),
+        ({"num_microbatches": 3}, lambda plan: plan.setting.num_microbatches == 3),
+        ({"schedule": "gpipe"}, lambda plan: plan.setting.schedule == "gpipe"),
+        ({"stages_per_device": 2}, lambda plan: plan.setting.stages_per_device == 2),
+        ({"num_replicas": 2}, lambda plan: plan.setting.num_replicas == 2),
+        ({"rematerialize": Rematerialize.ALWAYS}, lambda plan: plan.setting.rematerialize == "always"),
+        ({"schedule": "zb_h1", "num_stages": 1}, lambda plan: plan.setting.schedule == "zb_h1"),
+    ],
+    ids=str,
+)
+def test_what_is_fixed_stays(fixed: dict[str, object], holds: object) -> None:
+    num_devices = 1 if fixed.get("num_stages") == 1 else 4
+    found = find_fastest(planner([3, 1, 2, 5, 2, 2], 12), Space(num_devices, **fixed), LIKE, 10**9)  # type: ignore[arg-type]
+    assert found and callable(holds) and all(map(holds, found))
+
+
+def test_micro_batches_leave_batch_norm_its_examples() -> None:
+    found = find_fastest(planner([3, 1, 2, 5], 16, least=4), Space(2), LIKE, 10**9)
+    assert found and all(plan.microbatch_size >= 4 for plan in found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=4, max_size=6),
+    st.sampled_from(list(SCHEDULES)),
+    st.integers(1, 4),
+    st.sampled_from([*Rematerialize, Fit(10**9)]),
+    st.integers(1, 2),
+)
+def test_no_cut_beats_the_bound(
+    flops: list[int], schedule: str, num_microbatches: int, mode: Rematerialize | Fit, num_devices: int
+) -> None:
+    per_device = STAGES_PER_DEVICE.get(schedule, (1,))[0]
+    model = planner(flops, 8)
+    setting = Setting(num_devices * per_device, num_microbatches, mode, schedule, per_device, state_ratio=2.0)
+    profiles, seconds, setting = model.describe(setting)
+    bound = bound_step(profiles, seconds, setting, SPEED)
+    plans: list[Plan] = []
+    for inner in combinations(range(1, len(flops)), setting.num_stages - 1):
+        cut = [end - start for start, end in pairwise((0, *inner, len(flops)))]
+        plans.append(plan_step(profiles, seconds, cut, setting, SPEED))
+    assert bound <= min(plan.step_seconds for plan in plans) * (1 + 1e-9)
+
+
+def test_profiles_between_two_sizes_lie_on_a_line() -> None:
+    asked = []
+
+    def profiler(size: int) -> list[LayerProfile]:
+        asked.append(size)
+        if size == 1:
+            raise ValueError("too few examples for batch norm")
+        return [layer(parameter_bytes=8, kept=3 + 10 * size, flops=7 * size), LOSS]
+
+    profiles = InterpolatedProfiles(profiler, (1, 2, 4, 16))
+    assert profiles(4) == [
+        replace(layer(parameter_bytes=8, kept=43, flops=28), deferred_bytes=profiles(4)[0].deferred_bytes),
+        LOSS,
+    ]
+    assert asked == [1, 2, 16]
+    with pytest.raises(ValueError, match="too few examples"):
+        profiles(1)
+    assert profiles(32)[0].kept_bytes == 323  # in earnest
