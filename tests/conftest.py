@@ -14,6 +14,7 @@ from hypothesis import settings
 from gpipe.config import register_schemas
 from tests.support.process_pool import ProcessPool
 from tests.support.program_server import PROFILES
+from tests.support.remembered_settings import remember_settings
 
 CONF = Path(__file__).parents[1] / "conf"
 PROGRAMS = Path(__file__).parent / "programs"
@@ -25,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("any machine", deadline=None)  # a loaded machine is slow, which is no defect
 settings.load_profile("any machine")
+remember_settings()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -124,7 +124,9 @@ def load() -> None:
 
     from gpipe.planning.profile import analyze_layers
     from tests.support.remembered_profiles import remember_profiles
+    from tests.support.remembered_settings import remember_settings
 
+    remember_settings()
     Plugins.instance()
     OverridesParser.create().parse_overrides(["group=choice", "group.key=1"])
     analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
