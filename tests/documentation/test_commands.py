@@ -30,9 +30,10 @@ SHORT = (
     "trainer.evaluation.max_batches=1", "trainer.evaluation.statistics_batches=1",
 )  # fmt: skip
 QUICK = (*SHORT, "trainer.max_steps=2", "trainer.checkpoints.every_steps=1", "schedule.warm_up_epochs=0")
+SMALL = ("data.image_size=32",)
 UNSCORED = ("trainer.evaluation.every_epochs=null", "trainer.evaluation.every_steps=null")
 IMAGES, TRANSLATION = "amoebanet_imagenet_laptop", "transformer_multilingual_laptop"
-TRAINED = {IMAGES: QUICK, TRANSLATION: (*QUICK, *UNSCORED)}
+TRAINED = {IMAGES: (*QUICK, *SMALL), TRANSLATION: (*QUICK, *UNSCORED)}
 """The experiments whose runs other commands read, and how they are shortened."""
 RUNS = {
     "runs/<name>/<date>": IMAGES,
@@ -213,8 +214,8 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     (r".*python -m pytest .*", names_tests),
     # Runs: of these, those that others read, and one of each kind of command line.
     (rf"python train\.py \+experiment=({IMAGES}|{TRANSLATION})", trains),
-    (r"python train\.py trainer\.max_steps=3", runs(*SHORT)),
-    (r"python train\.py \+experiment=transfer_laptop data=digits init_from=.*", runs(*QUICK, *UNSCORED)),
+    (r"python train\.py trainer\.max_steps=3", runs(*SHORT, *SMALL)),
+    (r"python train\.py \+experiment=transfer_laptop data=digits init_from=.*", runs(*QUICK, *SMALL, *UNSCORED)),
     (r"python train\.py \+experiment=mine", runs("trainer.dry_run=true")),
     (r"python (train|plan)\.py (--help|--cfg job)", runs()),
     (r"python train\.py .* trainer\.dry_run=true", runs()),
