@@ -26,6 +26,7 @@ TINY = (
     "trainer.num_epochs=2",
     "trainer.batch_size=256",
     "trainer.evaluation.batch_size=16",
+    "trainer.evaluation.statistics_batches=2",
     "trainer.timeline_every_steps=null",
     "pipeline.num_microbatches=2",
     "schedule.warm_up_epochs=0",
