@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,15 @@ from hypothesis import settings
 from gpipe.config import register_schemas
 from tests.support.process_pool import ProcessPool
 from tests.support.program_server import PROFILES
+from tests.support.remembered_settings import remember_settings
 
-CONF = Path(__file__).parents[1] / "conf"
-PROGRAMS = Path(__file__).parent / "programs"
+TESTS = Path(__file__).parent
+CONF = TESTS.parent / "conf"
+# What takes longest starts first: the last file leaves the other workers idle.
+LONG = (
+    "reliability/test_histories.py", "programs", "documentation", "end_to_end", "simulated_cuda", "notebooks",
+    "tracing", "pipeline",
+)  # fmt: skip
 # Tests make much that a collection finds alive, such as configurations: a third of the time of composing one.
 gc.set_threshold(50_000, 20, 20)
 # For the programs that tests start, beside other tests: threads that share a core wait for each other.
@@ -25,11 +32,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("any machine", deadline=None)  # a loaded machine is slow, which is no defect
 settings.load_profile("any machine")
+remember_settings()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files of whole programs first: they take longest, and the last file leaves the other workers idle."""
-    items.sort(key=lambda item: not item.path.is_relative_to(PROGRAMS))
+    """Put what takes longest first."""
+    items.sort(key=lambda item: _place(item.path))
+
+
+@cache
+def _place(path: Path) -> int:
+    return next((place for place, name in enumerate(LONG) if path.is_relative_to(TESTS / name)), len(LONG))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,7 +11,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose
@@ -23,11 +25,15 @@ from tests.documentation.commands import IGNORED, ROOT, find_commands
 from tests.support.program_server import run_program
 
 COMMANDS = find_commands()
-SHORT = ("launch.num_threads=1", "launch.device=cpu", "tracking=disabled")
+SHORT = (
+    "launch.num_threads=1", "launch.device=cpu", "tracking=disabled",
+    "trainer.evaluation.max_batches=1", "trainer.evaluation.statistics_batches=1",
+)  # fmt: skip
 QUICK = (*SHORT, "trainer.max_steps=2", "trainer.checkpoints.every_steps=1", "schedule.warm_up_epochs=0")
+SMALL = ("data.image_size=32",)
 UNSCORED = ("trainer.evaluation.every_epochs=null", "trainer.evaluation.every_steps=null")
 IMAGES, TRANSLATION = "amoebanet_imagenet_laptop", "transformer_multilingual_laptop"
-TRAINED = {IMAGES: QUICK, TRANSLATION: (*QUICK, *UNSCORED)}
+TRAINED = {IMAGES: (*QUICK, *SMALL), TRANSLATION: (*QUICK, *UNSCORED)}
 """The experiments whose runs other commands read, and how they are shortened."""
 RUNS = {
     "runs/<name>/<date>": IMAGES,
@@ -126,19 +132,26 @@ def is_composed(clone: Clone, command: str) -> None:
     if "-m" not in arguments:
         to_run(compose("train", overrides=given))
         return
-    for which in (0, -1):
-        to_run(compose("train", overrides=choose_job(given, which)))
+    for job in dict.fromkeys(tuple(choose_job(given, which)) for which in (0, -1)):
+        to_run(compose("train", overrides=list(job)))
 
 
 def choose_job(overrides: list[str], which: int) -> list[str]:
     """Return the overrides of one job of a sweep: each swept setting has its first value (0) or its last one (-1)."""
     job = choose(overrides, which)
-    composed = compose("train", overrides=job, return_hydra_config=True)
-    params = OmegaConf.to_container(composed.hydra.sweeper.get("params") or OmegaConf.create(), resolve=False)
-    assert isinstance(params, dict)
     given = {override.split("=")[0] for override in overrides}
+    params = swept_settings(*job)
     swept = [f"{key}={value}" for key, value in params.items() if key not in given and "interval(" not in str(value)]
     return [*choose(swept, which), *job]
+
+
+@cache
+def swept_settings(*overrides: str) -> dict[str, Any]:
+    """Return what a file says is swept, with its values."""
+    composed = compose("train", overrides=list(overrides), return_hydra_config=True)
+    params = OmegaConf.to_container(composed.hydra.sweeper.get("params") or OmegaConf.create(), resolve=False)
+    assert isinstance(params, dict)
+    return {str(key): value for key, value in params.items()}
 
 
 def choose(overrides: list[str], which: int) -> list[str]:
@@ -201,12 +214,13 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     (r".*python -m pytest .*", names_tests),
     # Runs: of these, those that others read, and one of each kind of command line.
     (rf"python train\.py \+experiment=({IMAGES}|{TRANSLATION})", trains),
-    (r"python train\.py trainer\.max_steps=3", runs(*SHORT)),
-    (r"python train\.py \+experiment=transfer_laptop data=digits init_from=.*", runs(*QUICK, *UNSCORED)),
+    (r"python train\.py trainer\.max_steps=3", runs(*SHORT, *SMALL)),
+    (r"python train\.py \+experiment=transfer_laptop data=digits init_from=.*", runs(*QUICK, *SMALL, *UNSCORED)),
     (r"python train\.py \+experiment=mine", runs("trainer.dry_run=true")),
     (r"python (train|plan)\.py (--help|--cfg job)", runs()),
     (r"python train\.py .* trainer\.dry_run=true", runs()),
     (r"python plan\.py .* find=.*", is_tested_by("tests/programs/test_plan.py")),
+    (r"python plan\.py .* model\.name=convnext_large .*", runs("model.name=convnext_tiny")),
     (r"python plan\.py( .*)?", runs()),
     (r"python train\.py( .*)?", is_composed),
     # What reads the runs above.

@@ -3,21 +3,23 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.program_server import TORCHRUN, run_program
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *arguments: str, num_processes: int = 1) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    command = [sys.executable, *(launcher if num_processes > 1 else []), str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    if num_processes == 1:
+        done = run_program(EXAMPLES / name, *arguments)
+    else:
+        launcher = ("--standalone", "--nproc-per-node", str(num_processes))
+        done = run_program(TORCHRUN, *launcher, str(EXAMPLES / name), *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

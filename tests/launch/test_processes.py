@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from gpipe.launch import devices, processes
 from gpipe.launch.processes import Place, run
-from tests.launch.launched import MANY_SECONDS, PYTHONPATH, ROOT, is_running, note_place, pids, two
+from tests.launch.launched import MANY_SECONDS, PYTHONPATH, is_running, note_place, pids, two
+from tests.support.program_server import TORCHRUN, run_program
 
 pytestmark = pytest.mark.usefixtures("forked_server")
 
@@ -103,10 +104,8 @@ def test_torchruns_processes_are_adopted_and_share_the_first_ones_folder(tmp_pat
         f"folder = Path({str(tmp_path)!r}) / os.environ['RANK'].replace('0', '')\n"
         "run(note_place, two(folder, num_processes=1), 'there')\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run(
-        torchrun, check=True, timeout=MANY_SECONDS, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    )
+    done = run_program(TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script))
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "0.txt").read_text() == "there [0, 0] True 1 from 0"
     assert (tmp_path / "1.txt").read_text() == "there [0, 1] False 1 from 0"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.support.program_server import Program
+from tests.support.program_server import TORCHRUN, Program
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
@@ -26,6 +26,7 @@ TINY = (
     "trainer.num_epochs=2",
     "trainer.batch_size=256",
     "trainer.evaluation.batch_size=16",
+    "trainer.evaluation.statistics_batches=2",
     "trainer.timeline_every_steps=null",
     "pipeline.num_microbatches=2",
     "schedule.warm_up_epochs=0",
@@ -33,11 +34,11 @@ TINY = (
     "launch.device=cpu",
     "tracking=disabled",
 )
-_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+_TORCHRUN = ["--standalone", "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]
 LAUNCHES: dict[str, tuple[list[str], list[str]]] = {
     "one process": ([], []),
     "launched": ([], ["launch=process_per_stage"]),
-    "torchrun": ([*_TORCHRUN, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"], []),
+    "torchrun": ([*_TORCHRUN, str(TRAIN)], []),
 }
 _MACHINES = {"examples_per_second", "step_seconds", "peak_memory_bytes", "wait_seconds", "bubble"}
 
@@ -52,20 +53,22 @@ class Session:
     def __init__(self, folder: Path, launch: str, *arguments: str, piped: bool = False, anew: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        python, own = LAUNCHES[launch]
+        torchrun, own = LAUNCHES[launch]
         flags = [word for word in arguments if word.startswith("-")]  # train.py wants them first
         settings = [word for word in arguments if word not in flags]  # the last of several values counts
-        words = [*flags, *TINY, *own, *settings]
+        words = [*torchrun, *flags, *TINY, *own, *settings]
         output = folder / "output.txt"
         output.write_text("")
         self._process: Program | subprocess.Popen[str]
-        if not (python or piped or anew):
-            self._process = Program(TRAIN, *words, folder=folder, output=output, OMP_NUM_THREADS="1")
+        if not (piped or anew):
+            program = TORCHRUN if torchrun else TRAIN
+            self._process = Program(program, *words, folder=folder, output=output, OMP_NUM_THREADS="1")
             return
+        assert not torchrun
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         with output.open("a") as file:
             self._process = subprocess.Popen(
-                [sys.executable, *python, str(TRAIN), *words],
+                [sys.executable, str(TRAIN), *words],
                 cwd=folder,
                 env=environment,
                 stdout=subprocess.PIPE if piped else file,

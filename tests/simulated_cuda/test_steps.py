@@ -38,10 +38,15 @@ def train_one_stage(machine: Machine, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def settings_of(layout: Layout) -> list[Setting]:
-    """Return one setting per mode; in all but the first, two layers share a weight."""
+def settings_of(layout: Layout, layouts: list[Layout]) -> list[Setting]:
+    """Return a setting for each mode that is the layout's turn: the layouts of a schedule share the modes out.
+
+    In all modes but the first, two layers share a weight.
+    """
     name, num_stages, stages_per_device = layout
-    return [Setting(num_stages, mode, name, stages_per_device, tied=mode != "always") for mode in MODES]
+    alike = [other for other in layouts if other[0] == name]
+    modes = MODES[alike.index(layout) :: len(alike)]
+    return [Setting(num_stages, mode, name, stages_per_device, tied=mode != "always") for mode in modes]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -53,7 +58,7 @@ def test_a_simulated_gpu_computes_what_the_cpu_does(schedule: str, simulated: Ma
 @on_all_machines
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_one_process_of_several_devices_trains_as_one_stage_does(layout: Layout, machine: Machine) -> None:
-    settings = settings_of(layout)
+    settings = settings_of(layout, LAYOUTS)
     (outcomes,) = machine.run(1, train_each, settings)
     for setting, outcome in zip(settings, outcomes, strict=True):
         assert_same_bits(outcome, train_one_stage(machine, setting), str(setting))
@@ -61,7 +66,8 @@ def test_one_process_of_several_devices_trains_as_one_stage_does(layout: Layout,
 
 @pytest.mark.parametrize(("machine", "layout"), IN_PROCESSES, indirect=["machine"], ids=str)
 def test_one_process_per_device_trains_as_one_stage_does(layout: Layout, machine: Machine) -> None:
-    settings = settings_of(layout)
+    layouts = [layout for layout in LAYOUTS if layout[1] > layout[2]]
+    settings = settings_of(layout, layouts)
     for rank, outcomes in enumerate(machine.run(layout[1] // layout[2], train_each, settings)):
         for setting, outcome in zip(settings, outcomes, strict=True):
             assert_same_bits(outcome, train_one_stage(machine, setting), f"{setting}, rank {rank}")

@@ -43,18 +43,23 @@ def start_as_fork(path: bytes, arguments: list[str], kept_files: list[int]) -> i
 def _serve(command: str, kept_files: Collection[int]) -> NoReturn:
     """Be the fork server: forget what a new Python would not know, and run its command."""
     try:
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stops._listener = None
-        logging.root.handlers.clear()
+        forget_the_program()
         forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held: this is in the middle of its start
         resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
         _close_other_ends(kept_files)
         exec(command)
     finally:
         os._exit(0)
+
+
+def forget_the_program() -> None:
+    """Forget, in a fork, which signals the program listens to and where it logs."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stops._listener = None
+    logging.root.handlers.clear()
 
 
 def _close_other_ends(kept_files: Collection[int]) -> None:

@@ -1,7 +1,7 @@
 """Run programs as forks of one process that has loaded their imports.
 
 A test that starts train.py for one message would otherwise spend four of five seconds on importing torch and timm. The
-processes that the program starts itself are new as usual, and import everything.
+processes that the program starts itself, and those of torchrun, are forks too.
 """
 
 import gc
@@ -25,6 +25,8 @@ from tests.support.forked_server import fork_server_from_here
 _ROOT = Path(__file__).parents[2]
 PROFILES = "GPIPE_TEST_PROFILES"
 """The variable that names the folder of remembered profiles, if there is one."""
+TORCHRUN = "torch.distributed.run"
+"""The name of torchrun's module."""
 _SERVE = "from tests.support.program_server import serve; serve()"
 
 
@@ -62,7 +64,7 @@ class Program:
     """A program of this repository that runs, in a session of its own, so that whatever it leaves can be found.
 
     Args:
-        program: a script.
+        program: a script; or the name of a module, which runs as with `python -m`.
         arguments: its arguments.
         folder: its working folder.
         output: the file that its output and its errors go to.
@@ -72,7 +74,7 @@ class Program:
         pid: of its process.
     """
 
-    def __init__(self, program: Path, *arguments: str, folder: Path, output: Path, **variables: str) -> None:
+    def __init__(self, program: Path | str, *arguments: str, folder: Path, output: Path, **variables: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables}
         request = {"program": str(program), "arguments": arguments, "folder": str(folder), "environment": environment}
         self.pid = _ask({"start": {**request, "warn": "default", "files": [str(output)] * 2}})
@@ -124,7 +126,9 @@ def load() -> None:
 
     from gpipe.planning.profile import analyze_layers
     from tests.support.remembered_profiles import remember_profiles
+    from tests.support.remembered_settings import remember_settings
 
+    remember_settings()
     Plugins.instance()
     OverridesParser.create().parse_overrides(["group=choice", "group.key=1"])
     analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
@@ -148,6 +152,10 @@ def become(
         warnings.simplefilter(warn)
         sys.warnoptions[:] = [warn]  # inherited by the processes that it starts
         fork_server_from_here()
+        if program == TORCHRUN:
+            from tests.support.forked_workers import fork_workers_from_here
+
+            fork_workers_from_here()
         sys.argv = [program, *arguments]
         if program.endswith(".py"):
             sys.path[0] = str(Path(program).parent)

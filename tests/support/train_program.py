@@ -1,9 +1,7 @@
 """The program that trains, as a user starts it or in the tests' own process, and what a run leaves behind."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -12,7 +10,7 @@ from safetensors.torch import load_file
 
 from gpipe.config import to_run
 from gpipe.programs.train import launch_training
-from tests.support.program_server import run_program
+from tests.support.program_server import TORCHRUN, run_program
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
@@ -20,6 +18,9 @@ TINY = (
     "trainer.max_steps=3",
     "trainer.batch_size=16",
     "trainer.evaluation.batch_size=500",
+    "trainer.evaluation.max_batches=1",
+    "trainer.evaluation.statistics_batches=2",
+    "trainer.timeline_every_steps=null",
     "model.num_filters=8",
     "data.image_size=32",
     "schedule.warm_up_epochs=0",
@@ -35,11 +36,8 @@ def start(
     """Run train.py in a folder, with warnings as errors, and return what came of it."""
     if not torchrun:
         return run_program(TRAIN, *arguments, folder=folder, warn=warnings)
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TRAIN)]
-    return subprocess.run(
-        [*program, *arguments], check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    words = ("--standalone", "--nproc-per-node", "2", str(TRAIN), *arguments)
+    return run_program(TORCHRUN, *words, folder=folder)
 
 
 def train_here(folder: Path, *overrides: str) -> None:

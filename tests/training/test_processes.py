@@ -1,8 +1,5 @@
 """Training and checkpoints with one process per stage equal those of one process that plays all stages."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from gpipe.checkpoint.folder import find_latest
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.training.tracking import Tracker
 from tests.support.process_pool import ProcessPool
+from tests.support.program_server import TORCHRUN, run_program
 from tests.training.small_run import SmallRun, small_run, small_trainer
 from tests.training.train_and_save import train
 
@@ -87,14 +85,6 @@ def test_replicas_write_once(tmp_path: Path, processes: ProcessPool) -> None:
 
 @pytest.mark.reliability
 def test_data_that_one_stage_cannot_read_ends_every_process_with_the_cause(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program(TORCHRUN, "--standalone", "--nproc-per-node=2", str(SCRIPT), str(tmp_path))
     assert done.returncode != 0
     assert "rank 0: OSError: photograph-17.png is broken" in done.stderr

@@ -136,8 +136,11 @@ def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
     for place in _EMPTY:
         _refuse_unsaid_code(place, _at(plain, place), overrides)
     _refuse_name(plain.get("name"))
-    for place, key, value in sorted(_entries(plain), key=lambda entry: entry[0].startswith("hydra.")):
-        _refuse_secret(place, f"{key} {value}")
+    entries = sorted(_entries(plain), key=lambda entry: entry[0].startswith("hydra."))
+    has_secret = find_secret("\n".join(f"{key} {value}" for _, key, value in entries)) is not None  # in one search
+    for place, key, value in entries:
+        if has_secret:
+            _refuse_secret(place, f"{key} {value}")
         if isinstance(value, str) and "${oc.env" in value:
             _resolved(composed, place, value)
         if (expected := _expected(composed, place, key, value, overrides)) is None:

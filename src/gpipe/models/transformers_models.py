@@ -88,7 +88,7 @@ def make_transformers_model(config: Any, sequence_length: int, seed: int) -> Log
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return Logits(transformers.AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+            return Logits(transformers.AutoModelForCausalLM.from_config(config))
         except Exception as error:  # whatever its architecture raises
             reason = (str(error) or type(error).__name__).partition("\n")[0]
             raise ValueError(f"model.arguments make no {config.model_type} ({reason}): correct them.") from error
