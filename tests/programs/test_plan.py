@@ -68,9 +68,24 @@ def test_the_parameters_of_training_alone_are_told_apart(plan: Plan) -> None:
     assert re.search(r", [\d,]+ with the auxiliary head of training\. All", with_head)
 
 
-def test_the_fastest_is_found(plan: Plan) -> None:
-    said = plan(*SMALL, "trainer.batch_size=4", "model.min_microbatch_size=1", "find=fastest", "num_devices=2")
-    assert "examples/s" in said and "fits: stage" in said
+def test_the_fastest_settings_are_printed_and_the_first_is_planned(tmp_path: Path) -> None:
+    words = ("pipeline=auto", "device=h100", "num_devices=2", "pipeline.schedule=1f1b")
+    done = run_program(ROOT / "plan.py", *SMALL, *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
+    choices = [[cell.strip() for cell in row] for row in rows if len(row) == 8]
+    assert choices[0][-1] == "chosen" and all(row[-1].startswith("+") for row in choices[1:])
+    assert {row[1] for row in choices} == {"1f1b"} and len(choices) == 2
+    seconds = [float(row[4]) for row in choices]
+    assert seconds == sorted(seconds) and f"Planned step: {choices[0][4]}" in done.stdout
+
+
+def test_devices_that_are_not_here_must_be_counted(tmp_path: Path) -> None:
+    done = run_program(ROOT / "plan.py", *SMALL, "pipeline=auto", "device=h100", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: num_devices is null, expected how many h100 pipeline=auto may use: set num_devices=8, for example.\n"
+    )
 
 
 def test_the_cut_by_memory_has_the_lowest_peak(plan: Plan) -> None:

@@ -68,6 +68,8 @@ def choose_pipeline(
         DataMissing: the data are missing.
     """
     known = {key: composed.pipeline[key] for key in _OPEN if not OmegaConf.is_missing(composed.pipeline, key)}
+    if composed.pipeline.partitions is not None:
+        known.setdefault("num_stages", len(composed.pipeline.partitions))
     named = {word.partition("=")[0].lstrip("+") for word in words}
     fixed = {key: composed.launch[key] for key in ("num_replicas", "num_processes") if f"launch.{key}" in named}
     run = to_run(_fill(composed, _OPEN | _find_shape(known) | known, num_replicas=1, num_processes=1))
@@ -87,7 +89,7 @@ def choose_pipeline(
     )
     space = Space(
         count,
-        num_stages=len(run.pipeline.partitions) if run.pipeline.partitions else known.get("num_stages"),
+        num_stages=known.get("num_stages"),
         num_microbatches=known.get("num_microbatches"),
         schedule=known["schedule"].value if "schedule" in known else None,
         stages_per_device=known.get("stages_per_device"),
@@ -139,11 +141,12 @@ def _fill(composed: DictConfig, pipeline: dict[str, Any], **launch: int) -> Dict
     return filled
 
 
-def _find_shape(known: dict[str, Any]) -> dict[str, int]:
-    """Return a number of stages, and of them per device, that fit what is known."""
-    schedule = known["schedule"].value if "schedule" in known else "gpipe"
+def _find_shape(known: dict[str, Any]) -> dict[str, Any]:
+    """Return a schedule, a number of stages, and of them per device, that fit what is known."""
+    shared = known.get("stages_per_device", 1) > 1
+    schedule = known["schedule"].value if "schedule" in known else "interleaved_1f1b" if shared else "gpipe"
     per_device = known.get("stages_per_device", 2 if schedule in ("interleaved_1f1b", "zb_v") else 1)
-    return {"num_stages": per_device, "stages_per_device": per_device}
+    return {"schedule": schedule, "num_stages": per_device, "stages_per_device": per_device}
 
 
 def _count_devices(run: RunConfig, accelerator: str) -> int:

@@ -1,0 +1,111 @@
+"""pipeline=auto: what is open is chosen, and what is said stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose
+
+from gpipe.config import ConfigError, RunConfig, to_run
+from gpipe.launch.processes import Place
+from gpipe.planning.accelerator import EFFICIENCY, find_accelerator
+from gpipe.programs.automatic import Devices, choose_pipeline, is_open, spell_out
+from gpipe.programs.build import build_layers, share_layout
+from gpipe.records import RECORD_FILE, read_records
+from tests.support.program_server import run_program
+
+pytestmark = pytest.mark.usefixtures("composer")
+ROOT = Path(__file__).parents[2]
+SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "tracking=disabled", "pipeline=auto")
+
+
+def devices(count: int, room_bytes: int = 2**40) -> Devices:
+    return Devices(find_accelerator("v100"), count, room_bytes, EFFICIENCY)
+
+
+def choose(*words: str, count: int = 4, room_bytes: int = 2**40) -> RunConfig:
+    composed = compose("train", overrides=[*SMALL, *words])
+    assert is_open(composed)
+    return to_run(choose_pipeline(composed, words, lambda _: devices(count, room_bytes)))
+
+
+def test_every_device_is_used_and_a_second_search_finds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    run = choose()
+    assert run.launch.num_processes == 4
+    assert run.launch.num_replicas * run.pipeline.num_stages // run.pipeline.stages_per_device == 4
+    assert "The fastest ways to run it on 4 x v100, planned:" in capsys.readouterr().out
+    assert choose() == run
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "pipeline.num_stages=4",
+        "pipeline.num_microbatches=3",
+        "pipeline.schedule=zb_v",
+        "pipeline.schedule=interleaved_1f1b",
+        "pipeline.stages_per_device=2",
+        "pipeline.rematerialize=always",
+        "pipeline.rematerialize=fit",
+        "pipeline.partitions=[5,4]",
+        "launch.num_replicas=1",
+        "launch.num_replicas=2",
+    ],
+)
+def test_what_the_command_line_says_stays(word: str) -> None:
+    key, _, value = word.partition("=")
+    section, _, name = key.partition(".")
+    found = getattr(getattr(choose(word), section), name)
+    found = str(getattr(found, "value", found)).replace(" ", "")
+    assert found == value or (value == "fit" and found == "never")
+
+
+def test_a_number_of_processes_on_the_command_line_is_the_number_of_devices() -> None:
+    assert choose("launch.num_processes=2").launch.num_processes == 2
+
+
+def test_less_memory_is_recomputed_for_and_the_run_cuts_alike() -> None:
+    roomy = choose("launch.num_replicas=1", "pipeline.num_microbatches=8", "pipeline.schedule=gpipe", count=2)
+    assert roomy.pipeline.rematerialize.value == "never"
+    room = 700_000
+    tight = choose(
+        "launch.num_replicas=1", "pipeline.num_microbatches=8", "pipeline.schedule=gpipe", count=2, room_bytes=room
+    )
+    assert tight.pipeline.rematerialize.value in ("fit", "always", "except_last")
+    assert tight.pipeline.memory_limit_bytes == room
+    layout = share_layout(tight, build_layers(tight), Place(None, "cpu"))
+    assert layout.planner is not None and len(layout.partitions) == 2
+
+
+def test_what_does_not_fit_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline is auto, with pipeline.num_stages=99, but nothing fits 4 x v100"):
+        choose("pipeline.num_stages=99")
+    with pytest.raises(ConfigError, match=r"^pipeline is auto, but nothing fits 4 x v100 with 9.54e-07 GiB each: use"):
+        choose(room_bytes=1024)
+
+
+def test_a_group_that_is_chosen_replaces_what_the_experiment_says() -> None:
+    composed = compose("train", overrides=["+experiment=amoebanet_imagenet_laptop", "pipeline=auto"])
+    assert is_open(composed)
+    run = to_run(choose_pipeline(composed, [], lambda _: devices(2)))
+    assert run.launch.num_processes == 2
+
+
+def test_a_run_says_what_was_chosen_and_trains(tmp_path: Path) -> None:
+    words = ["pipeline.schedule=zb_h1", "launch.num_replicas=1", "trainer.max_steps=2", "launch.num_processes=2"]
+    done = run_program(ROOT / "train.py", *SMALL, *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob(f"runs/train/*/{RECORD_FILE}")
+    (record,) = read_records(path)
+    assert record.config["pipeline"]["num_stages"] == 2 and record.config["pipeline"]["schedule"] == "zb_h1"
+    assert "pipeline=auto" not in record.command and "pipeline.num_stages=2" in record.command
+    again = run_program(ROOT / "train.py", *record.command.split()[2:], "trainer.dry_run=true", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "K=2 stages" in again.stdout
+
+
+def test_words_without_auto_stay_as_they_are() -> None:
+    composed = compose("train", overrides=[])
+    assert not is_open(composed)
+    assert spell_out(to_run(composed), ["seed=3"]) == ["seed=3"]
