@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[
     Raises:
         ValueError: a gradient is sparse.
     """
-    gradients = {name: parameter.grad for name, parameter in named_parameters if parameter.grad is not None}
+    named = ((name, parameter.grad) for name, parameter in named_parameters)
+    gradients = {name: local_part(gradient) for name, gradient in named if gradient is not None}
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, gradient in gradients.items():
         if gradient.layout is not torch.strided:
@@ -42,6 +43,17 @@ def _exact(norm: float, gradient: Tensor) -> float:
         return norm
     wide = torch.complex128 if gradient.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(gradient, dtype=wide))
+
+
+def join_parts(parts: Sequence[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
+    """Return the norm of each gradient that replicas share out, from the norms of their parts."""
+    return [(same[0][0], math.sqrt(math.fsum(norm * norm for _, norm in same))) for same in zip(*parts, strict=True)]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor that replicas share out; any other tensor as it is."""
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def sort_by_layer(parts: Iterable[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
@@ -73,6 +85,9 @@ def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) 
         return
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
+        if parameter.grad is not None and (part := local_part(parameter.grad)) is not parameter.grad:
+            part.mul_(max_norm / (norm + 1e-6))  # as clip_grads_with_norm_, which does not know parts
+            continue
         by_device.setdefault(parameter.device, []).append(parameter)
     for device, group in by_device.items():
         clip_grads_with_norm_(group, max_norm, torch.tensor(norm, dtype=torch.float64, device=device))
