@@ -638,7 +638,8 @@ class Pipeline:
 
     def _compute_norms(self) -> list[tuple[str, float]]:
         """Return the norms of this process's gradients, of whole parameters."""
-        norms = gradient_norm.compute_norms(self._tied.deduplicate(self.named_parameters()))
+        named = gradient_norm.name_parameters(self.layers).items()
+        norms = gradient_norm.compute_norms(self._tied.deduplicate(named))
         return gradient_norm.join_parts(self.job.replicas.gather(norms)) if self.shards_replicas else norms
 
     def _undo(self) -> None:
