@@ -37,9 +37,12 @@ SETTINGS = [
 
 
 def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
-    """Return the planned and the measured peak of each stage in bytes, with a cut by memory."""
+    """Return the planned and the measured peak of each stage in bytes, with a cut by memory.
+
+    Planned with each operation measured by itself, and from the description of the layers alone.
+    """
     cut = partition_by_memory(model.profiles, setting)
-    planned = plan_memory(model.profiles, cut, setting)
+    planned, described = (plan_memory(profiles, cut, setting) for profiles in (model.profiles, model.described))
     return {
         "model": model.title,
         "schedule": setting.schedule,
@@ -47,6 +50,7 @@ def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
         "num_stages": setting.num_stages,
         "partitions": cut,
         "planned_bytes": [memory.peak_bytes for memory in planned],
+        "described_bytes": [memory.peak_bytes for memory in described],
         "measured_bytes": _measure(model, cut, setting),
     }
 
@@ -76,6 +80,7 @@ def main() -> None:
         tables.planned_memory,
         tables.planned_memory_deviations,
         tables.planned_memory_strangers,
+        tables.planned_memory_described,
         tables.planned_memory_run,
     ]
     program = StudyProgram(__doc__, {CLAIM: shown})

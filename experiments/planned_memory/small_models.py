@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.batch_norm import convert_batch_norm
+from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.profile import LayerProfile, profile_layers
 
 MICROBATCH_SIZE = 4
@@ -28,7 +29,12 @@ class SmallModel:
 
     @cached_property
     def profiles(self) -> list[LayerProfile]:
-        """The profiles of its layers with micro-batches of `MICROBATCH_SIZE`."""
+        """The profiles of its layers with micro-batches of `MICROBATCH_SIZE`, its operations measured."""
+        return profile_layers(self.layers, self.loss, self.batch(MICROBATCH_SIZE), measured=OperationMemory())
+
+    @cached_property
+    def described(self) -> list[LayerProfile]:
+        """The same with nothing measured, as for a device that is not here."""
         return profile_layers(self.layers, self.loss, self.batch(MICROBATCH_SIZE))
 
 

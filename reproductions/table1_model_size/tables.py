@@ -266,10 +266,23 @@ def planned_memory_strangers(records: Sequence[Record]) -> str:
     record = newest(records, "planned_memory")
     if record is None or "strangers" not in record.results:
         return not_run("python -m experiments.planned_memory")
+    return _spread(["model"], _group_deviations(record.results["strangers"], "planned_bytes"))
+
+
+def planned_memory_described(records: Sequence[Record]) -> str:
+    """Return the same of plans that measure no operation, ours as one model."""
+    record = newest(records, "planned_memory")
+    if record is None or "described_bytes" not in record.results["rows"][0]:
+        return not_run("python -m experiments.planned_memory")
+    rows = [*record.results["rows"], *record.results["strangers"]]
+    return _spread(["model"], _group_deviations(rows, "described_bytes"))
+
+
+def _group_deviations(rows: Sequence[Mapping[str, Any]], planned: str) -> dict[tuple[str, ...], list[float]]:
     groups: dict[tuple[str, ...], list[float]] = {}
-    for row in record.results["strangers"]:
-        groups.setdefault((row["model"],), []).extend(_deviations(row))
-    return _spread(["model"], groups)
+    for row in rows:
+        groups.setdefault((row["model"],), []).extend(_deviations(row, planned))
+    return groups
 
 
 def _spread(header: Sequence[str], groups: Mapping[tuple[str, ...], Sequence[float]]) -> str:
@@ -286,9 +299,9 @@ def planned_memory_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, "planned_memory"), "python -m experiments.planned_memory")
 
 
-def _deviations(row: Mapping[str, Any]) -> list[float]:
+def _deviations(row: Mapping[str, Any], planned: str = "planned_bytes") -> list[float]:
     """Return each stage's (planned - measured) / measured peak."""
-    peaks = zip(row["planned_bytes"], row["measured_bytes"], strict=True)
+    peaks = zip(row[planned], row["measured_bytes"], strict=True)
     return [planned / measured - 1 for planned, measured in peaks]
 
 
@@ -308,5 +321,6 @@ TABLES = (
     planned_memory,
     planned_memory_deviations,
     planned_memory_strangers,
+    planned_memory_described,
     planned_memory_run,
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe.pipeline.gradient_norm import compute_norms, global_norm, scale_gradients
+from gpipe.pipeline.gradient_norm import compute_norms, global_norm, name_parameters, scale_gradients
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[tuple[str, nn.Parameter]]:
@@ -84,3 +84,14 @@ def test_gradients_below_the_norm_are_left_as_they_are() -> None:
     gradient = torch.tensor([0.3, 0.4])
     scale_gradients([p for _, p in parameters(gradient)], 0.6, 0.5)
     assert torch.equal(gradient, torch.tensor([0.3, 0.4]))
+
+
+def test_parameters_have_the_names_and_the_order_that_torch_gives_them() -> None:
+    shared = nn.Linear(2, 2)
+    block = nn.Sequential(shared, nn.BatchNorm1d(2), nn.Sequential(shared, nn.Linear(2, 3, bias=False)))
+    block[1].register_parameter("none", None)
+    block.register_parameter("own", nn.Parameter(torch.zeros(1)))
+    block[2][1].register_parameter("again", shared.weight)
+    layers = nn.ModuleDict({"3": block, "10": nn.Linear(3, 3), "11": nn.Identity()})
+    found = name_parameters(layers)
+    assert list(found.items()) == list(layers.named_parameters(prefix="layers"))

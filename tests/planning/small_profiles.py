@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipe.planning.ledger import Work
-from gpipe.planning.profile import Input, LayerProfile
+from gpipe.planning.profile import Arrival, Input, LayerProfile
 
 LOSS = LayerProfile(
     parameters=0,
@@ -20,11 +20,14 @@ LOSS = LayerProfile(
     gradient_sizes=(),
     input_bytes=10,
     inputs=(Input(10, -1, 0, None),),
+    arrivals=(Arrival(10, 10, -1),),
     kept_bytes=0,
     forward_peak_bytes=0,
     quiet_peak_bytes=0,
     backward_peak_bytes=0,
     first_backward_peak_bytes=0,
+    last_backward_peak_bytes=0,
+    last_first_backward_peak_bytes=0,
 )
 
 
@@ -46,4 +49,6 @@ def layer(parameter_bytes: int = 0, kept: int = 100, flops: int = 1_000) -> Laye
         quiet_peak_bytes=10,
         backward_peak_bytes=20,
         first_backward_peak_bytes=20 + parameter_bytes,
+        last_backward_peak_bytes=20,
+        last_first_backward_peak_bytes=20 + parameter_bytes,
     )

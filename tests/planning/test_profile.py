@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
-from gpipe.planning.profile import Input, LayerProfile, profile_layers
+from gpipe.planning.profile import Arrival, Input, LayerProfile, profile_layers
 from gpipe.planning.repeats import Shortened, structure
 
 
@@ -75,6 +75,32 @@ def test_memory_of_three_layers_followed_by_hand() -> None:
     assert last.inputs == (Input(hidden, -1, None, -1),)
     assert tanh.quiet_peak_bytes == tanh.forward_peak_bytes == hidden
     assert first.statistics_bytes == 0 and first.trainable_bytes == 4 * (8 * 16 + 16)
+
+
+def test_gradients_that_arrive_are_those_of_tensors_that_need_one_and_are_not_the_last_layers() -> None:
+    class Split(nn.Module):
+        def forward(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            first, second = values.chunk(2, -1)
+            return first * 2, second * 2, torch.ones(3)
+
+    class Pass(nn.Module):
+        def forward(self, payload: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            return payload[0], payload[1].exp(), payload[2]
+
+    class Join(nn.Module):
+        def forward(self, payload: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            return torch.cat([payload[0], payload[1]], -1)
+
+    layers = nn.Sequential(nn.Linear(8, 8), Split(), Pass(), Join())
+    linear, split, passing, joining, loss = profile_layers(layers, lambda o, _: o.sum(), (torch.zeros(3, 8), TOKENS))
+    half, whole = 4 * 3 * 4, 4 * 3 * 8
+    assert split.arrivals == (Arrival(whole, whole, -1),)
+    # The gradients of both halves are parts of the sum's, which is one number.
+    assert joining.arrivals == (Arrival(half, 4, -2), Arrival(half, 0, -1))
+    assert passing.arrivals == (Arrival(half, 4, -1), Arrival(half, half, -1))
+    assert loss.arrivals == (Arrival(whole, 4, -1),)
+    # The gradient that arrives is there while the weight's is made. A stage that ends with the layer has it elsewhere.
+    assert linear.backward_peak_bytes - linear.last_backward_peak_bytes == whole
 
 
 def test_a_frozen_parameter_gets_no_gradient() -> None:

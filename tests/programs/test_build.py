@@ -91,6 +91,24 @@ def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
     assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
 
 
+def test_measured_memory_knows_what_convolutions_take_inside_of_themselves() -> None:
+    run, plain = (run_of(f"pipeline.partition_by={by}") for by in ("measured_memory", "memory"))
+    planners = [share_layout(each, build_layers(each), ALONE).planner for each in (run, plain)]
+    peaks = [
+        planner.plan(build_setting(run, planner.accelerator, ALONE)).peak_bytes
+        for planner in planners
+        if planner is not None
+    ]
+    assert len(peaks) == 2 and peaks[0] > peaks[1]
+
+
+def test_memory_is_measured_of_processors_alone() -> None:
+    run = run_of("pipeline.partition_by=measured_memory")
+    said = r"pipeline\.partition_by is measured_memory, but stages are on cuda, .*: set pipeline\.partition_by=memory"
+    with pytest.raises(ConfigError, match=said):
+        share_layout(run, build_layers(run), replace(ALONE, device_type="cuda"))
+
+
 TOKENS = ("data=random_tokens", "data.vocabulary_size=40", "data.sequence_length=5")
 LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", *TOKENS, "trainer.batch_size=8")
 TRANSLATION = ("+experiment=transformer_multilingual_laptop", "trainer.batch_size=8")
@@ -151,6 +169,7 @@ def test_all_stages_in_one_process_have_no_bubble() -> None:
         (["pipeline.partitions=[3,3]"], r"partitions is \[3, 3\], which covers 6 layers; give positive whole numbers"),
         (["pipeline.memory_limit_bytes=100"], r"pipeline\.memory_limit_bytes is 100, but the fullest device of the"),
         (["pipeline.partition_by=measured_seconds"], r"a plan measures nothing: set pipeline\.partition_by=seconds"),
+        (["pipeline.partition_by=measured_memory"], r"a plan measures nothing: set pipeline\.partition_by=memory"),
     ],
 )
 def test_a_cut_that_is_impossible_is_refused(overrides: list[str], said: str) -> None:

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from gpipe.config import RunConfig
+from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.profile import LayerProfile
 from gpipe.programs import build
 
@@ -22,14 +23,14 @@ def remember_profiles(folder: Path) -> None:
     Args:
         folder: where the profiles are kept, for several processes; it must be new, and belong to nobody else.
     """
-    build._profiler = lambda run: _remembering(run, folder)
+    build._profiler = lambda run, memory: _remembering(run, memory, folder)
 
 
-def _remembering(run: RunConfig, folder: Path) -> Callable[[int], list[LayerProfile]]:
-    profiler = _make_profiler(run)
+def _remembering(run: RunConfig, memory: OperationMemory | None, folder: Path) -> Callable[[int], list[LayerProfile]]:
+    profiler = _make_profiler(run, memory)
 
     def profile(size: int) -> list[LayerProfile]:
-        key = str((size, run.model, run.data, run.trainer.autocast, run.trainer.label_smoothing))
+        key = str((size, memory is None, run.model, run.data, run.trainer.autocast, run.trainer.label_smoothing))
         path = folder / sha256(key.encode()).hexdigest()
         if not path.exists():
             unfinished = path.with_suffix(f".{os.getpid()}")

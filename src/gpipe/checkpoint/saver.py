@@ -29,13 +29,18 @@ class Saver:
         keep: how many of the newest checkpoints stay, beside the best.
 
     Raises:
-        ValueError: keep is not positive.
+        ValueError: keep is not positive, or the replicas share out their weights.
         CheckpointError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, pipeline: Pipeline, *, keep: int = 3) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept.")
+        if pipeline.shards_replicas:
+            raise ValueError(
+                "shard_replicas is True, but a checkpoint has whole weights: save the parts with "
+                "torch.distributed.checkpoint, or set shard_replicas=False."
+            )
         self._folder, self._pipeline, self._keep = folder, pipeline, keep
         self._snapshot = Snapshot(pipeline.partitions)
         self._writer: Writer | None = None

@@ -35,7 +35,8 @@ class PartitionBy(Enum):
     """The cost of a layer that the partitions balance.
 
     seconds: of forward, recomputation and backward, planned for the accelerator at hand. measured_seconds: the same,
-    measured by the first process before training. memory: the cut with the lowest peak.
+    measured by the first process before training. memory: the cut with the lowest peak. measured_memory: the same, with
+    what operations take inside of themselves on this processor, measured likewise.
     """
 
     seconds = "seconds"
@@ -43,6 +44,7 @@ class PartitionBy(Enum):
     flops = "flops"
     parameter_bytes = "parameter_bytes"
     memory = "memory"
+    measured_memory = "measured_memory"
 
 
 class Objective(Enum):

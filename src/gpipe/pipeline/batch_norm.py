@@ -57,7 +57,7 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global _phase, _synchronized
         _phase, _synchronized = self._before
-        if kind is None:
+        if kind is None and self._phase is _FORWARD:
             for norm in self._norms:
                 if norm.fresh:
                     norm.__dict__.update(seen=norm.seen + norm.fresh, fresh=())

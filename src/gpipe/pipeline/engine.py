@@ -6,8 +6,8 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from gpipe.pipeline.refusals import (
     refuse_own_behaviour,
     refuse_parameters_of_loss,
     refuse_replaced_layers,
+    refuse_sharded,
+    refuse_to_shard,
 )
 from gpipe.pipeline.schedule import (
     Kind,
@@ -44,6 +46,9 @@ from gpipe.pipeline.stage import Stage, uncached_autocast
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
 from gpipe.pipeline.timeline import Clock, Timeline
 from gpipe.pipeline.transfer import MiniBatch
+
+if TYPE_CHECKING:
+    from gpipe.pipeline.shared.sharding import Sharding
 
 Work = Callable[[Stage, Task, Any], Any]
 """What to do for a task: (stage, task, what it received) -> what it sends."""
@@ -87,12 +92,17 @@ class Pipeline:
             the smallest one makes, and must use the same batch norms in the same order. Batch norms without moving
             averages are synchronised too; evaluation exchanges nothing. With one replica it changes nothing.
         output_dimension: along which the model's outputs have the examples, where they are put together.
+        shard_replicas: share out each layer's weights, their gradients and the optimizer's state over the R replicas,
+            with torch's fully_shard: `parameters()` are this process's parts. Parameters that a replica does not use
+            have a gradient of zeros. Not for schedules that split backwards, tied parameters, or layers on the meta
+            device. With one replica it changes nothing.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
         job: the processes that train together: gathers values, names failures, knows the replicas.
         stages: this process's stages, by index.
         step: the number of finished training steps; set it to resume.
+        shards_replicas: whether the replicas share out their weights.
 
     Raises:
         ValueError: settings that do not fit each other; the message names the value and the remedy.
@@ -115,6 +125,7 @@ class Pipeline:
         timeout_seconds: float = 300.0,
         synchronize_batch_norm: bool = False,
         output_dimension: int = 0,
+        shard_replicas: bool = False,
     ) -> None:
         if not isinstance(layers, nn.Sequential):
             raise TypeError(
@@ -124,6 +135,7 @@ class Pipeline:
         refuse_parameters_of_loss(loss)
         check_partitions(partitions, len(layers))
         batch_norm.refuse_unconverted(layers)
+        refuse_sharded(layers)
         tied = TiedParameters(layers)
         if type(num_microbatches) is not int or num_microbatches < 1:
             raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
@@ -134,6 +146,9 @@ class Pipeline:
         self._schedule, self._placement = choose_schedule(
             schedule, self.num_stages, num_microbatches, self.rematerialize, stages_per_device
         )
+        if shard_replicas:
+            tasks = self._schedule(self.num_stages, num_microbatches, self.rematerialize, stages_per_device)
+            refuse_to_shard(layers, schedule, tasks, [first.full_name for first, *_ in tied.groups])
         if type(output_dimension) is not int or output_dimension < 0:
             raise ValueError(f"output_dimension is {output_dimension!r}; count it from 0")
         self._output_dimension = output_dimension
@@ -144,6 +159,7 @@ class Pipeline:
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
         settings = {
             "synchronize_batch_norm": synchronize_batch_norm,
+            "shard_replicas": shard_replicas,
             "partitions": list(partitions),
             "num_microbatches": num_microbatches,
             "rematerialize": rematerialize if isinstance(rematerialize, str) else list(rematerialize),
@@ -152,8 +168,10 @@ class Pipeline:
             "seed": seed,
         }
         # Exchanges in the middle of a step need the same step in all replicas.
-        among_replicas = None if synchronize_batch_norm else ["synchronize_batch_norm"]
+        exchanges = synchronize_batch_norm or shard_replicas
+        among_replicas = None if exchanges else ["synchronize_batch_norm", "shard_replicas"]
         self.job.connect(lambda: settings | tied.settings(), among_replicas)
+        self.shards_replicas = shard_replicas and self.job.num_replicas > 1
 
         ranges = partition_ranges(partitions)
         own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)
@@ -166,8 +184,13 @@ class Pipeline:
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         self._synchronizes = False
         if self.job.num_replicas > 1:
+            share: type[Averaging | Sharding] = Averaging
+            if self.shards_replicas:
+                from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
+
+                share = Sharding
             for stage in self.stages.values():
-                stage.averaging = Averaging(stage.layers, self.job.replicas)
+                stage.averaging = share(stage.layers, self.job.replicas)
             self._synchronizes = synchronize_batch_norm and bool(batch_norm.converted_batch_norms(layers))
         if self._synchronizes:
             from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
@@ -371,7 +394,8 @@ class Pipeline:
             )
         own = {k: {index: used[str(index)] for index in stage.layers} for k, stage in self.stages.items()}
         norms = self.batch_norms(layers) if move_statistics else []
-        num_microbatches = self._common_num_microbatches(inputs) if move_statistics else self.num_microbatches
+        exchanges = move_statistics or self.shards_replicas
+        num_microbatches = self._common_num_microbatches(inputs) if exchanges else self.num_microbatches
         try:
             with self._step(), _evaluation_mode(used, norms):
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
@@ -455,7 +479,7 @@ class Pipeline:
         Raises:
             NonFiniteError: the norm is not finite; nothing was scaled.
         """
-        parts = self.job.gather(gradient_norm.compute_norms(self._tied.deduplicate(self.named_parameters())))
+        parts = self.job.gather(self._compute_norms())
         try:
             norm = gradient_norm.global_norm(gradient_norm.sort_by_layer(parts))
         except ValueError as error:
@@ -475,6 +499,11 @@ class Pipeline:
                 learns of it while it compiles compiles no further layer and raises StepAbandoned.
             options: of torch.compile.
         """
+        if self.shards_replicas:
+            raise ValueError(
+                "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
+                "not compile, or set shard_replicas=False"
+            )
         layers = {int(index): layer for index, layer in self.layers.items()}
         self._compilation = Compilation(layers, self.num_layers, self.job.activity, asked_to_stop, options)
         for stage in self.stages.values():
@@ -533,7 +562,8 @@ class Pipeline:
         job.activity.start(stage.describe, micro_batch, doing)
         mark = clock.start(stage.device)
         try:
-            result = work(stage, task, received)
+            with job.replicas.exchange() if self.shards_replicas else nullcontext():
+                result = work(stage, task, received)
         except (PipelineError, LostPeer):
             raise
         except Exception as error:
@@ -549,8 +579,8 @@ class Pipeline:
             batch_norm.commit(norms, self.job.replicas.group)
 
     def _common_num_microbatches(self, inputs: Any) -> int:
-        """Return M or, where batch norms are synchronised, what every replica can cut its mini-batch into."""
-        if not self._synchronizes or not self.is_first:
+        """Return M or, where replicas exchange within a step, what each of them can cut its mini-batch into."""
+        if not (self._synchronizes or self.shards_replicas) or not self.is_first:
             return self.num_microbatches
         sizes: list[int] = self.job.replicas.gather(find_batch_size(inputs, "inputs"))
         return min(self.num_microbatches, *sizes)
@@ -579,7 +609,7 @@ class Pipeline:
 
         may_skip: drop all gradients where one has a fault, and return True as the last value, instead of an error.
         """
-        norms = gradient_norm.compute_norms(self._tied.deduplicate(self.named_parameters()))
+        norms = self._compute_norms()
         own = {
             "totals": loss.totals() if loss else None,
             "fault": [named for named in norms if not math.isfinite(named[1])][:1],
@@ -607,6 +637,12 @@ class Pipeline:
             return totals, notes, True
         ((name, norm), *_) = faults
         raise NonFiniteError(f"the gradient of {name} in step {self.step} has the norm {norm}")
+
+    def _compute_norms(self) -> list[tuple[str, float]]:
+        """Return the norms of this process's gradients, of whole parameters."""
+        named = gradient_norm.name_parameters(self.layers).items()
+        norms = gradient_norm.compute_norms(self._tied.deduplicate(named))
+        return gradient_norm.join_parts(self.job.replicas.gather(norms)) if self.shards_replicas else norms
 
     def _undo(self) -> None:
         for stage in self.stages.values():

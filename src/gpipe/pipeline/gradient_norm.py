@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
+
+
+def name_parameters(layers: nn.ModuleDict) -> dict[str, Tensor]:
+    """Return each parameter once, by `layers.<i>.<name>`: `named_parameters` in less than half of its time."""
+    found: dict[str, Tensor] = {}
+    _name_parameters("layers.", layers, found, set())
+    return found
+
+
+def _name_parameters(prefix: str, module: nn.Module, found: dict[str, Tensor], seen: set[int]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            found[prefix + name] = parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            _name_parameters(f"{prefix}{name}.", child, found, seen)
 
 
 def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, float]]:
@@ -16,7 +33,8 @@ def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[
     Raises:
         ValueError: a gradient is sparse.
     """
-    gradients = {name: parameter.grad for name, parameter in named_parameters if parameter.grad is not None}
+    named = ((name, parameter.grad) for name, parameter in named_parameters)
+    gradients = {name: local_part(gradient) for name, gradient in named if gradient is not None}
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, gradient in gradients.items():
         if gradient.layout is not torch.strided:
@@ -25,14 +43,16 @@ def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[
                 "number of stages; set sparse=False in its layer"
             )
         alike.setdefault((gradient.device, gradient.dtype), []).append(name)
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    names_of: dict[torch.device, list[str]] = {}
+    norms_of: dict[torch.device, list[Tensor]] = {}
     for (device, dtype), names in alike.items():
         wide = torch.float32 if dtype.itemsize == 2 else None  # finite numbers in float16 soon have an infinite norm
         norms = torch._foreach_norm([gradients[name] for name in names], dtype=wide)
-        by_device.setdefault(device, {}).update(zip(names, norms, strict=True))
+        names_of.setdefault(device, []).extend(names)
+        norms_of.setdefault(device, []).append(torch.stack(norms).double())
     found: dict[str, float] = {}
-    for values in by_device.values():
-        found.update(zip(values, torch.stack([norm.double() for norm in values.values()]).tolist(), strict=True))
+    for device, names in names_of.items():
+        found.update(zip(names, torch.cat(norms_of[device]).tolist(), strict=True))
     return [(name, _exact(found[name], gradient)) for name, gradient in gradients.items()]
 
 
@@ -42,6 +62,19 @@ def _exact(norm: float, gradient: Tensor) -> float:
         return norm
     wide = torch.complex128 if gradient.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(gradient, dtype=wide))
+
+
+def join_parts(parts: Sequence[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
+    """Return the norm of each gradient that replicas share out, from the norms of their parts."""
+    return [(same[0][0], math.sqrt(math.fsum(norm * norm for _, norm in same))) for same in zip(*parts, strict=True)]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor that replicas share out; any other tensor as it is."""
+    if type(tensor) is Tensor:  # to ask for an attribute that is not there takes ten times as long
+        return tensor
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def sort_by_layer(parts: Iterable[Sequence[tuple[str, float]]]) -> list[tuple[str, float]]:
@@ -73,6 +106,9 @@ def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) 
         return
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
+        if parameter.grad is not None and (part := local_part(parameter.grad)) is not parameter.grad:
+            part.mul_(max_norm / (norm + 1e-6))  # as clip_grads_with_norm_, which does not know parts
+            continue
         by_device.setdefault(parameter.device, []).append(parameter)
     for device, group in by_device.items():
         clip_grads_with_norm_(group, max_norm, torch.tensor(norm, dtype=torch.float64, device=device))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from gpipe.pipeline.initialization import is_meta
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.schedule import Kind, StepSchedule
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -73,3 +75,43 @@ def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) 
                 f"layer {index} of pipeline.layers is not the one that the pipeline was made with, so it would not be "
                 "trained; change that layer in place, or make a new Pipeline"
             )
+
+
+def refuse_sharded(layers: nn.Sequential) -> None:
+    """Refuse layers that torch's fully_shard has changed: replicas would average parts, of full gradients.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for index, layer in enumerate(layers):
+        if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
+            raise ValueError(
+                f"layer {index} has parameters that fully_shard shares out; give the pipeline the layer as it was, and "
+                "set shard_replicas=True"
+            )
+
+
+def refuse_to_shard(layers: nn.Sequential, schedule: Any, tasks: StepSchedule, tied: Sequence[str]) -> None:
+    """Refuse to share out weights over replicas where fully_shard cannot.
+
+    tied: names of parameters that several layers share.
+
+    Raises:
+        ValueError: backwards are split, a layer is on the meta device, or parameters are tied.
+    """
+    if any(task.kind is Kind.WEIGHT_GRADIENTS for own in tasks for task in own):
+        raise ValueError(
+            f"schedule is {schedule if isinstance(schedule, str) else schedule.__qualname__} and shard_replicas is "
+            "True, but fully_shard lets go of a layer's weights and averages their gradients within one backward; "
+            "choose a schedule that does not split backwards, such as gpipe or 1f1b, or set shard_replicas=False"
+        )
+    for index, layer in enumerate(layers):
+        if is_meta(layer):
+            raise ValueError(
+                f"layer {index} is on the meta device and shard_replicas is True; build the layers on the CPU"
+            )
+    if tied:
+        raise ValueError(
+            f"{tied[0]} is shared by several layers and shard_replicas is True, but their gradients are added up in "
+            "full; give each layer its own parameter, or set shard_replicas=False"
+        )

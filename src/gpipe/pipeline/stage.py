@@ -42,6 +42,7 @@ from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.replicas import Averaging
+    from gpipe.pipeline.shared.sharding import Sharding
     from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch
 
 MASKS = 0x3A5  # keeps the seeds of dropout and drop-path masks apart from those of initial weights
@@ -92,7 +93,7 @@ class Stage:
     """A partition bound to a device: some layers, by their index in the model.
 
     Attributes:
-        averaging: averages the gradients over the replicas; None where there is one.
+        averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
         compilation: runs the layers compiled; None runs them as they are.
         loss: set in the last stage for the time of a training step.
@@ -101,7 +102,7 @@ class Stage:
 
     def __init__(self, index: int, layers: Mapping[int, nn.Module], device: torch.device, seed: int) -> None:
         self.index, self.layers, self.device = index, dict(layers), device
-        self.averaging: Averaging | None = None
+        self.averaging: Averaging | Sharding | None = None
         self.exchange: StatisticsExchange | None = None
         self.compilation: Compilation | None = None
         self.loss: Loss | None = None

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from gpipe.planning.operation_memory import OperationMemory
+
 _aten = torch.ops.aten
 
 
@@ -28,51 +30,61 @@ class Ledger(TorchDispatchMode):
 
     A storage lives from the operation that returns it to the moment when nobody refers to it any more: what a graph
     keeps for backward is alive. What an operation takes and frees inside of itself, such as a convolution's workspace,
-    is not seen.
+    is seen where it is measured.
 
     Args:
         elsewhere: tensors that outlive the ledger and are counted by somebody else, such as parameters.
+        measured: measures what operations take inside of themselves; None measures nothing.
 
     Attributes:
         live_bytes: now.
         peak_bytes: the most since `reset_peak`.
         added_bytes: what the caller says would be alive besides; `reset_peak` makes it 0.
         peak_with_added_bytes: the most of both together.
+        own_peak_bytes: the most without what was set aside.
+        own_peak_with_added_bytes: likewise with `added_bytes`.
         work: of each operation since `take_work`.
         on_free: what to call when the storage with an id dies, once.
     """
 
-    def __init__(self, elsewhere: Iterable[Tensor] = ()) -> None:
+    def __init__(self, elsewhere: Iterable[Tensor] = (), measured: OperationMemory | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._measured = measured
         self._elsewhere = {tensor.untyped_storage()._cdata for tensor in elsewhere}
         self.live_bytes = 0
         self.peak_bytes = 0
         self.added_bytes = 0
         self.peak_with_added_bytes = 0
+        self.own_peak_bytes = 0
+        self.own_peak_with_added_bytes = 0
         self.work: list[Work] = []
         self.on_free: dict[int, Callable[[], None]] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._aside: dict[int, int] = {}  # living storages, and their bytes
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made outside, such as a mini-batch, as alive."""
         for tensor in tensors:
             self._see(tensor)
 
-    def reset_peak(self) -> None:
-        """Measure the peak from here."""
-        self.added_bytes = 0
-        self.peak_bytes = self.peak_with_added_bytes = self.live_bytes
+    def reset_peak(self, aside: Iterable[Tensor] = ()) -> None:
+        """Measure the peak from here. Tensors that are set aside are not counted in peaks of the ledger's own."""
+        storages = (tensor.untyped_storage() for tensor in aside)
+        self._aside = {one._cdata: one.nbytes() for one in storages if one._cdata in self._alive}
+        self.added_bytes = self.peak_bytes = self.peak_with_added_bytes = 0
+        self.own_peak_bytes = self.own_peak_with_added_bytes = 0
+        self._note_peak(self.live_bytes)
 
     @contextmanager
     def beside(self) -> Iterator[list[Work]]:
         """Give the work of the body, which the ledger does not count: neither its work nor what it allocates."""
         work, self.work = self.work, []
-        peaks = self.peak_bytes, self.peak_with_added_bytes
+        peaks = self.peak_bytes, self.peak_with_added_bytes, self.own_peak_bytes, self.own_peak_with_added_bytes
         try:
             yield self.work
         finally:
             self.work = work
-            self.peak_bytes, self.peak_with_added_bytes = peaks
+            self.peak_bytes, self.peak_with_added_bytes, self.own_peak_bytes, self.own_peak_with_added_bytes = peaks
 
     def take_work(self) -> tuple[Work, ...]:
         """Return the work since the last call."""
@@ -89,6 +101,11 @@ class Ledger(TorchDispatchMode):
         if not outputs:
             return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self._measured is not None and inputs and not func.is_view:
+            taken = self._measured.measure(func, args, kwargs)
+            self._note_peak(self.live_bytes + taken.peak_bytes)
+            result = taken.complete(result)
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not func.is_view:
             moved = sum(tensor.nbytes for tensor in inputs + outputs)
             self.work.append(Work(_flops(func, args, kwargs, result), moved))
@@ -105,13 +122,20 @@ class Ledger(TorchDispatchMode):
         def free(_: Any) -> None:
             if self._alive.pop(key, None) is not None:
                 self.live_bytes -= size
+                self._aside.pop(key, None)
                 if key in self.on_free:
                     self.on_free.pop(key)()
 
         self._alive[key] = weakref.ref(storage, free)
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.peak_with_added_bytes = max(self.peak_with_added_bytes, self.live_bytes + self.added_bytes)
+        self._note_peak(self.live_bytes)
+
+    def _note_peak(self, size: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, size)
+        self.peak_with_added_bytes = max(self.peak_with_added_bytes, size + self.added_bytes)
+        own = size - sum(self._aside.values())
+        self.own_peak_bytes = max(self.own_peak_bytes, own)
+        self.own_peak_with_added_bytes = max(self.own_peak_with_added_bytes, own + self.added_bytes)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

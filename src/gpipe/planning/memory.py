@@ -101,19 +101,25 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
     later_gradients = gradients
     deferred = sum(profile.deferred_bytes for profile in own)
     later_deferred, split = deferred, 0
+    # The gradients of the outputs are held until the stage's backward ends. In the plain model those of tensors that
+    # earlier layers made are alive too: in the peaks of the layers between.
+    arrivals = profiles[end].arrivals if end < len(profiles) else ()
+    given = sum(arrival.size for arrival in arrivals)
     for offset, profile in enumerate(own):
         arrived = 0 if offset == 0 else profile.input_bytes
         quiet = max(quiet, arrived + profile.quiet_peak_bytes)
         forward = max(forward, kept + profile.forward_peak_bytes + freed.get(offset, 0))
         kept += profile.kept_bytes + freed.get(offset, 0)
         later_gradients -= profile.trainable_bytes
-        backward = max(backward, kept + profile.backward_peak_bytes)
+        peak, first_peak = profile.last_backward_peak_bytes, profile.last_first_backward_peak_bytes
+        if first + offset < end - 1 or not arrivals:
+            passing = sum(arrival.storage_size for arrival in arrivals if end + arrival.made_by < first + offset)
+            peak, first_peak = profile.backward_peak_bytes - passing, profile.first_backward_peak_bytes - passing
+        backward = max(backward, kept + peak)
         later_deferred -= profile.deferred_bytes
-        split = max(split, kept + profile.backward_peak_bytes + later_deferred)
-        first_backward = max(first_backward, kept + profile.first_backward_peak_bytes + later_gradients)
+        split = max(split, kept + peak + later_deferred)
+        first_backward = max(first_backward, kept + first_peak + later_gradients)
     outputs = profiles[end].inputs if end < len(profiles) else ()
-    # The gradients of the outputs are held until the stage's backward ends; in the plain model they are gone earlier.
-    given = profiles[end].input_bytes if end < len(profiles) else 0
     # Outputs that this stage's graph does not keep are gone when they have been sent.
     kept -= sum(sent.size for sent in outputs if end + sent.made_by >= first and not sent.is_kept_before)
     return StageMemory(

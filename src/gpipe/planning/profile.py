@@ -27,9 +27,10 @@ from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.pipeline.split_backward import DeferredProduct, find_products
 from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
 from gpipe.planning.ledger import Ledger, Work
+from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.repeats import Shortened
 
-_PASSES = ("quiet", "forward", "backward", "first_backward")
+_PASSES = ("quiet", "forward", "backward", "first_backward", "last_backward", "last_first_backward")
 _FAILURE = "cannot be described without data"
 _REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
 
@@ -57,6 +58,20 @@ class Input(NamedTuple):
         return self.kept_by is not None and self.kept_by < 0
 
 
+class Arrival(NamedTuple):
+    """The gradient of one tensor of a layer's input, as it arrives at the layers before, which are counted from it.
+
+    Attributes:
+        size: bytes, as it would travel over a boundary.
+        storage_size: bytes that the plain model holds for it, such as those of a larger gradient that it is a part of.
+        made_by: the layer that made the tensor, whose backward is the first to use the gradient.
+    """
+
+    size: int
+    storage_size: int
+    made_by: int
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """One layer, or the loss, with a micro-batch; bytes are of tensors, peaks are above what was held before.
@@ -74,12 +89,16 @@ class LayerProfile:
         gradient_sizes: the bytes of what each of its products makes then, in the order of a backward.
         input_bytes: the size of what it takes from the layer before, which would travel over a boundary.
         inputs: the tensors of its input, except those that outlive the step.
+        arrivals: the gradients that its backward, and those of later layers, give the layers before.
         kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
         forward_peak_bytes: in its forward function, with a graph.
         quiet_peak_bytes: in its forward function, with a graph that keeps no tensors.
         backward_peak_bytes: in its backward pass, above what the graph held when its forward function ended; a
             parameter's gradient is gone as soon as it could be added to the one of an earlier micro-batch.
         first_backward_peak_bytes: likewise in the first backward pass of a step, whose gradients stay.
+        last_backward_peak_bytes: in its backward pass as the last layer of a stage. The gradients that arrive are not
+            counted: the stage holds them until its backward ends.
+        last_first_backward_peak_bytes: likewise in the first backward pass of a step.
         tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
     """
 
@@ -95,11 +114,14 @@ class LayerProfile:
     gradient_sizes: tuple[int, ...]
     input_bytes: int
     inputs: tuple[Input, ...]
+    arrivals: tuple[Arrival, ...]
     kept_bytes: int
     forward_peak_bytes: int
     quiet_peak_bytes: int
     backward_peak_bytes: int
     first_backward_peak_bytes: int
+    last_backward_peak_bytes: int
+    last_first_backward_peak_bytes: int
     tied_parameters: int = 0
 
     @cached_property
@@ -175,6 +197,7 @@ def profile_layers(
     example: tuple[Any, Any],
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    measured: OperationMemory | None = None,
 ) -> list[LayerProfile]:
     """Describe each layer in training mode, and after them the loss; nothing is computed or allocated.
 
@@ -185,16 +208,18 @@ def profile_layers(
         loss: as for `Pipeline`.
         example: (inputs, targets) of a micro-batch; only shapes and types are looked at.
         autocast: makes the context in which the layers run, for the "cpu" type of device.
+        measured: runs some of the layers' operations on this machine's processor, for a plan of what they take there
+            inside of themselves; None leaves that out.
 
     Raises:
         ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
     """
     shortened = Shortened.of(layers)
-    found = _profile(shortened.layers, loss, example, autocast)
+    found = _profile(shortened.layers, loss, example, autocast, measured)
     if shortened.is_valid([profile.input_bytes for profile in found]):
         found = shortened.expand(found)
     else:
-        found = _profile(list(layers), loss, example, autocast)
+        found = _profile(list(layers), loss, example, autocast, measured)
     counts = _count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
@@ -221,6 +246,7 @@ class _Chain:
         self._is_backward = False
         self._boundaries: dict[int, list[int]] = {}  # of each living storage, the layers that it is an input of
         self.inputs: list[list[Input]] = [[] for _ in self.layers]
+        self.arrivals: list[list[Arrival]] = [[] for _ in self.layers]
         self.live_after = [0] * len(self.layers)
         self.peaks: dict[str, list[int]] = {name: [0] * len(self.layers) for name in _PASSES}
         self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in self.peaks}
@@ -238,9 +264,10 @@ class _Chain:
             self.position = index
             if kind == "forward":
                 self.input_bytes.append(self._follow(index, payload))
+                payload = self._cross(index, payload)
             before = ledger.live_bytes
             ledger.reset_peak()
-            payload = self._run(index, layer, payload, targets, announce=kind == "forward")
+            payload = self._run(layer, payload, targets)
             self.peaks[kind][index] = ledger.peak_bytes - before
             self.work[kind][index] = ledger.take_work()
             self.live_after[index] = ledger.live_bytes
@@ -263,6 +290,28 @@ class _Chain:
             self._boundaries.setdefault(key, []).append(index)
             self.ledger.on_free[key] = partial(self._died, key, size)
         return sum(storages.values())
+
+    def _cross(self, index: int, payload: Payload) -> Payload:
+        """Return a layer's input as it is; the gradients that arrive there will be noted."""
+        wanted = [tensor for tensor in payload.tensors if tensor.requires_grad]
+        if not wanted:
+            return payload
+        made_by = [self._boundaries[tensor.untyped_storage()._cdata][0] - 1 - index for tensor in wanted]
+        crossed = iter(_Boundary.apply(partial(self._arrive, index, made_by), *wanted))  # type: ignore[no-untyped-call]
+        return payload.replace([next(crossed) if tensor.requires_grad else tensor for tensor in payload.tensors])
+
+    def _arrive(self, index: int, made_by: list[int], gradients: tuple[Tensor | None, ...]) -> None:
+        """Begin the backward of the layer before."""
+        self._note_backward()
+        self.position = index - 1
+        found = [(gradient, maker) for gradient, maker in zip(gradients, made_by, strict=True) if gradient is not None]
+        storages = set[int]()
+        for gradient, maker in found:
+            storage = gradient.untyped_storage()
+            storage_size = 0 if storage._cdata in storages else storage.nbytes()
+            storages.add(storage._cdata)
+            self.arrivals[index].append(Arrival(gradient.nbytes, storage_size, maker))
+        self.ledger.reset_peak(gradient for gradient, _ in found)
 
     def _died(self, key: int, size: int) -> None:
         boundaries = self._boundaries.pop(key)
@@ -298,18 +347,12 @@ class _Chain:
             if not any(known() is storage for known, _ in held):
                 held.append((weakref.ref(storage), storage.nbytes()))
 
-    def _run(self, index: int, layer: nn.Module | None, payload: Payload, targets: Any, *, announce: bool) -> Payload:
-        passed_by = [tensor.grad_fn for tensor in payload.tensors]
+    def _run(self, layer: nn.Module | None, payload: Payload, targets: Any) -> Payload:
         with self._blamed():
             if layer is None:
                 found = self.loss(payload.value(), targets)
                 return Payload.of(found[0] if isinstance(found, tuple) else found)
-            payload = Payload.of(layer(payload.value()))
-        if announce:
-            for tensor in payload.tensors:
-                if tensor.grad_fn is not None and tensor.grad_fn not in passed_by:
-                    tensor.register_hook(lambda _: self._begin_backward(index))
-        return payload
+            return Payload.of(layer(payload.value()))
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:
@@ -326,18 +369,32 @@ class _Chain:
         self.ledger.added_bytes += parameter.grad.nbytes
         parameter.grad = None
 
-    def _begin_backward(self, index: int) -> None:
-        if index != self.position:
-            self._note_backward()
-            self.position = index
-            self.ledger.reset_peak()
-
     def _note_backward(self) -> None:
-        at = self.position
-        found = {"backward": self.ledger.peak_bytes, "first_backward": self.ledger.peak_with_added_bytes}
+        at, ledger = self.position, self.ledger
+        found = {
+            "backward": ledger.peak_bytes,
+            "first_backward": ledger.peak_with_added_bytes,
+            "last_backward": ledger.own_peak_bytes,
+            "last_first_backward": ledger.own_peak_with_added_bytes,
+        }
         for kind, peak in found.items():
             self.peaks[kind][at] = max(self.peaks[kind][at], peak - self.live_after[at])
         self.work["backward"][at] += self.ledger.take_work()
+
+
+class _Boundary(torch.autograd.Function):
+    """The identity between two layers, which tells of the gradients that arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, tell: Callable[[tuple[Tensor | None, ...]], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tell = tell
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.tell(gradients)
+        return None, *gradients
 
 
 def layer_error(name: str, error: Exception, failure: str, remedy: str) -> ValueError:
@@ -351,10 +408,11 @@ def _profile(
     loss: Callable[[Any, Any], Any],
     example: tuple[Any, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
+    measured: OperationMemory | None,
 ) -> list[LayerProfile]:
     with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
         fakes = nn.ModuleList(_fake_copy(layer) for layer in layers)
-        chain_ = _Chain(fakes, loss, Ledger(chain(fakes.parameters(), fakes.buffers())))
+        chain_ = _Chain(fakes, loss, Ledger(chain(fakes.parameters(), fakes.buffers()), measured))
         for parameter in fakes.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(chain_.let_go)
@@ -388,11 +446,14 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         gradient_sizes=tuple(chain_.gradient_sizes[index]),
         input_bytes=chain_.input_bytes[index],
         inputs=tuple(chain_.inputs[index]),
+        arrivals=tuple(chain_.arrivals[index]),
         kept_bytes=chain_.live_after[index] - before,
         forward_peak_bytes=chain_.peaks["forward"][index],
         quiet_peak_bytes=chain_.peaks["quiet"][index],
         backward_peak_bytes=chain_.peaks["backward"][index],
         first_backward_peak_bytes=chain_.peaks["first_backward"][index],
+        last_backward_peak_bytes=chain_.peaks["last_backward"][index],
+        last_first_backward_peak_bytes=chain_.peaks["last_first_backward"][index],
     )
 
 

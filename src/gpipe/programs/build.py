@@ -37,6 +37,7 @@ from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
 from gpipe.planning.cut import Cutter
 from gpipe.planning.fit import Fit
+from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
@@ -96,13 +97,20 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
         ValueError: the layers cannot be cut as the settings say.
     """
     planner: Planner | None = None
-    measures = run.pipeline.partition_by is PartitionBy.measured_seconds and run.pipeline.partitions is None
+    chooses = run.pipeline.partitions is None
+    measures = chooses and run.pipeline.partition_by is PartitionBy.measured_seconds
+    memory = OperationMemory() if chooses and run.pipeline.partition_by is PartitionBy.measured_memory else None
+    if memory is not None and place.device_type != "cpu":
+        raise ConfigError(
+            f"pipeline.partition_by is measured_memory, but stages are on {place.device_type}, and only the memory of "
+            "processors is measured: set pipeline.partition_by=memory."
+        )
 
     def decide(tell: Callable[[str], None]) -> None:
         nonlocal planner
         accelerator = detect_accelerator(place.device_type)
         seconds = _measure_seconds(run, layers, place.device_type, lambda _: tell("")) if measures else None
-        planner = build_planner(run, accelerator, seconds=seconds)
+        planner = build_planner(run, accelerator, seconds=seconds, memory=memory)
         plan = planner.plan(build_setting(run, accelerator, place))
         tell(json.dumps([plan.partitions, plan.setting.rematerialize]))
 
@@ -163,22 +171,25 @@ def build_planner(
     *,
     efficiency: float = EFFICIENCY,
     seconds: Sequence[LayerSeconds] | None = None,
+    memory: OperationMemory | None = None,
 ) -> Planner:
     """Build what plans the run's steps on accelerators of one kind.
 
     efficiency: the share of the makers' peaks that is reached. seconds: of each layer and the loss, measured with the
-    run's largest micro-batch; None plans them.
+    run's largest micro-batch; None plans them. memory: measures operations; None plans without.
     """
     settings = run.pipeline
-    is_measured = settings.partition_by is PartitionBy.measured_seconds
-    if is_measured and settings.partitions is None and seconds is None:
+    partition_by = settings.partition_by.value.removeprefix("measured_")
+    is_measured = partition_by != settings.partition_by.value
+    if is_measured and settings.partitions is None and seconds is None and memory is None:
         raise ConfigError(
-            "pipeline.partition_by is measured_seconds, but a plan measures nothing: set pipeline.partition_by=seconds."
+            f"pipeline.partition_by is {settings.partition_by.value}, but a plan measures nothing: set "
+            f"pipeline.partition_by={partition_by}."
         )
     speed = Speed.of(accelerator, _precision(run), efficiency)
     measured = None if seconds is None else lambda _: seconds
     cut = Cutter(
-        "seconds" if is_measured else settings.partition_by.value,
+        partition_by,
         settings.objective.value,
         speed,
         measured,
@@ -186,7 +197,7 @@ def build_planner(
         settings.partitions,
     )
     return Planner(
-        _profiler(run),
+        _profiler(run, memory),
         cut,
         workload_of(run).num_examples,
         accelerator,
@@ -201,14 +212,15 @@ def _precision(run: RunConfig) -> str:
     return "float32" if run.trainer.autocast is Autocast.none else run.trainer.autocast.value
 
 
-def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
+def _profiler(run: RunConfig, memory: OperationMemory | None) -> Callable[[int], list[LayerProfile]]:
     """Return what describes the run's layers with a micro-batch of a given size."""
     workload = workload_of(run)
     layers, loss = workload.layers(), workload.loss()
     autocast = build_autocast(run.trainer.autocast, "cpu")
 
     def profile(size: int) -> list[LayerProfile]:
-        return profile_layers(layers, loss, (workload.inputs(size), workload.targets(size)), autocast=autocast)
+        example = workload.inputs(size), workload.targets(size)
+        return profile_layers(layers, loss, example, autocast=autocast, measured=memory)
 
     return profile
 

@@ -1,0 +1,111 @@
+"""Weights that replicas share out: each keeps a part of every parameter of its stage, of its gradient and its state.
+
+Torch's fully_shard does the work, with each layer by itself. A layer's parameters are put together for its forward, its
+recomputation and its backward, and let go of afterwards. Gradients add up in full until the last backward of a step,
+which averages them over the replicas and leaves each replica its part:
+
+    F0 F1 F2 . R2 B2 R1 B1 R0 B0      each F, R and B puts the weights together (a collective of the replicas)
+                              ^
+                              averages the gradients and shares them out
+
+So all replicas must do the same tasks in the same order, and each needs the same number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.shared.replicas import Replicas
+
+
+class _Use(torch.autograd.Function):
+    """The identity on a layer's outputs, whose last backward of a step gives each of its parameters a gradient.
+
+    A parameter that the layer did not use gets zeros. Torch averages the parameters with a gradient, in their order:
+    replicas that used others would average those with each other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sharding: Sharding, parameters: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sharding, ctx.num_parameters = sharding, len(parameters)
+        ctx.set_materialize_grads(False)
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return tuple(tensor.detach() for tensor in tensors[len(parameters) :])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        unused: list[Tensor | None] = [None] * ctx.num_parameters
+        if ctx.sharding.is_last_backward:
+            unused = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        return None, None, *unused, *gradients
+
+
+class Sharding:
+    """Shares out the weights of one stage over its replicas; takes the place of their averaging.
+
+    The layers' weights and buffers become those of replica 0.
+
+    Args:
+        layers: of the stage, by index; changed in place.
+        replicas: at least two.
+
+    Attributes:
+        is_last_backward: whether the next backward is a step's last.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas) -> None:
+        assert replicas.group is not None
+        self.replicas = replicas
+        self.is_last_backward = False
+        self._layers: list[FSDPModule] = []
+        source = dist.get_global_rank(replicas.group, 0)
+        for layer in layers.values():
+            with self.replicas.exchange():
+                for tensor in (*layer.parameters(), *layer.buffers()):
+                    dist.broadcast(tensor.detach(), source, group=replicas.group)
+            if (first := next(layer.parameters(), None)) is None:
+                continue
+            mesh = DeviceMesh.from_group(replicas.group, first.device.type)
+            self._layers.append(fully_shard(layer, mesh=mesh, reshard_after_forward=True))
+            layer.register_forward_hook(self._use, prepend=True)  # while its parameters are together
+
+    def start_step(self) -> None:
+        """Let gradients add up in full."""
+        self._set(is_last_backward=False)
+
+    def prepare_backward(self, _: list[Tensor]) -> list[Tensor]:
+        """Make the next backward, the last of the step, average the gradients; it needs to start from nothing else."""
+        self._set(is_last_backward=True)
+        return []
+
+    def average(self) -> None:
+        """Refuse what no engine asks for: schedules that split backwards are refused when a pipeline is made."""
+        raise AssertionError("sharded weights have no gradients that wait")
+
+    def _set(self, *, is_last_backward: bool) -> None:
+        self.is_last_backward = is_last_backward
+        for layer in self._layers:
+            layer.set_requires_gradient_sync(is_last_backward)
+
+    def _use(self, layer: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
+        payload = Payload.of(outputs)
+        parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        wanted = [tensor for tensor in payload.tensors if tensor.requires_grad]
+        if not torch.is_grad_enabled() or not parameters:
+            return outputs
+        if not wanted:
+            raise ValueError(
+                "no output of the layer needs a gradient, though it has weights to train; replicas that share weights "
+                "out (shard_replicas=True) must run its backward together, for each micro-batch: let an output depend "
+                "on a weight, freeze the weights, or set shard_replicas=False"
+            )
+        used = iter(_Use.apply(self, parameters, *parameters, *wanted))  # type: ignore[no-untyped-call]
+        return payload.replace([next(used) if tensor.requires_grad else tensor for tensor in payload.tensors]).value()

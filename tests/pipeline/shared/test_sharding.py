@@ -1,0 +1,241 @@
+"""Weights that replicas share out train as those that each of them has in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import gpipe
+from gpipe.checkpoint.saver import Saver
+from gpipe.pipeline.schedule import SPLIT_SCHEDULES
+from tests.support.process_pool import ProcessPool
+
+MODES = ("always", "except_last", "never")
+LAYOUTS = (
+    (1, (5,), "gpipe"),
+    (2, (2, 3), "gpipe"),
+    (2, (2, 3), "1f1b"),
+    (2, (1, 1, 1, 2), "interleaved_1f1b"),
+)
+
+
+class Gate(nn.Module):
+    """Adds its weight to the examples whose first feature exceeds 10; without such examples, does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, :1] > 10
+        return torch.where(chosen, x * self.weight * 0.1, x) if bool(chosen.any()) else x
+
+
+def make_layers(seed: int = 0, *, depends: bool = True) -> nn.Sequential:
+    """Return layers of odd sizes.
+
+    depends: whether what they do depends on micro-batches, by a batch norm and dropout.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        depending = (nn.BatchNorm1d(6), nn.Dropout(0.3)) if depends else ()
+        middle = nn.Sequential(nn.Linear(7, 6), *depending)
+        layers = nn.Sequential(nn.Linear(6, 6), Gate(), nn.Sequential(nn.Linear(6, 7), nn.Tanh()), middle)
+        with torch.no_grad():  # the gate sees the first feature as it is
+            layers[0].weight[0], layers[0].bias[0] = torch.eye(6)[0], 0.0
+        return gpipe.convert_batch_norm(layers.append(nn.Linear(6, 5)).double())
+
+
+@dataclass(frozen=True)
+class Case:
+    mode: str
+    sizes: tuple[int, int] = (8, 8)
+    gated: tuple[int, ...] = ()
+    num_steps: int = 2
+    max_norm: float | None = None
+    same_weights: bool = True
+    depends: bool = True
+
+
+@dataclass
+class Outcome:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    held: int = 0  # numbers in the parameters here
+    evaluated: float = 0.0
+
+
+def whole(tensor: Tensor) -> np.ndarray:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
+
+
+def train(
+    rank: int, num_devices: int, partitions: tuple[int, ...], schedule: str, cases: list[Case]
+) -> list[tuple[Outcome, Outcome]]:
+    mesh = init_device_mesh("cpu", (2, num_devices), mesh_dim_names=("replica", "stage"))
+
+    def run(case: Case, *, shards: bool) -> Outcome:
+        layers = make_layers(0 if case.same_weights else rank, depends=case.depends)
+        pipeline = gpipe.Pipeline(
+            layers, nn.functional.cross_entropy, partitions, 4,
+            rematerialize=case.mode, schedule=schedule, stages_per_device=len(partitions) // num_devices, mesh=mesh,
+            timeout_seconds=30, shard_replicas=shards,
+        )  # fmt: skip
+        optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.01)
+        found = Outcome(held=sum((p.to_local() if shards else p).numel() for p in pipeline.parameters()))
+        for step in range(case.num_steps):
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(sum(case.sizes), 6, generator=generator, dtype=torch.float64)
+            inputs[list(case.gated), 0] = 11.0
+            targets = torch.randint(5, (sum(case.sizes),), generator=generator)
+            inputs, targets = (part.split(case.sizes)[pipeline.job.replica_index] for part in (inputs, targets))
+            batch = (inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
+            found.losses.append(pipeline.train_step(batch).loss)
+            if case.max_norm is not None:
+                found.norms.append(pipeline.clip_gradients(case.max_norm))
+            named = ((name, p.grad) for name, p in pipeline.named_parameters())
+            found.gradients.append({name: whole(g) for name, g in named if g is not None})
+            optimizer.step()
+            optimizer.zero_grad()
+        found.evaluated = pipeline.evaluate(*batch)["loss"]
+        found.weights = {name: whole(value) for name, value in pipeline.layers.state_dict().items()}
+        pipeline.close()
+        return found
+
+    return [(run(case, shards=False), run(case, shards=True)) for case in cases]
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout[2]}-{layout[1]}")
+def layout(request: pytest.FixtureRequest) -> tuple[int, tuple[int, ...], str]:
+    layout: tuple[int, tuple[int, ...], str] = request.param
+    return layout
+
+
+def run_all(
+    processes: ProcessPool, layout: tuple[int, tuple[int, ...], str], cases: list[Case]
+) -> list[tuple[Case, Outcome, Outcome]]:
+    answers = processes.run(2 * layout[0], train, *layout, cases)
+    return [(case, *pair) for answer in answers for case, pair in zip(cases, answer, strict=True)]
+
+
+# Two numbers have one sum, and a half is exact: with two replicas no order of adding up is left.
+def test_two_replicas_that_share_out_have_the_bits_of_two_with_all_weights(
+    layout: tuple[int, tuple[int, ...], str], processes: ProcessPool
+) -> None:
+    cases = [Case(mode, gated=gated) for mode in MODES for gated in ((0, 8), (7, 15), (2, 9, 12))]
+    for case, full, shared in run_all(processes, layout, cases):
+        assert shared.losses == full.losses and shared.evaluated == full.evaluated, case
+        for ours, theirs in zip(shared.gradients, full.gradients, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(np.array_equal(ours[name], theirs[name]) for name in ours), case
+        assert shared.weights.keys() == full.weights.keys()
+        assert all(np.array_equal(shared.weights[name], full.weights[name]) for name in full.weights), case
+
+
+def test_each_replica_holds_its_part(layout: tuple[int, tuple[int, ...], str], processes: ProcessPool) -> None:
+    for _, full, shared in run_all(processes, layout, [Case("always", num_steps=1)]):
+        assert shared.held <= 0.6 * full.held
+
+
+def test_a_parameter_that_a_replica_does_not_use_gets_the_others_half(
+    layout: tuple[int, tuple[int, ...], str], processes: ProcessPool
+) -> None:
+    cases = [Case(mode, gated=gated) for mode in MODES for gated in ((7,), (8,), ())]
+    for case, full, shared in run_all(processes, layout, cases):
+        for ours, theirs in zip(shared.gradients, full.gradients, strict=True):
+            for name, gradient in ours.items():
+                assert np.array_equal(gradient, theirs.get(name, np.zeros_like(gradient))), (case, name)
+
+
+def test_replicas_with_fewer_examples_and_micro_batches_weigh_less(
+    layout: tuple[int, tuple[int, ...], str], processes: ProcessPool
+) -> None:
+    # A replica of 3 examples makes 3 micro-batches, and so does the other: sums of other parts.
+    cases = [Case(mode, sizes=sizes, depends=False) for mode in MODES for sizes in ((9, 6), (8, 3))]
+    for case, full, shared in run_all(processes, layout, cases):
+        assert shared.losses == pytest.approx(full.losses, rel=1e-12), case
+
+
+def test_the_norm_is_that_of_whole_gradients(layout: tuple[int, tuple[int, ...], str], processes: ProcessPool) -> None:
+    # The squares of a gradient's two parts are added up apart: 1e-12.
+    for _, full, shared in run_all(processes, layout, [Case("always", max_norm=0.05)]):
+        assert shared.norms == pytest.approx(full.norms, rel=1e-12)
+        for name, value in full.weights.items():
+            np.testing.assert_allclose(shared.weights[name], value, rtol=0, atol=1e-9)
+
+
+def test_all_begin_with_the_weights_of_replica_0(processes: ProcessPool) -> None:
+    for _, full, shared in run_all(processes, (1, (5,), "gpipe"), [Case("never", same_weights=False)]):
+        assert all(np.array_equal(shared.weights[name], full.weights[name]) for name in full.weights)
+
+
+def train_with_a_gate_first(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    layers = nn.Sequential(Gate(), nn.Linear(6, 5))
+    loss = nn.functional.cross_entropy
+    pipeline = gpipe.Pipeline(layers, loss, [2], 2, mesh=mesh, timeout_seconds=10, shard_replicas=True)
+    inputs = torch.full((4, 6), 11.0 * rank)
+    with pytest.raises(gpipe.PipelineError) as error:
+        pipeline.train_step((inputs, torch.zeros(4, dtype=torch.int64)))
+    pipeline.close()
+    return str(error.value)
+
+
+def test_a_layer_whose_backward_one_replica_would_leave_out_is_refused(processes: ProcessPool) -> None:
+    for said in processes.run(2, train_with_a_gate_first):
+        assert "layer 0 (FSDPGate), forward: ValueError: no output of the layer needs a gradient" in said
+        assert said.endswith("or set shard_replicas=False")
+
+
+def refuse(rank: int) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+
+    def make(layers: nn.Sequential, schedule: str = "gpipe") -> gpipe.Pipeline:
+        partitions, per_device = ([2, 3], 2) if schedule == "zb_v" else ([len(layers)], 1)
+        return gpipe.Pipeline(
+            layers, nn.functional.cross_entropy, partitions, 2, mesh=mesh, schedule=schedule,
+            stages_per_device=per_device, timeout_seconds=10, shard_replicas=True,
+        )  # fmt: skip
+
+    def said(run: Callable[..., Any], *args: Any) -> str:
+        with pytest.raises(ValueError) as error:  # noqa: PT011  (the test looks at the words)
+            run(*args)
+        return str(error.value)
+
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    with torch.device("meta"):
+        meta = nn.Sequential(nn.Linear(4, 4))
+    sharded = nn.Sequential(nn.Linear(4, 4))
+    torch.distributed.fsdp.fully_shard(sharded[0], mesh=mesh["replica"])
+    pipeline = make(nn.Sequential(nn.Linear(4, 4)))
+    return {name: said(make, make_layers(), name) for name in sorted(SPLIT_SCHEDULES)} | {
+        "tied": said(make, tied),
+        "meta": said(make, meta),
+        "sharded": said(make, sharded),
+        "compile": said(pipeline.compile),
+        "save": said(Saver, Path("nowhere"), pipeline),
+    }
+
+
+def test_what_cannot_be_shared_out_is_refused_by_name(processes: ProcessPool) -> None:
+    for said in processes.run(2, refuse):
+        for name in SPLIT_SCHEDULES:
+            assert said[name].startswith(f"schedule is {name} and shard_replicas is True")
+            assert "such as gpipe or 1f1b, or set shard_replicas=False" in said[name]
+        assert said["tied"].startswith("layers.0.weight is shared by several layers")
+        assert said["meta"] == "layer 0 is on the meta device and shard_replicas is True; build the layers on the CPU"
+        assert said["sharded"].startswith("layer 0 has parameters that fully_shard shares out")
+        assert "do not compile" in said["compile"]
+        assert "save the parts with torch.distributed.checkpoint" in said["save"]
