@@ -35,11 +35,12 @@ class LayerTiming(NamedTuple):
     backward: float
     update: float
     weights: float = 0.0  # the part of the backward that can wait where it is split
+    splitting: float = 0.0  # by how much the two parts exceed a whole backward
 
     @property
     def seconds(self) -> LayerSeconds:
         """What a simulation takes."""
-        return LayerSeconds(self.forward, self.recompute, self.backward, self.weights)
+        return LayerSeconds(self.forward, self.recompute, self.backward, self.weights, self.splitting)
 
 
 def measure_layers(
@@ -85,7 +86,7 @@ class LayerTimer:
             do not lengthen.
         repeats: runs that count, after one that does not.
         make_optimizer: (names and parameters of a layer) -> whose update is timed; None times none.
-        splits: time the two parts of a split backward.
+        splits: time the two parts of a split backward too.
     """
 
     def __init__(
@@ -160,20 +161,26 @@ class LayerTimer:
         entered = Payload([tensor.clone() for tensor in inputs.tensors], inputs.structure, inputs.differentiable)
         with torch.no_grad():
             forward, outputs = self._clocked(lambda: Payload.of(run(entered.value())))
-        leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs.tensors]
-        entered.tensors = [leaf.clone() for leaf in leaves]
-        recompute, graph = self._clocked(lambda: Payload.of(run(entered.value())))
-        roots = [tensor for tensor in graph.tensors if tensor.requires_grad]
+        recompute, roots = self._build_graph(run, inputs)
         gradients = [torch.ones_like(root) for root in roots]
-        weights = 0.0
+        backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients))
+        weights = splitting = 0.0
         if self._splits:
+            _, roots = self._build_graph(run, inputs)
             edges = [get_gradient_edge(root) for root in roots]
-            backward, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
+            del roots  # a boundary output is gone when it has been sent
+            early, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
             weights, _ = self._clocked(waiting.compute)
-        else:
-            backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients))
+            splitting = early + weights - backward
         update = 0.0 if optimizer is None else self._clocked(optimizer.step)[0]
-        return LayerTiming(forward, recompute, backward + weights, update, weights), outputs
+        return LayerTiming(forward, recompute, backward, update, weights, splitting), outputs
+
+    def _build_graph(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, list[Tensor]]:
+        """Run the forward function with a graph; return its seconds, and the outputs that need a gradient."""
+        leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs.tensors]
+        entered = inputs.replace([leaf.clone() for leaf in leaves])
+        seconds, graph = self._clocked(lambda: Payload.of(run(entered.value())))
+        return seconds, [tensor for tensor in graph.tensors if tensor.requires_grad]
 
     def _clocked(self, run: Callable[[], _Result]) -> tuple[float, _Result]:
         start = self._now()
