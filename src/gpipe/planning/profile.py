@@ -175,8 +175,9 @@ def profile_layers(
     example: tuple[Any, Any],
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    training: bool = True,
 ) -> list[LayerProfile]:
-    """Describe each layer in training mode, and after them the loss; nothing is computed or allocated.
+    """Describe each layer, and after them the loss; nothing is computed or allocated.
 
     The layers, the example and torch's global generators stay as they are.
 
@@ -185,16 +186,18 @@ def profile_layers(
         loss: as for `Pipeline`.
         example: (inputs, targets) of a micro-batch; only shapes and types are looked at.
         autocast: makes the context in which the layers run, for the "cpu" type of device.
+        training: whether the layers are in training mode; else in evaluation mode and without graphs, so that what a
+            profile says of graphs and backward means nothing.
 
     Raises:
         ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
     """
     shortened = Shortened.of(layers)
-    found = _profile(shortened.layers, loss, example, autocast)
+    found = _profile(shortened.layers, loss, example, autocast, training=training)
     if shortened.is_valid([profile.input_bytes for profile in found]):
         found = shortened.expand(found)
     else:
-        found = _profile(list(layers), loss, example, autocast)
+        found = _profile(list(layers), loss, example, autocast, training=training)
     counts = _count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
@@ -351,9 +354,11 @@ def _profile(
     loss: Callable[[Any, Any], Any],
     example: tuple[Any, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
+    *,
+    training: bool,
 ) -> list[LayerProfile]:
     with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
-        fakes = nn.ModuleList(_fake_copy(layer) for layer in layers)
+        fakes = nn.ModuleList(_fake_copy(layer) for layer in layers).train(training)
         chain_ = _Chain(fakes, loss, Ledger(chain(fakes.parameters(), fakes.buffers())))
         for parameter in fakes.parameters():
             if parameter.requires_grad:
@@ -361,12 +366,16 @@ def _profile(
         inputs, targets = (_fake_payload(part) for part in example)
         with chain_.ledger, microbatch_phase(converted_batch_norms(fakes), recompute=True):
             chain_.ledger.hold(targets.tensors)
-            with autocast(), torch.enable_grad():
-                chain_.forward_quietly(inputs.value(), targets.value())
+            if training:
+                with autocast(), torch.enable_grad():
+                    chain_.forward_quietly(inputs.value(), targets.value())
             start = chain_.ledger.live_bytes
-            with autocast(), torch.enable_grad():
+            with autocast(), torch.set_grad_enabled(training):
                 value = chain_.forward(inputs.value(), targets.value(), "forward")
-            chain_.backward(value)
+            if training:
+                chain_.backward(value)
+            else:
+                chain_.peaks["quiet"] = chain_.peaks["forward"]
     return [_layer_profile(chain_, index, start) for index in range(len(layers) + 1)]
 
 
@@ -402,7 +411,7 @@ def _fake_copy(layer: nn.Module) -> nn.Module:
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(layer, memo).train()
+    return copy.deepcopy(layer, memo)
 
 
 def _fake_payload(value: Any) -> Payload:

@@ -130,6 +130,7 @@ class Plan:
         tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
         auxiliary_parameters: how many of the model's only training uses.
         batch_size: N, examples of a mini-batch, of all replicas; 0 where nobody said.
+        evaluation_bytes: the memory of each device in an evaluation; empty where there is none.
     """
 
     setting: Setting
@@ -142,6 +143,7 @@ class Plan:
     tied_parameters: int = 0
     auxiliary_parameters: int = 0
     batch_size: int = 0
+    evaluation_bytes: tuple[int, ...] = ()
 
     @property
     def partitions(self) -> list[int]:
@@ -193,8 +195,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The memory of the fullest device."""
-        return max(memory.peak_bytes for memory in self.memory)
+        """The memory of the fullest device, in training or in an evaluation."""
+        return max(*(memory.peak_bytes for memory in self.memory), *self.evaluation_bytes, 0)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per stage, as JSON."""

@@ -35,6 +35,7 @@ from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialize, place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
 from gpipe.planning.cut import Cutter
+from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
@@ -172,6 +173,7 @@ def build_planner(
         count_auxiliary_parameters(build_layers(run)),
         run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
         measured,
+        _evaluation_planner(run),
     )
 
 
@@ -189,6 +191,20 @@ def _profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
         return profile_layers(layers, loss, (workload.inputs(size), workload.targets(size)), autocast=autocast)
 
     return profile
+
+
+def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
+    settings, workload = run.trainer.evaluation, workload_of(run)
+    if settings.every_epochs is None and settings.every_steps is None:
+        return None
+    layers, measure = workload.layers(), workload.make_metrics().measure
+    autocast = build_autocast(settings.autocast, "cpu")
+
+    def profile(size: int) -> list[LayerProfile]:
+        example = workload.inputs(size), workload.targets(size)
+        return profile_layers(layers, measure, example, autocast=autocast, training=False)
+
+    return EvaluationPlanner(profile, workload.num_evaluated_examples)
 
 
 def _state_ratio(run: RunConfig) -> float:

@@ -44,6 +44,11 @@ class Workload(ABC):
         """How many examples a mini-batch has, of all replicas; the fewest where that depends on the data."""
         return self.run.trainer.batch_size
 
+    @property
+    def num_evaluated_examples(self) -> int:
+        """How many examples a mini-batch of an evaluation has, of one replica; the fewest where that depends."""
+        return self.run.trainer.evaluation.batch_size
+
     def check(self) -> None:  # noqa: B027 - our own models are checked with the settings
         """Refuse a model that another library does not make, or that does not take the data."""
 
