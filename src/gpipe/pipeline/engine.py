@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from gpipe.pipeline.schedule import (
     choose_schedule,
     plan_tasks,
 )
-from gpipe.pipeline.shared.replicas import Averaging
+from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage, uncached_autocast
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
@@ -256,7 +256,7 @@ class Pipeline:
                 return None
 
             self._run(tasks, parts, train, clock)
-            self.job.wait_for_devices()
+            self._await_gradients()
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
             if scaler is not None:
@@ -541,6 +541,16 @@ class Pipeline:
         job.device_work.add(stage.device, f"stage {k}, micro-batch {micro_batch}, {doing}", k, micro_batch)
         if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
             job.transfer.send(task, result)
+
+    def _await_gradients(self) -> None:
+        """Wait for the averages over the replicas, and for the devices."""
+        averagings = [stage.averaging for stage in self.stages.values() if stage.averaging is not None]
+        with self.job.activity.doing("averaging gradients over the replicas") if averagings else nullcontext():
+            for averaging in averagings:
+                averaging.wait()
+        self.job.wait_for_devices()
+        for averaging in averagings:
+            averaging.finish_step()
 
     def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
         with self.job.replicas.exchange():

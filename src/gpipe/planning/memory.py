@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe.pipeline.schedule import Kind, Task
+from gpipe.pipeline.shared.averaging import BUCKET_BYTES
 from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.profile import LayerProfile
 
@@ -38,6 +39,7 @@ class StageMemory:
         deferred_bytes: what a split backward holds until it makes the gradients of weights.
         split_peak_bytes: of a backward that leaves them for later.
         weights_peak_bytes: of making them, above what was held.
+        bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
     """
 
     parameter_bytes: int
@@ -52,6 +54,7 @@ class StageMemory:
     deferred_bytes: int
     split_peak_bytes: int
     weights_peak_bytes: int
+    bucket_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         deferred_bytes=deferred,
         split_peak_bytes=given + split,
         weights_peak_bytes=_weights_peak(own),
+        bucket_bytes=min(gradients, max(BUCKET_BYTES, *(profile.largest_gradient_bytes for profile in own))),
     )
 
 
@@ -141,6 +145,7 @@ def device_memory(
     state_ratio: float,
     *,
     synchronizes: bool = False,
+    averages: bool = False,
 ) -> DeviceMemory:
     """Walk through the tasks of one device and return what it needs at most.
 
@@ -150,7 +155,9 @@ def device_memory(
         num_microbatches: M, of which the first stage holds all inputs throughout.
         state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
         synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
+        averages: whether the last gradients of a stage are averaged over replicas.
     """
+    last = {task.stage: task for task in tasks if task.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS)}
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
     # Between two tasks; parameters are not counted. The first stage holds the inputs of the whole mini-batch.
     stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
@@ -173,6 +180,8 @@ def device_memory(
         else:
             stash += received if task.kind is Kind.FORWARD else 0
             peak = with_gradients = stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes
+        if averages and last[task.stage] == task:
+            peak, with_gradients = peak + stage.bucket_bytes, with_gradients + stage.bucket_bytes
         most_stash = max(most_stash, stash)
         most_activations = max(most_activations, stash + graphs + peak)
         most = max(most, stash + graphs + with_gradients + gradients)

@@ -81,6 +81,7 @@ class LayerProfile:
             parameter's gradient is gone as soon as it could be added to the one of an earlier micro-batch.
         first_backward_peak_bytes: likewise in the first backward pass of a step, whose gradients stay.
         tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
+        largest_gradient_bytes: the size of the largest parameter that gets a gradient.
     """
 
     parameters: int
@@ -101,6 +102,7 @@ class LayerProfile:
     backward_peak_bytes: int
     first_backward_peak_bytes: int
     tied_parameters: int = 0
+    largest_gradient_bytes: int = 0
 
     @cached_property
     def forward_flops(self) -> int:
@@ -402,6 +404,7 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         quiet_peak_bytes=chain_.peaks["quiet"][index],
         backward_peak_bytes=chain_.peaks["backward"][index],
         first_backward_peak_bytes=chain_.peaks["first_backward"][index],
+        largest_gradient_bytes=max((each.nbytes for each in parameters if each.requires_grad), default=0),
     )
 
 
