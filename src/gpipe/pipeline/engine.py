@@ -23,6 +23,7 @@ from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
     refuse_history,
     refuse_own_behaviour,
@@ -85,6 +86,8 @@ class Pipeline:
             the smallest one makes, and must use the same batch norms in the same order. Batch norms without moving
             averages are synchronised too; evaluation exchanges nothing. With one replica it changes nothing.
         output_dimension: along which the model's outputs have the examples, where they are put together.
+        check_recomputation: compare what each layer gives when it is recomputed with what it gave in the forward; the
+            first that gives something else is an error. For debugging: a GPU is waited for after each layer.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
@@ -113,6 +116,7 @@ class Pipeline:
         timeout_seconds: float = 300.0,
         synchronize_batch_norm: bool = False,
         output_dimension: int = 0,
+        check_recomputation: bool = False,
     ) -> None:
         if not isinstance(layers, nn.Sequential):
             raise TypeError(
@@ -161,6 +165,9 @@ class Pipeline:
         self.stages: Mapping[int, Stage] = {
             k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed) for k, device in self.job.devices.items()
         }
+        if check_recomputation:
+            for stage in self.stages.values():
+                stage.recomputation_check = RecomputationCheck()
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         self._synchronizes = False
         if self.job.num_replicas > 1:

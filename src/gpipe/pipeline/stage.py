@@ -41,6 +41,7 @@ from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_ge
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
+    from gpipe.pipeline.recomputation_check import RecomputationCheck
     from gpipe.pipeline.shared.averaging import Averaging
     from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch
 
@@ -93,6 +94,7 @@ class Stage:
     Attributes:
         averaging: averages the gradients over the replicas; None where there is one.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
+        recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
         loss: set in the last stage for the time of a training step.
         step: the number of the step, which seeds the masks.
@@ -103,6 +105,7 @@ class Stage:
         self.averaging: Averaging | None = None
         self.exchange: StatisticsExchange | None = None
         self.compilation: Compilation | None = None
+        self.recomputation_check: RecomputationCheck | None = None
         self.loss: Loss | None = None
         self.step = 0
         self.seed = seed
@@ -143,6 +146,8 @@ class Stage:
         self._waiting.clear()
         if self.averaging is not None:
             self.averaging.reset()
+        if self.recomputation_check is not None:
+            self.recomputation_check.reset()
         self.undo_step()
 
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
@@ -314,6 +319,8 @@ class Stage:
             payload = Payload.of(value)
             if is_guarded:
                 _refuse_changed_inputs(inputs, versions, is_stored=is_stored)
+            if (check := self.recomputation_check) is not None and look is None and (is_stored or announce):
+                (check.note if is_stored else check.compare)(micro_batch, index, payload.tensors)
             if look is not None:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
             if announce and (index < self._last or self.loss is not None):

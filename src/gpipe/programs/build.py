@@ -241,6 +241,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, partitions: Sequence[i
         loss_weight=workload.loss_weight,
         timeout_seconds=run.pipeline.timeout_seconds,
         synchronize_batch_norm=run.pipeline.synchronize_batch_norm,
+        check_recomputation=bool(run.pipeline.check_recomputation),
     )
     if run.trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
