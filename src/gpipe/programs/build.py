@@ -201,7 +201,7 @@ def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
     autocast = build_autocast(settings.autocast, "cpu")
 
     def profile(size: int) -> list[LayerProfile]:
-        example = workload.inputs(size), workload.targets(size)
+        example = workload.inputs(size), workload.evaluated_targets(size)
         return profile_layers(layers, measure, example, autocast=autocast, training=False)
 
     return EvaluationPlanner(profile, workload.num_evaluated_examples)

@@ -64,6 +64,10 @@ class Workload(ABC):
     def targets(self, num_examples: int) -> Any:
         """Describe the targets of so many examples on the meta device."""
 
+    def evaluated_targets(self, num_examples: int) -> Any:
+        """Describe the targets of so many examples of an evaluation on the meta device."""
+        return self.targets(num_examples)
+
     @abstractmethod
     def loss(self) -> LossFunction:
         """Return the loss of a micro-batch."""
