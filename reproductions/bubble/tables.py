@@ -1,6 +1,7 @@
 """The paper's claim about the bubble, beside our measured, simulated and planned numbers at M = 4K."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from gpipe.records import Record
@@ -12,6 +13,8 @@ from reproductions.table2_throughput.tables import GRID
 _CELL = {"num_stages": 8, "num_microbatches": 32}
 CHECKPOINT_COST = "checkpoint_cost"
 ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
+REPLICA_WAIT = "replica_wait"
+_REPLICA_WAIT_PROGRAM = f"python -m experiments.{REPLICA_WAIT}"
 _SPLIT_COST_PROGRAM = f"python -m experiments.{SPLIT_COST}"
 _ZERO_BUBBLE_PROGRAM = f"python -m experiments.{ZERO_BUBBLE}"
 OURS, DCP_SYNCHRONOUS, DCP_ASYNCHRONOUS = "ours", "torch.distributed.checkpoint, save", "the same, async_save"
@@ -265,6 +268,25 @@ def split_cost_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, SPLIT_COST), _SPLIT_COST_PROGRAM)
 
 
+def replica_wait(records: Sequence[Record]) -> str:
+    """Return how long a stage waits for gradients, with and without replicas."""
+    record = newest(records, REPLICA_WAIT)
+    if record is None:
+        return not_run(_REPLICA_WAIT_PROGRAM)
+    waits = record.results["wait_seconds"]
+    (alone, *_) = waits.values()
+    rows = []
+    for case, seconds in waits.items():
+        ratios = [one / other for one, other in zip(seconds, alone, strict=True)]
+        rows.append([case, f"{median(seconds) * 1e3:.1f}", f"{median(ratios):.2f}"])
+    return markdown(["pipelines", "wait for gradients, ms per step", "of that of one replica, median of pairs"], rows)
+
+
+def replica_wait_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, REPLICA_WAIT), _REPLICA_WAIT_PROGRAM)
+
+
 def schedule_memory(records: Sequence[Record]) -> str:
     """Return each schedule's planned bubble, time and memory, one row per schedule and mode of re-materialisation."""
     record = newest(records, "schedule_memory")
@@ -341,6 +363,8 @@ TABLES = (
     zero_bubble_run,
     split_cost,
     split_cost_run,
+    replica_wait,
+    replica_wait_run,
     schedule_memory,
     schedule_memory_run,
     checkpoint_cost,

@@ -37,6 +37,8 @@ LAPTOP = "table2_throughput_laptop"
 TIMELINE = "step_timeline"
 _TIMELINE_PROGRAM = f"python -m experiments.{TIMELINE}"
 NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F is an estimate
+LOSS_BYTES, LOSS_SECONDS = "loss_bytes", "loss_seconds"
+_LOSS_PROGRAM = "python -m experiments.loss_cost"
 _UTILIZATION_PROGRAM = "python -m experiments.transformer_utilization, which needs a GPU"
 _LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
 
@@ -242,6 +244,39 @@ def transformer_utilization_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, "transformer_utilization"), _UTILIZATION_PROGRAM)
 
 
+def loss_bytes(records: Sequence[Record]) -> str:
+    """Return what a loss over a large vocabulary moves and allocates, in one pass and by single operations."""
+    record = newest(records, LOSS_BYTES)
+    if record is None:
+        return not_run(_LOSS_PROGRAM)
+    rows = []
+    for row in record.results["rows"]:
+        passes = row["forward"], row["backward"]
+        moved, operations = (sum(each[name] for each in passes) for name in ("bytes_moved", "operations"))
+        peaks = (f"{each['peak_bytes'] / 1e9:.2f}" for each in passes)
+        sizes = f"{row['logits_bytes'] / 1e9:.2f}", f"{moved / 1e9:.1f}"
+        rows.append([row["what"], row["dtype"], row["way"], *sizes, *peaks, str(operations)])
+    header = ["micro-batch of", "logits in", "computed", "logits, GB", "planned GB moved"]
+    return markdown([*header, "planned GB in forward", "planned GB in backward", "operations"], rows)
+
+
+def loss_seconds(records: Sequence[Record]) -> str:
+    """Return what the same takes on one core."""
+    record = newest(records, LOSS_SECONDS)
+    if record is None:
+        return not_run(_LOSS_PROGRAM)
+    rows = [
+        [row["what"], row["dtype"], f"{1e3 * row['one_by_one_seconds']:.0f}", f"{row['one_pass_of_it']:.2f}"]
+        for row in record.results["rows"]
+    ]
+    return markdown(["micro-batch of", "logits in", "one by one, ms", "one pass / one by one"], rows)
+
+
+def loss_seconds_run(records: Sequence[Record]) -> str:
+    """Return the provenance of the seconds."""
+    return provenance(newest(records, LOSS_SECONDS), _LOSS_PROGRAM)
+
+
 TABLES = (
     table2,
     table2_other_settings,
@@ -259,5 +294,8 @@ TABLES = (
     step_timeline_run,
     transformer_utilization,
     transformer_utilization_run,
+    loss_bytes,
+    loss_seconds,
+    loss_seconds_run,
     *peers.TABLES,
 )

@@ -59,6 +59,18 @@ def test_work_is_the_flops_of_products_and_the_bytes_of_everything() -> None:
     assert ledger.take_work() == ()
 
 
+def test_memory_that_is_only_allocated_or_not_looked_up_is_not_moved() -> None:
+    table, index = torch.zeros(1000, 50), torch.zeros(1000, 1, dtype=torch.int64)
+    with Ledger() as ledger:
+        torch.empty_like(table)
+        assert ledger.take_work() == ()
+        table.gather(1, index)
+        table.scatter_add_(1, index, torch.zeros(1000, 1))
+        torch.add(table, 1, out=table[:])
+    looked_up, _, added, written = (work.bytes_moved for work in ledger.take_work())
+    assert (looked_up, added, written) == (1000 * (8 + 2 * 4), 1000 * (8 + 3 * 4), 2 * table.nbytes)
+
+
 def test_attention_and_its_backward_count_their_products() -> None:
     query = torch.zeros(1, 2, 16, 8, requires_grad=True)
     with Ledger() as ledger:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Rematerialize
+from gpipe.pipeline.shared.averaging import BUCKET_BYTES
 from gpipe.planning.accelerator import Speed
 from gpipe.planning.step import Setting, plan_memory, plan_step
 from tests.planning.small_profiles import LOSS, layer
@@ -45,6 +46,32 @@ def test_replicas_average_their_gradients() -> None:
     found = plan_step(profiles, slow.seconds(profiles), [1], setting, slow)
     assert found.averaging_seconds == pytest.approx(2 * 3 / 4 * 4)
     assert setting.num_devices == 4
+
+
+def test_averages_travel_while_the_stages_before_work() -> None:
+    profiles = [layer(), layer(4_000), LOSS]
+    slow = replace(UNIT, link_bytes_per_second=1_000.0)
+    # Stage 1 ends when stage 0 has one backward left, which takes 2 s; its averages take 4 s.
+    found = plan_step(profiles, UNIT.seconds(profiles), [1, 1], Setting(2, 2, num_replicas=2), slow)
+    transfer = found.stages[0].transfer_seconds
+    assert found.averaging_seconds == pytest.approx(4 - 2 - transfer)
+    fast = replace(slow, link_bytes_per_second=4_000.0)
+    found = plan_step(profiles, UNIT.seconds(profiles), [1, 1], Setting(2, 2, num_replicas=2), fast)
+    assert found.averaging_seconds == 0
+
+
+def test_replicas_need_the_memory_of_a_bucket() -> None:
+    size = 10 * BUCKET_BYTES
+    profiles = [replace(layer(size), largest_gradient_bytes=largest) for largest in (size // 100, size // 2, 0)]
+    for partitions, buckets in (([1, 2], (BUCKET_BYTES, size // 2)), ([2, 1], (size // 2, BUCKET_BYTES))):
+        alone, together = (
+            plan_memory([*profiles, LOSS], partitions, Setting(2, 2, num_replicas=num_replicas))
+            for num_replicas in (1, 2)
+        )
+        added = tuple(two.activation_bytes - one.activation_bytes for one, two in zip(alone, together, strict=True))
+        assert added == pytest.approx(
+            buckets, abs=100
+        )  # without buckets, a recomputation may take more than a backward
 
 
 def test_a_recomputation_needs_the_statistics_of_all_replicas_until_then() -> None:

@@ -49,8 +49,10 @@ def test_the_parts_of_a_split_backward_are_timed_where_they_are_asked_for(splits
     example = torch.randn(128, 64), torch.randn(128, 64)
     first, norm, last, loss = LayerTimer(CPU, 1, splits=splits).time(layers, F.mse_loss, example)
     for timing in (first, last):
-        assert (timing.weights > 0) == splits and timing.weights < timing.backward
-        assert timing.seconds.of(Kind.INPUT_GRADIENTS) == timing.backward - timing.weights
+        assert (timing.weights > 0) == (timing.splitting != 0) == splits
+        assert timing.weights < timing.backward + timing.splitting or not splits
+        parts = timing.seconds.of(Kind.INPUT_GRADIENTS) + timing.seconds.of(Kind.WEIGHT_GRADIENTS)
+        assert parts == pytest.approx(timing.seconds.of(Kind.BACKWARD) + timing.splitting)
     assert norm.weights < max(norm.backward, 1e-9) and loss.backward > 0
 
 
@@ -67,7 +69,7 @@ def test_the_models_are_timed_and_stay_without_memory(family: str) -> None:
     found = LayerTimer(CPU, 1, sgd).time(layers, loss_and_metrics, example)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(found) == len(layers) + 1 and all(parameter.is_meta for parameter in layers.parameters())
-    assert all(value > 0 for timing in found[:-1] for value in timing[:-1])
+    assert all(value > 0 for timing in found[:-1] for value in timing[:-2])
     assert found[-1].update == 0, "the loss has no parameters"
 
 

@@ -20,10 +20,17 @@ STAGES_PER_DEVICE = {"interleaved_1f1b": 3, "zb_v": 2}
     st.integers(1, 9),
     st.data(),
     st.booleans(),
+    st.booleans(),
     st.floats(0, 3),
 )
 def test_a_walk_says_what_going_through_the_tasks_says(
-    schedule: str, num_devices: int, num_microbatches: int, data: st.DataObject, synchronizes: bool, ratio: float
+    schedule: str,
+    num_devices: int,
+    num_microbatches: int,
+    data: st.DataObject,
+    synchronizes: bool,
+    averages: bool,
+    ratio: float,
 ) -> None:
     per_device = STAGES_PER_DEVICE.get(schedule, 1)
     num_stages = num_devices * per_device
@@ -32,8 +39,9 @@ def test_a_walk_says_what_going_through_the_tasks_says(
     stages = {stage: StageMemory(*data.draw(sizes)) for stage in range(num_stages)}
     for tasks in SCHEDULES[schedule](num_stages, num_microbatches, mode, per_device):
         own = {stage: stages[stage] for stage in {task.stage for task in tasks}}
-        walk = Walk.of(tasks, num_microbatches, synchronizes=synchronizes)
-        assert walk.measure(own, ratio) == device_memory(tasks, own, num_microbatches, ratio, synchronizes=synchronizes)
+        flags = {"synchronizes": synchronizes, "averages": averages}
+        walk = Walk.of(tasks, num_microbatches, **flags)
+        assert walk.measure(own, ratio) == device_memory(tasks, own, num_microbatches, ratio, **flags)
 
 
 def device_memory(
@@ -43,8 +51,10 @@ def device_memory(
     state_ratio: float,
     *,
     synchronizes: bool = False,
+    averages: bool = False,
 ) -> DeviceMemory:
     """Walk through the tasks of one device, one after the other, adding up what it holds."""
+    last = {task.stage: task for task in tasks if task.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS)}
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
     # Between two tasks; parameters are not counted. The first stage holds the inputs of the whole mini-batch.
     stash = stages[0].input_bytes * num_microbatches if 0 in stages else 0
@@ -67,6 +77,8 @@ def device_memory(
         else:
             stash += received if task.kind is Kind.FORWARD else 0
             peak = with_gradients = stage.forward_peak_bytes if keeps_graph else stage.quiet_peak_bytes
+        if averages and last[task.stage] == task:
+            peak, with_gradients = peak + stage.bucket_bytes, with_gradients + stage.bucket_bytes
         most_stash = max(most_stash, stash)
         most_activations = max(most_activations, stash + graphs + peak)
         most = max(most, stash + graphs + with_gradients + gradients)

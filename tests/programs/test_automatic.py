@@ -66,12 +66,11 @@ def test_a_number_of_processes_on_the_command_line_is_the_number_of_devices() ->
 
 
 def test_less_memory_is_recomputed_for_and_the_run_cuts_alike() -> None:
-    roomy = choose("launch.num_replicas=1", "pipeline.num_microbatches=8", "pipeline.schedule=gpipe", count=2)
-    assert roomy.pipeline.rematerialize.value == "never"
+    words = ("launch.num_replicas=1", "pipeline.num_microbatches=8", "pipeline.schedule=gpipe")
+    words += ("trainer.evaluation.batch_size=8",)
+    assert choose(*words, count=2).pipeline.rematerialize.value == "never"
     room = 700_000
-    tight = choose(
-        "launch.num_replicas=1", "pipeline.num_microbatches=8", "pipeline.schedule=gpipe", count=2, room_bytes=room
-    )
+    tight = choose(*words, count=2, room_bytes=room)
     assert tight.pipeline.rematerialize.value in ("fit", "always", "except_last")
     assert tight.pipeline.memory_limit_bytes == room
     layout = share_layout(tight, build_layers(tight), Place(None, "cpu"))

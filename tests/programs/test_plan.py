@@ -17,7 +17,7 @@ from gpipe.programs.plan import start
 from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16")
+SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "trainer.evaluation.batch_size=16")
 Plan = Callable[..., str]
 
 
@@ -54,6 +54,18 @@ def test_a_plan_has_a_row_per_stage_and_leaves_nothing_behind(tmp_path: Path) ->
 def test_what_does_not_fit_is_named_with_what_would(plan: Plan) -> None:
     last = plan(*SMALL, "device=tpu_v2", "memory_gib=0.0011").strip().splitlines()[-1]
     assert re.fullmatch(r"does not fit: stage \d needs 0\.00\d+ GiB of 0\.0011 GiB; .*[KM] = \d+ fits", last)
+
+
+def test_an_evaluation_has_to_fit_too(plan: Plan) -> None:
+    settings = (*SMALL, "memory_gib=0.02", "trainer.evaluation.batch_size=2048")
+    *_, totals, _, _, last = plan(*settings).strip().splitlines()
+    assert re.search(r"of activations\. An evaluation needs 0\.\d+ GiB\.$", totals)
+    assert re.fullmatch(
+        r"does not fit: stage 0 needs 0\.\d+ GiB of 0\.02 GiB in an evaluation; .*, or a lower trainer\.evaluation\."
+        r"batch_size",
+        last,
+    )
+    assert "in an evaluation" not in plan(*settings, "trainer.evaluation.every_epochs=null").splitlines()[-1]
 
 
 def test_the_largest_is_found(plan: Plan) -> None:

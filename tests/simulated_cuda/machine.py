@@ -98,7 +98,6 @@ def _serve(pipe: Connection, simulated: bool, port: int) -> None:
         from tests.simulated_cuda import runtime
 
         runtime.install()
-    import torch._dynamo  # which DDP loads
 
     import gpipe  # noqa: F401
     import tests.support.random_layers  # noqa: F401 - timm

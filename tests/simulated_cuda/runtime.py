@@ -35,6 +35,7 @@ def install() -> None:
         "max_memory_allocated": lambda device=None: allocator.peak_bytes[streams.as_device(device).index],
         "reset_peak_memory_stats": lambda device=None: allocator.reset_peak(streams.as_device(device).index),
         "get_device_name": lambda device=None: "a simulated GPU",
+        "get_device_capability": lambda device=None: (9, 0),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda including_emulation=True: True,
     }

@@ -45,6 +45,9 @@ SCENARIOS = (
 
 # What can be taken out without effect, and why.
 EQUIVALENT = {
+    "pipeline.shared.averaging, _Bucket.__init__: on the CPU: torch.empty_like(parameter, device='meta')": (
+        "nothing but its strides is looked at"
+    ),
     "pipeline.timeline, Clock.events: without after.synchronize()": (
         "the step has waited for its devices when it asks for the times"
     ),

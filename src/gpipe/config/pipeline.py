@@ -84,6 +84,8 @@ class PipelineConfig:
         partitions: the number of layers of each stage; null cuts by the four settings above.
         timeout_seconds: how long a stage waits for a silent neighbour.
         synchronize_batch_norm: whether batch norm normalises a micro-batch over all replicas.
+        check_recomputation: end with an error that names the layer where a recomputation gives other outputs than the
+            forward.
     """
 
     num_stages: int = MISSING
@@ -97,6 +99,7 @@ class PipelineConfig:
     partitions: list[int] | None = MISSING
     timeout_seconds: float = MISSING
     synchronize_batch_norm: bool = MISSING
+    check_recomputation: bool | None = MISSING
 
     def __post_init__(self) -> None:
         """Check each value; the planner checks that K fits the layers."""

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout
-from torch.nn.parallel import DistributedDataParallel
 
 
 def open_store() -> Store:
@@ -28,11 +26,6 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     A group is made with a short time-out, so that a process that never comes is noticed, and used with a long one.
     """
     _set_pg_timeout(timeout, group)
-
-
-def reduce_in_backward(parallel: DistributedDataParallel, outputs: list[Tensor]) -> None:
-    """Make the next backward, from `outputs`, average gradients; publicly, DDP does so only in a forward of its own."""
-    parallel.reducer.prepare_for_backward(outputs)
 
 
 # Torch's own limit is 8. A forward, a recomputation and an evaluation are variants of each other, and so are the sizes

@@ -23,6 +23,7 @@ from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
+from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
     refuse_history,
     refuse_own_behaviour,
@@ -40,7 +41,7 @@ from gpipe.pipeline.schedule import (
     choose_schedule,
     plan_tasks,
 )
-from gpipe.pipeline.shared.replicas import Averaging
+from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage, uncached_autocast
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
@@ -96,6 +97,8 @@ class Pipeline:
             with torch's fully_shard: `parameters()` are this process's parts. Parameters that a replica does not use
             have a gradient of zeros. Not for schedules that split backwards, tied parameters, or layers on the meta
             device. With one replica it changes nothing.
+        check_recomputation: compare what each layer gives when it is recomputed with what it gave in the forward; the
+            first that gives something else is an error. For debugging: a GPU is waited for after each layer.
 
     Attributes:
         layers: this process's layers, under their index in the whole model.
@@ -126,6 +129,7 @@ class Pipeline:
         synchronize_batch_norm: bool = False,
         output_dimension: int = 0,
         shard_replicas: bool = False,
+        check_recomputation: bool = False,
     ) -> None:
         if not isinstance(layers, nn.Sequential):
             raise TypeError(
@@ -181,6 +185,9 @@ class Pipeline:
         self.stages: Mapping[int, Stage] = {
             k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed) for k, device in self.job.devices.items()
         }
+        if check_recomputation:
+            for stage in self.stages.values():
+                stage.recomputation_check = RecomputationCheck()
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         self._synchronizes = False
         if self.job.num_replicas > 1:
@@ -281,7 +288,7 @@ class Pipeline:
                 return None
 
             self._run(tasks, parts, train, clock)
-            self.job.wait_for_devices()
+            self._await_gradients()
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
             if scaler is not None:
@@ -573,6 +580,16 @@ class Pipeline:
         job.device_work.add(stage.device, f"stage {k}, micro-batch {micro_batch}, {doing}", k, micro_batch)
         if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
             job.transfer.send(task, result)
+
+    def _await_gradients(self) -> None:
+        """Wait for the averages over the replicas, and for the devices."""
+        averagings = [stage.averaging for stage in self.stages.values() if stage.averaging is not None]
+        with self.job.activity.doing("averaging gradients over the replicas") if averagings else nullcontext():
+            for averaging in averagings:
+                averaging.wait()
+        self.job.wait_for_devices()
+        for averaging in averagings:
+            averaging.finish_step()
 
     def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
         with self.job.replicas.exchange():

@@ -540,6 +540,8 @@ def plan_tasks(
 ) -> tuple[list[Task], set[tuple[int, int]], dict[int, int]]:
     """Return a process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch.
 
+    The last one is that whose gradients of weights are made last.
+
     device: that of the process; None: it plays all. Without a schedule the tasks are the forwards alone.
     """
     if schedule is None:
@@ -550,4 +552,5 @@ def plan_tasks(
             check_schedule(found, num_stages, num_microbatches, stages_per_device)
     tasks = sequential(found) if device is None else found[device]
     recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
-    return tasks, recomputed, {task.stage: task.micro_batch for task in tasks if task.kind.makes_gradients}
+    last = {task.stage: task.micro_batch for task in tasks if task.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS)}
+    return tasks, recomputed, last

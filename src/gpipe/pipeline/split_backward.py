@@ -19,12 +19,13 @@ makes more at once where branches share intermediates, as in AmoebaNet's cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn import Parameter
 
 Roots: TypeAlias = Sequence[tuple[GradientEdge, Tensor | None]]
 """Where a backward starts, each with its gradient; None for a scalar."""
@@ -102,6 +103,15 @@ class WeightGradients:
                 self._waiting.append((product.prepare(), product.edges, gradients[0], position()))
 
         return note
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield the weights."""
+        for _, edges, _, _ in self._waiting:
+            for edge in edges:
+                node: Any = edge.node
+                while type(node).__name__ != _ACCUMULATE:
+                    ((node, _),) = node.next_functions
+                yield node.variable
 
     @torch.no_grad()
     def compute(self, on_position: Callable[[Any], None] = lambda _: None) -> None:

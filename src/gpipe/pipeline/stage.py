@@ -41,7 +41,8 @@ from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_ge
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
-    from gpipe.pipeline.shared.replicas import Averaging
+    from gpipe.pipeline.recomputation_check import RecomputationCheck
+    from gpipe.pipeline.shared.averaging import Averaging
     from gpipe.pipeline.shared.sharding import Sharding
     from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange, SynchronizedMicroBatch
 
@@ -85,7 +86,6 @@ class _Kept:
     gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
     roots: list[GradientEdge | None] | None = None  # one per output; None until a graph exists
     is_of_forward: bool = False  # whether the forward made the graph, and no recomputation
-    outputs: list[Tensor] | None = None  # the outputs themselves, where the replicas' averaging must see them
     synchronized: SynchronizedMicroBatch | None = None  # statistics over all replicas, where batch norms have them
 
 
@@ -95,6 +95,7 @@ class Stage:
     Attributes:
         averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
+        recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
         loss: set in the last stage for the time of a training step.
         step: the number of the step, which seeds the masks.
@@ -105,6 +106,7 @@ class Stage:
         self.averaging: Averaging | Sharding | None = None
         self.exchange: StatisticsExchange | None = None
         self.compilation: Compilation | None = None
+        self.recomputation_check: RecomputationCheck | None = None
         self.loss: Loss | None = None
         self.step = 0
         self.seed = seed
@@ -120,7 +122,7 @@ class Stage:
         self._last = max(self.layers)
 
     def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
-        """Prepare for training step number `step`, which the backward of `final_micro_batch` ends."""
+        """Prepare for training step number `step`, which the gradients of `final_micro_batch` end."""
         self.step, self.loss, self._final_micro_batch = step, loss, final_micro_batch
         modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # layers may have got others
         self._buffers.start_step(chain(*modules.values()))
@@ -143,6 +145,10 @@ class Stage:
         """Drop everything of a step that failed."""
         self._kept.clear()
         self._waiting.clear()
+        if self.averaging is not None:
+            self.averaging.reset()
+        if self.recomputation_check is not None:
+            self.recomputation_check.reset()
         self.undo_step()
 
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
@@ -203,18 +209,24 @@ class Stage:
         again = microbatch_phase(
             self._batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
         )
-        with self._buffers.replaced(kept.buffers), again, without_autocast(self.device):
+        averaged = nullcontext() if splits else self._averaged(micro_batch)
+        with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
         found = iter(kept.gradients)
         return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
 
     def make_weight_gradients(self, micro_batch: int) -> None:
         """Add to the parameters' `.grad` what a split backward left."""
-        with without_autocast(self.device):
-            if (waiting := self._waiting.pop(micro_batch, None)) is not None:
+        waiting = self._waiting.pop(micro_batch, None)
+        with without_autocast(self.device), self._averaged(micro_batch, waiting):
+            if waiting is not None:
                 waiting.compute(self._note_position)
-            if self.averaging is not None and micro_batch == self._final_micro_batch:
-                self.averaging.average()
+
+    def _averaged(self, micro_batch: int, waiting: WeightGradients | None = None) -> AbstractContextManager[None]:
+        """Average gradients over the replicas where the body makes the last of them, or those that are `waiting`."""
+        if self.averaging is None or micro_batch != self._final_micro_batch:
+            return nullcontext()
+        return self.averaging.reducing(None if waiting is None else waiting.parameters())
 
     def _note_position(self, position: tuple[int, nn.Module | None]) -> None:
         self._position = position
@@ -227,19 +239,13 @@ class Stage:
         seeds = [None] * len(kept.roots) if gradients is None else gradients.value()
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and (is_last or s is not None)]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
-        exchange: AbstractContextManager[None] = nullcontext()
-        if kept.outputs is not None and self.averaging is not None and splits is None:
-            reached = [t for t, s in zip(kept.outputs, seeds, strict=True) if is_last or s is not None]
-            others += self.averaging.prepare_backward([t for t in reached if t.requires_grad] + others)
-            exchange = self.averaging.replicas.exchange()
         pairs += [(get_gradient_edge(tensor), None) for tensor in others]
         if not pairs:
             return
-        with exchange:
-            if splits is None:
-                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
-            else:
-                self._waiting[splits] = run_split_backward(pairs, lambda: self._position)
+        if splits is None:
+            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+        else:
+            self._waiting[splits] = run_split_backward(pairs, lambda: self._position)
 
     def evaluate(
         self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool
@@ -285,8 +291,6 @@ class Stage:
                 self.enter_loss(micro_batch)
                 outputs = Payload.of(self.loss(outputs.value(), micro_batch))
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
-        if self.averaging is not None and micro_batch == self._final_micro_batch:
-            kept.outputs = outputs.tensors
         return outputs
 
     def _run(
@@ -316,6 +320,8 @@ class Stage:
             payload = Payload.of(value)
             if is_guarded:
                 _refuse_changed_inputs(inputs, versions, is_stored=is_stored)
+            if (check := self.recomputation_check) is not None and look is None and (is_stored or announce):
+                (check.note if is_stored else check.compare)(micro_batch, index, payload.tensors)
             if look is not None:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
             if announce and (index < self._last or self.loss is not None):

@@ -39,6 +39,7 @@ class Order(NamedTuple):
         num_microbatches: M.
         stages_per_device: of all devices.
         synchronizes: whether statistics of batch norms travel between replicas, which takes memory.
+        averages: whether gradients do.
     """
 
     schedule: str
@@ -46,6 +47,7 @@ class Order(NamedTuple):
     num_microbatches: int
     stages_per_device: int
     synchronizes: bool
+    averages: bool
 
     def tasks(self, rematerialize: Rematerialization) -> StepSchedule:
         """Return the ordered tasks of each device."""
@@ -110,7 +112,7 @@ def walk_device(order: Order, device: int, mode: Rematerialization) -> Walk:
             every[stage] = count
         mode = tuple(every)
     tasks = with_recomputations(tasks, mode)
-    return Walk.of(tasks, order.num_microbatches, synchronizes=order.synchronizes)
+    return Walk.of(tasks, order.num_microbatches, synchronizes=order.synchronizes, averages=order.averages)
 
 
 @lru_cache(maxsize=2**12)

@@ -106,9 +106,8 @@ class Ledger(TorchDispatchMode):
             self._note_peak(self.live_bytes + taken.peak_bytes)
             result = taken.complete(result)
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not func.is_view:
-            moved = sum(tensor.nbytes for tensor in inputs + outputs)
-            self.work.append(Work(_flops(func, args, kwargs, result), moved))
+        if not func.is_view and func.overloadpacket not in _ALLOCATIONS:
+            self.work.append(Work(_flops(func, args, kwargs, result), _count_moved(func, args, kwargs, outputs)))
         for tensor in outputs:
             self._see(tensor)
         return result
@@ -136,6 +135,15 @@ class Ledger(TorchDispatchMode):
         own = size - sum(self._aside.values())
         self.own_peak_bytes = max(self.own_peak_bytes, own)
         self.own_peak_with_added_bytes = max(self.own_peak_with_added_bytes, own + self.added_bytes)
+
+
+def _count_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> int:
+    """Count the bytes that an operation reads or writes: of a tensor that it looks things up in, only those places."""
+    if func.overloadpacket in _PLACES:
+        index, moved = args[2], _PLACES[func.overloadpacket]
+        return int(index.nbytes + moved * index.numel() * args[0].itemsize)
+    read = [leaf for leaf in tree_leaves((args, kwargs | {"out": None})) if isinstance(leaf, Tensor)]
+    return sum(tensor.nbytes for tensor in read + outputs)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -171,3 +179,8 @@ _COUNTS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten.convolution_backward: _convolution_backward,
 }
+
+_ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+
+# How often each place is read or written: input and output; summand, input and output.
+_PLACES: dict[Any, int] = {_aten.gather: 2, _aten.scatter_add_: 3}

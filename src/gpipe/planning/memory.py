@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gpipe.pipeline.schedule import Kind, Task
+from gpipe.pipeline.shared.averaging import BUCKET_BYTES
 from gpipe.pipeline.split_backward import CACHE_BYTES
 from gpipe.planning.profile import LayerProfile
 
@@ -43,6 +44,7 @@ class StageMemory:
         deferred_bytes: what a split backward holds until it makes the gradients of weights.
         split_peak_bytes: of a backward that leaves them for later.
         weights_peak_bytes: of making them, above what was held.
+        bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
     """
 
     parameter_bytes: int
@@ -57,6 +59,7 @@ class StageMemory:
     deferred_bytes: int
     split_peak_bytes: int
     weights_peak_bytes: int
+    bucket_bytes: int = 0
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -135,6 +138,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         deferred_bytes=deferred,
         split_peak_bytes=given + split,
         weights_peak_bytes=_weights_peak(own),
+        bucket_bytes=min(gradients, max(BUCKET_BYTES, *(profile.largest_gradient_bytes for profile in own))),
     )
 
 
@@ -158,6 +162,7 @@ _PEAKS = (
     "first_backward_peak_bytes",
     "split_peak_bytes",
     "weights_peak_bytes",
+    "bucket_bytes",
 )
 _PER_STAGE = _HELD + _PEAKS
 _INPUT, _KEPT, _STATISTICS, _DEFERRED, _GRADIENT = range(len(_HELD))
@@ -184,14 +189,19 @@ class Walk:
     all: Tensor
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], num_microbatches: int, *, synchronizes: bool) -> Walk:
+    def of(
+        cls, tasks: Sequence[Task], num_microbatches: int, *, synchronizes: bool = False, averages: bool = False
+    ) -> Walk:
         """Walk through the tasks of one device.
 
         Args:
             tasks: in order.
             num_microbatches: M, of which the first stage holds all inputs throughout.
             synchronizes: whether statistics of batch norms over all replicas are kept for recomputations.
+            averages: whether the last gradients of a stage are averaged over replicas.
         """
+        ends = Kind.BACKWARD, Kind.WEIGHT_GRADIENTS
+        last = {task.stage: row for row, task in enumerate(tasks) if task.kind in ends}
         stages = tuple(sorted({task.stage for task in tasks}))
         columns = {stage: place * len(_PER_STAGE) for place, stage in enumerate(stages)}
         recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
@@ -216,7 +226,10 @@ class Walk:
                     changes.append((after, column + _DEFERRED, 1))
                 elif stage not in begun:
                     with_gradients = "first_backward_peak_bytes"
-            if kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS) and stage not in begun:
+            if averages and last[stage] == row:
+                bucket = column + _PER_STAGE.index("bucket_bytes")
+                changes += [(row, bucket, 1), (after, bucket, -1)]
+            if kind in ends and stage not in begun:
                 changes.append((after, column + _GRADIENT, 1))
                 begun.add(stage)
             peaks.append(column + _PER_STAGE.index(peak))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
 from gpipe.planning.cut import partition_by_memory
+from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Plan, Setting, plan_memory, plan_step
 
@@ -31,6 +32,7 @@ class Planner:
         auxiliary_parameters: how many of the model's only training uses.
         min_microbatch_size: examples that batch norm must see at once; settings that leave it fewer cannot be.
         seconds: profiles -> what each layer and the loss take; None plans them with `speed`.
+        evaluation: plans the memory of evaluations, which have to fit too; None where there are none.
     """
 
     profiler: Profiler
@@ -41,14 +43,21 @@ class Planner:
     auxiliary_parameters: int = 0
     min_microbatch_size: int = 1
     seconds: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
+    evaluation: EvaluationPlanner | None = None
     _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict, init=False)
     _partitions: dict[Setting, list[int]] = field(default_factory=dict, init=False)
 
     def plan(self, setting: Setting) -> Plan:
         """Plan a step. Raises ValueError where the model cannot be cut so."""
         profiles, seconds, setting = self.describe(setting)
-        found = plan_step(profiles, seconds, self._cut(profiles, setting), setting, self.speed)
-        return replace(found, auxiliary_parameters=self.auxiliary_parameters, batch_size=self.batch_size)
+        partitions = self._cut(profiles, setting)
+        found = plan_step(profiles, seconds, partitions, setting, self.speed)
+        return replace(
+            found,
+            auxiliary_parameters=self.auxiliary_parameters,
+            batch_size=self.batch_size,
+            evaluation_bytes=self._evaluation_bytes(partitions, setting),
+        )
 
     def describe(self, setting: Setting) -> tuple[list[LayerProfile], list[LayerSeconds], Setting]:
         """Return profiles and seconds with the largest micro-batch, and the setting with as many as there are.
@@ -67,8 +76,13 @@ class Planner:
 
     def peak_bytes(self, setting: Setting) -> int:
         """Return the memory of the fullest device. Raises ValueError where the model cannot be cut so."""
-        profiles, setting = self._profiles_for(setting)
-        return max(memory.peak_bytes for memory in plan_memory(profiles, self._cut(profiles, setting), setting))
+        profiles, shortened = self._profiles_for(setting)
+        partitions = self._cut(profiles, shortened)
+        training = (memory.peak_bytes for memory in plan_memory(profiles, partitions, shortened))
+        return max(*training, *self._evaluation_bytes(partitions, setting), 0)
+
+    def _evaluation_bytes(self, partitions: Sequence[int], setting: Setting) -> tuple[int, ...]:
+        return () if self.evaluation is None else self.evaluation.plan(partitions, setting)
 
     def _cut(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
         if setting not in self._partitions:

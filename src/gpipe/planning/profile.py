@@ -100,6 +100,7 @@ class LayerProfile:
             counted: the stage holds them until its backward ends.
         last_first_backward_peak_bytes: likewise in the first backward pass of a step.
         tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
+        largest_gradient_bytes: the size of the largest parameter that gets a gradient.
     """
 
     parameters: int
@@ -123,6 +124,7 @@ class LayerProfile:
     last_backward_peak_bytes: int
     last_first_backward_peak_bytes: int
     tied_parameters: int = 0
+    largest_gradient_bytes: int = 0
 
     @cached_property
     def forward_flops(self) -> int:
@@ -198,8 +200,9 @@ def profile_layers(
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     measured: OperationMemory | None = None,
+    training: bool = True,
 ) -> list[LayerProfile]:
-    """Describe each layer in training mode, and after them the loss; nothing is computed or allocated.
+    """Describe each layer, and after them the loss; nothing is computed or allocated.
 
     The layers, the example and torch's global generators stay as they are.
 
@@ -210,16 +213,18 @@ def profile_layers(
         autocast: makes the context in which the layers run, for the "cpu" type of device.
         measured: runs some of the layers' operations on this machine's processor, for a plan of what they take there
             inside of themselves; None leaves that out.
+        training: whether the layers are in training mode; else in evaluation mode and without graphs, so that what a
+            profile says of graphs and backward means nothing.
 
     Raises:
         ValueError: a layer cannot be described without data, such as one that looks at the values of its input.
     """
     shortened = Shortened.of(layers)
-    found = _profile(shortened.layers, loss, example, autocast, measured)
+    found = _profile(shortened.layers, loss, example, autocast, measured, training=training)
     if shortened.is_valid([profile.input_bytes for profile in found]):
         found = shortened.expand(found)
     else:
-        found = _profile(list(layers), loss, example, autocast, measured)
+        found = _profile(list(layers), loss, example, autocast, measured, training=training)
     counts = _count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
@@ -409,9 +414,11 @@ def _profile(
     example: tuple[Any, Any],
     autocast: Callable[[], AbstractContextManager[Any]],
     measured: OperationMemory | None,
+    *,
+    training: bool,
 ) -> list[LayerProfile]:
     with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
-        fakes = nn.ModuleList(_fake_copy(layer) for layer in layers)
+        fakes = nn.ModuleList(_fake_copy(layer) for layer in layers).train(training)
         chain_ = _Chain(fakes, loss, Ledger(chain(fakes.parameters(), fakes.buffers()), measured))
         for parameter in fakes.parameters():
             if parameter.requires_grad:
@@ -419,12 +426,16 @@ def _profile(
         inputs, targets = (_fake_payload(part) for part in example)
         with chain_.ledger, microbatch_phase(converted_batch_norms(fakes), recompute=True):
             chain_.ledger.hold(targets.tensors)
-            with autocast(), torch.enable_grad():
-                chain_.forward_quietly(inputs.value(), targets.value())
+            if training:
+                with autocast(), torch.enable_grad():
+                    chain_.forward_quietly(inputs.value(), targets.value())
             start = chain_.ledger.live_bytes
-            with autocast(), torch.enable_grad():
+            with autocast(), torch.set_grad_enabled(training):
                 value = chain_.forward(inputs.value(), targets.value(), "forward")
-            chain_.backward(value)
+            if training:
+                chain_.backward(value)
+            else:
+                chain_.peaks["quiet"] = chain_.peaks["forward"]
     return [_layer_profile(chain_, index, start) for index in range(len(layers) + 1)]
 
 
@@ -454,6 +465,7 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         first_backward_peak_bytes=chain_.peaks["first_backward"][index],
         last_backward_peak_bytes=chain_.peaks["last_backward"][index],
         last_first_backward_peak_bytes=chain_.peaks["last_first_backward"][index],
+        largest_gradient_bytes=max((each.nbytes for each in parameters if each.requires_grad), default=0),
     )
 
 
@@ -463,7 +475,7 @@ def _fake_copy(layer: nn.Module) -> nn.Module:
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(layer, memo).train()
+    return copy.deepcopy(layer, memo)
 
 
 def _fake_payload(value: Any) -> Payload:

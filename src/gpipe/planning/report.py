@@ -130,13 +130,18 @@ def _processes(plan: Plan) -> str:
 
 def _verdict(plan: Plan, accelerator: Accelerator, remedies: Sequence[str]) -> str:
     """Say whether a plan fits the accelerator, and else what would."""
-    peaks = [memory.peak_bytes for memory in plan.memory]
-    fullest = peaks.index(max(peaks))
+    training = [memory.peak_bytes for memory in plan.memory]
+    peaks = max(training, plan.evaluation_bytes, key=lambda sizes: max(sizes, default=0))
+    fullest = peaks.index(plan.peak_bytes)
     what = "stage" if plan.setting.stages_per_device == 1 else "device"
-    needs = f"{what} {fullest} needs {gib(max(peaks))} of {gib(accelerator.memory_bytes)}"
-    if max(peaks) <= accelerator.memory_bytes:
+    when = "" if peaks is training else " in an evaluation"
+    needs = f"{what} {fullest} needs {gib(plan.peak_bytes)} of {gib(accelerator.memory_bytes)}{when}"
+    if plan.peak_bytes <= accelerator.memory_bytes:
         return f"fits: {needs}"
-    return f"does not fit: {needs}; {', or '.join(remedies) or 'no larger K and no larger M'} fits"
+    found = f"{', or '.join(remedies) or 'no larger K and no larger M'} fits"
+    if max(training) <= accelerator.memory_bytes:
+        found += ", or a lower trainer.evaluation.batch_size"
+    return f"does not fit: {needs}; {found}"
 
 
 def gib(size: int) -> str:
@@ -173,10 +178,11 @@ def _totals(plan: Plan) -> str:
         sum(getattr(device, name) for device in plan.memory) for name in ("parameter_bytes", "activation_bytes")
     )
     seconds = plan.step_seconds
+    evaluation = f" An evaluation needs {gib(max(plan.evaluation_bytes))}." if plan.evaluation_bytes else ""
     bubble = "" if plan.bubble is None else f"{describe_bubble(plan)}, "
     return (
         f"{_describe_parameters(plan)}. All {len(plan.memory)} devices: {gib(memory)} of parameters, gradients and "
-        f"optimiser state; {gib(activations)} of activations.\n"
+        f"optimiser state; {gib(activations)} of activations.{evaluation}\n"
         f"Planned step: {seconds:.3g} s, {plan.batch_size / seconds:.3g} examples/s; {bubble}the slowest stage is "
         f"{plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs utilisation "
         f"{plan.utilization:.1%}."

@@ -121,13 +121,13 @@ def find_fastest(
         planner.profiler, {planner.find_microbatch_size(setting) or 0 for setting in settings}
     )
     cut = replace(planner.cut, memory_limit_bytes=room_bytes)
-    rough = replace(planner, profiler=profiler, cut=replace(cut, objective="max"))
+    rough = replace(planner, profiler=profiler, cut=replace(cut, objective="max"), evaluation=None)
     bounded = [Candidate(setting, bound) for setting in settings if (bound := _find_bound(rough, setting)) is not None]
     planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
     found = _keep_best(_plan(replace(rough, cut=cut), _choose(planned, most_cuts), count))
-    # Their profiles were interpolated: with its own a setting may turn out slower, or not fit.
+    # Profiles were interpolated, and evaluations left out: a setting may turn out slower, or not fit.
     exact = _plan(replace(planner, cut=cut), found[: 2 * count], count)
-    return [one.plan for one in exact if one.plan is not None][:count]
+    return [one.plan for one in exact if one.plan is not None and one.plan.peak_bytes <= room_bytes][:count]
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Setting:
     def order(self) -> Order:
         """What decides the tasks, apart from recomputations."""
         shape = self.schedule, self.num_stages, self.num_microbatches, self.stages_per_device
-        return Order(*shape, self.synchronizes)
+        return Order(*shape, self.synchronizes, self.num_replicas > 1)
 
     @cached_property
     def tasks(self) -> StepSchedule:
@@ -162,12 +162,14 @@ class Plan:
         stages: K of them.
         memory: of each device; stage s is on device s % P.
         timeline: the simulated tasks.
-        averaging_seconds: of the gradients over the replicas, as if nothing of it overlapped with the tasks.
+        averaging_seconds: by how much the averaging of gradients over the replicas outlasts the tasks. That of a device
+            begins when its last task ends, and goes on while others work.
         update_seconds: of the optimiser, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
         tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
         auxiliary_parameters: how many of the model's only training uses.
         batch_size: N, examples of a mini-batch, of all replicas; 0 where nobody said.
+        evaluation_bytes: the memory of each device in an evaluation; empty where there is none.
     """
 
     setting: Setting
@@ -180,6 +182,7 @@ class Plan:
     tied_parameters: int = 0
     auxiliary_parameters: int = 0
     batch_size: int = 0
+    evaluation_bytes: tuple[int, ...] = ()
 
     @property
     def partitions(self) -> list[int]:
@@ -237,8 +240,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The memory of the fullest device."""
-        return max(memory.peak_bytes for memory in self.memory)
+        """The memory of the fullest device, in training or in an evaluation."""
+        return max(*(memory.peak_bytes for memory in self.memory), *self.evaluation_bytes, 0)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per stage, as JSON."""
@@ -280,7 +283,7 @@ def plan_step(
         updates = [0.0] * len(memory)
         for device, (first, end) in zip(setting.placement, bounds, strict=True):
             updates[device] += sum(layer_update_seconds[first:end])
-    ends = _averaging_seconds(memory, setting, speed), sum(updates) if setting.is_sequential else max(updates)
+    ends = _averaging_seconds(memory, timeline, setting, speed), sum(updates) if setting.is_sequential else max(updates)
     flops = setting.num_microbatches * sum(stage.flops for stage in stages)
     possible = (timeline.makespan_seconds + sum(ends)) * timeline.num_devices * speed.peak_flops_per_second
     tied = sum(profile.tied_parameters for profile in profiles)
@@ -315,10 +318,16 @@ def _place_memory(
     return devices
 
 
-def _averaging_seconds(memory: Sequence[DeviceMemory], setting: Setting, speed: Speed) -> float:
-    """Return how long the slowest device's gradients take around a ring of its replicas."""
-    gradients = max(device.gradient_bytes for device in memory)
-    return 2 * (setting.num_replicas - 1) / setting.num_replicas * gradients / speed.link_bytes_per_second
+def _averaging_seconds(memory: Sequence[DeviceMemory], timeline: Timeline, setting: Setting, speed: Speed) -> float:
+    """Return how long after the last task the gradients of a device are still on their way around its replicas."""
+    last = [timeline.makespan_seconds] * len(memory)
+    if not setting.is_sequential:
+        last = [
+            max(event.end for event in timeline.events if timeline.row(event.task) == d) for d in range(len(memory))
+        ]
+    seconds = 2 * (setting.num_replicas - 1) / setting.num_replicas / speed.link_bytes_per_second
+    ends = (end + seconds * device.gradient_bytes for end, device in zip(last, memory, strict=True))
+    return max(*ends, timeline.makespan_seconds) - timeline.makespan_seconds
 
 
 def _stage(

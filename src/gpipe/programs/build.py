@@ -36,6 +36,7 @@ from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialization, Remateri
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
 from gpipe.planning.cut import Cutter
+from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.fit import Fit
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.planner import Planner
@@ -205,6 +206,7 @@ def build_planner(
         count_auxiliary_parameters(build_layers(run)),
         run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
         measured,
+        _evaluation_planner(run),
     )
 
 
@@ -223,6 +225,20 @@ def _profiler(run: RunConfig, memory: OperationMemory | None) -> Callable[[int],
         return profile_layers(layers, loss, example, autocast=autocast, measured=memory)
 
     return profile
+
+
+def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
+    settings, workload = run.trainer.evaluation, workload_of(run)
+    if settings.every_epochs is None and settings.every_steps is None:
+        return None
+    layers, measure = workload.layers(), workload.make_metrics().measure
+    autocast = build_autocast(settings.autocast, "cpu")
+
+    def profile(size: int) -> list[LayerProfile]:
+        example = workload.inputs(size), workload.evaluated_targets(size)
+        return profile_layers(layers, measure, example, autocast=autocast, training=False)
+
+    return EvaluationPlanner(profile, workload.num_evaluated_examples)
 
 
 def _state_ratio(run: RunConfig) -> float:
@@ -259,6 +275,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
         loss_weight=workload.loss_weight,
         timeout_seconds=run.pipeline.timeout_seconds,
         synchronize_batch_norm=run.pipeline.synchronize_batch_norm,
+        check_recomputation=bool(run.pipeline.check_recomputation),
     )
     if run.trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it

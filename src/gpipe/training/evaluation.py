@@ -11,22 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe.pipeline.engine import Pipeline
+from gpipe.training.cross_entropy import choose_ranks, find_labelled, judge
 from gpipe.training.loader import Loader, iterate
-
-
-def find_correct(logits: Tensor, targets: Tensor, k: int) -> Tensor:
-    """Tell for each target whether it is among the k largest logits: [..., classes], [...] -> bool [...]."""
-    return (logits.topk(k, dim=-1).indices == targets[..., None]).any(dim=-1)
-
-
-def find_labelled(logits: Tensor, targets: Tensor) -> Tensor:
-    """Tell for each image whether its likeliest class is one of its labels: twice [n, classes] -> bool [n]."""
-    return targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1) > 0
-
-
-def has_top5(num_classes: int) -> bool:
-    """Tell whether top-5 exists: it needs at least 5 classes."""
-    return num_classes >= 5
 
 
 class Metrics(Protocol):
@@ -55,15 +41,9 @@ class EvaluationMetrics:
         """
         targets = targets.to(logits.device)
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
-        losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
-        ranks = (1, 5) if has_top5(logits.shape[-1]) else (1,)
-        return torch.stack(
-            [
-                torch.tensor(targets.numel(), dtype=torch.float64, device=logits.device),
-                losses.double().sum(),
-                *(find_correct(logits, targets, rank).double().sum() for rank in ranks),
-            ]
-        )
+        found = judge(logits, targets, ranks=choose_ranks(logits.shape[-1]))
+        count = torch.tensor(targets.numel(), dtype=torch.float64, device=logits.device)
+        return torch.stack([count, *(values.double().sum() for values in (found.losses, *found.correct))])
 
     def compute(self, sums: Tensor) -> dict[str, float]:
         """Return the mean loss, in nats, and the fractions top1 and, from 5 classes on, top5."""
@@ -139,8 +119,8 @@ class TokenMetrics:
         tokens = targets["tokens"].to(logits.device)
         counts = tokens != self._padding_index
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
-        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
-        right = find_correct(logits, tokens, 1)
+        found = judge(logits, tokens)
+        losses, right = found.losses.view_as(tokens), found.correct[0].view_as(tokens)
         rows = torch.stack([(values * counts).double().sum(1) for values in (counts, losses, right)], dim=1)
         sums = torch.zeros(len(self._languages), 3, dtype=torch.float64, device=logits.device)
         return sums.index_add(0, targets["language"].to(logits.device), rows)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpipe.training.evaluation import find_correct, find_labelled, has_top5
+from gpipe.training.cross_entropy import choose_ranks, find_correct, find_labelled, judge, widen_type
 
 
 class _HeadsLoss(ABC):
@@ -31,16 +31,13 @@ class _HeadsLoss(ABC):
             targets: as the class says.
         """
         logits, auxiliary_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
-        loss = self._cost(_widen(logits), targets)
+        loss, metrics = self._judge(logits, targets)
         if auxiliary_logits is not None:
-            loss = loss + self.auxiliary_weight * self._cost(_widen(auxiliary_logits), targets)
-        return loss, self._measure(logits.detach(), targets)
+            loss = loss + self.auxiliary_weight * self._judge(auxiliary_logits, targets)[0]
+        return loss, metrics
 
     @abstractmethod
-    def _cost(self, logits: Tensor, targets: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]: ...
+    def _judge(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 class ClassificationLoss(_HeadsLoss):
@@ -54,17 +51,17 @@ class ClassificationLoss(_HeadsLoss):
     heads are smoothed.
     """
 
-    def _cost(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = logits.flatten(0, -2)
-        rows_of_targets = targets.flatten(0, -2).to(rows.dtype) if targets.is_floating_point() else targets.flatten()
-        return F.cross_entropy(rows, rows_of_targets, label_smoothing=self.label_smoothing)
-
-    def _measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        classes = targets.argmax(-1) if targets.is_floating_point() else targets
-        accuracies = {"top1": find_correct(logits, classes, 1).float().mean()}
-        if has_top5(logits.shape[-1]):
-            accuracies["top5"] = find_correct(logits, classes, 5).float().mean()
-        return accuracies
+    def _judge(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        ranks = choose_ranks(logits.shape[-1])
+        if targets.is_floating_point():  # of images, whose logits are few
+            rows = logits.to(widen_type(logits.dtype)).flatten(0, -2)
+            shares = targets.flatten(0, -2).to(rows.dtype)
+            loss = F.cross_entropy(rows, shares, label_smoothing=self.label_smoothing)
+            correct = find_correct(rows.detach(), shares.argmax(-1), ranks)
+        else:
+            found = judge(logits, targets, label_smoothing=self.label_smoothing, ranks=ranks)
+            loss, correct = found.losses.mean(), found.correct
+        return loss, {f"top{rank}": each.float().mean() for rank, each in zip(ranks, correct, strict=True)}
 
 
 class MultiLabelLoss(_HeadsLoss):
@@ -74,12 +71,11 @@ class MultiLabelLoss(_HeadsLoss):
     metric "top1" is the fraction of images whose likeliest class is one of their labels.
     """
 
-    def _cost(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _judge(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = logits.to(widen_type(logits.dtype))
         smoothed = targets.to(logits.dtype) * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
-        return F.binary_cross_entropy_with_logits(logits, smoothed)
-
-    def _measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"top1": find_labelled(logits, targets).float().mean()}
+        loss = F.binary_cross_entropy_with_logits(logits, smoothed)
+        return loss, {"top1": find_labelled(logits.detach(), targets).float().mean()}
 
 
 class TokenLoss:
@@ -117,26 +113,22 @@ class TokenLoss:
             targets: "tokens", int64 [batch, time]; other entries are ignored.
         """
         tokens = targets["tokens"].flatten()
-        rows = _widen(logits).flatten(0, -2)
-        loss = F.cross_entropy(rows, tokens, ignore_index=self.padding_index, label_smoothing=self.label_smoothing)
-        rows, counts = rows.detach(), tokens != self.padding_index
+        counts = tokens != self.padding_index
         num_tokens = counts.sum()
-        metrics = {"nll": loss.detach(), "top1": (find_correct(rows, tokens, 1) & counts).sum() / num_tokens}
-        if self.label_smoothing > 0:
-            metrics["nll"] = F.cross_entropy(rows, tokens, ignore_index=self.padding_index)
-        if self._limit is not None:
-            metrics["clipped"] = ((rows.abs() >= self._limit).float().mean(1) * counts).sum() / num_tokens
-        return loss, metrics
+        found = judge(logits, tokens, label_smoothing=self.label_smoothing, limit=self._limit)
+
+        def average(values: Tensor) -> Tensor:
+            return torch.where(counts, values, 0).sum() / num_tokens
+
+        metrics = {"nll": average(found.nll), "top1": average(found.correct[0])}
+        if found.num_at_limit is not None:
+            metrics["clipped"] = average(found.num_at_limit) / logits.shape[-1]
+        return average(found.losses), metrics
 
 
 def _check_smoothing(label_smoothing: float) -> None:
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}, but it must be at least 0 and less than 1.")
-
-
-def _widen(logits: Tensor) -> Tensor:
-    """Return logits in float32 at least: 16 bits have too few digits for a sum over classes or a vocabulary."""
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def count_tokens(targets: Mapping[str, Tensor], padding_index: int = 1) -> int:

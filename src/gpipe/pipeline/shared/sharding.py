@@ -13,7 +13,8 @@ So all replicas must do the same tasks in the same order, and each needs the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,14 +82,24 @@ class Sharding:
         """Let gradients add up in full."""
         self._set(is_last_backward=False)
 
-    def prepare_backward(self, _: list[Tensor]) -> list[Tensor]:
-        """Make the next backward, the last of the step, average the gradients; it needs to start from nothing else."""
-        self._set(is_last_backward=True)
-        return []
+    @contextmanager
+    def reducing(self, awaited: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
+        """Average in the body, the last backward of the step.
 
-    def average(self) -> None:
-        """Refuse what no engine asks for: schedules that split backwards are refused when a pipeline is made."""
-        raise AssertionError("sharded weights have no gradients that wait")
+        awaited: None, as no schedule that splits backwards gets here.
+        """
+        assert awaited is None
+        self._set(is_last_backward=True)
+        yield
+
+    def wait(self) -> None:
+        """Do nothing: a backward returns when its averages are there."""
+
+    def finish_step(self) -> None:
+        """Do nothing: no gradient is missing."""
+
+    def reset(self) -> None:
+        """Do nothing: the next step begins anew."""
 
     def _set(self, *, is_last_backward: bool) -> None:
         self.is_last_backward = is_last_backward

@@ -64,7 +64,13 @@ class ImageClassification(Workload):
 
     def targets(self, num_examples: int) -> Tensor:
         """Describe the classes of so many images on the meta device; of mixed ones, the probabilities of classes."""
-        if self.data.mixes or self.has_several_labels:
+        if self.data.mixes:
+            return torch.empty(num_examples, self.num_classes, device="meta")
+        return self.evaluated_targets(num_examples)
+
+    def evaluated_targets(self, num_examples: int) -> Tensor:
+        """Describe the classes of so many test images, which are not mixed, on the meta device."""
+        if self.has_several_labels:
             return torch.empty(num_examples, self.num_classes, device="meta")
         return torch.empty(num_examples, dtype=torch.int64, device="meta")
 

@@ -38,7 +38,15 @@ class Translation(Workload):
     @property
     def num_examples(self) -> int:
         """Sentences of the greatest length: trainer.batch_size counts tokens, and these make the largest payloads."""
-        return max(1, self.run.trainer.batch_size // self.data.max_tokens)
+        return self._count_longest(self.run.trainer.batch_size)
+
+    @property
+    def num_evaluated_examples(self) -> int:
+        """Likewise of an evaluation."""
+        return self._count_longest(self.run.trainer.evaluation.batch_size)
+
+    def _count_longest(self, num_tokens: int) -> int:
+        return max(1, num_tokens // self.data.max_tokens)
 
     def layers(self) -> nn.Sequential:
         """Describe the whole model on the meta device."""
@@ -75,8 +83,8 @@ class Translation(Workload):
         return TokenLoss(smoothing, padding_index=PADDING, logit_limit=model.logit_limit, soft=model.soft_limit)
 
     def make_metrics(self) -> Metrics:
-        """Return what measures an evaluation set, in all and per language, once `loaders` has opened it."""
-        return TokenMetrics(self._languages["valid"], PADDING)
+        """Return what measures an evaluation set, in all and, once `loaders` has opened it, per language."""
+        return TokenMetrics(self._languages.get("valid", self.data.languages or ()), PADDING)
 
     def loaders(
         self, pipeline: Pipeline, *, pin_memory: bool

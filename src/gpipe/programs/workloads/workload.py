@@ -44,6 +44,11 @@ class Workload(ABC):
         """How many examples a mini-batch has, of all replicas; the fewest where that depends on the data."""
         return self.run.trainer.batch_size
 
+    @property
+    def num_evaluated_examples(self) -> int:
+        """How many examples a mini-batch of an evaluation has, of one replica; the fewest where that depends."""
+        return self.run.trainer.evaluation.batch_size
+
     def check(self) -> None:  # noqa: B027 - our own models are checked with the settings
         """Refuse a model that another library does not make, or that does not take the data."""
 
@@ -58,6 +63,10 @@ class Workload(ABC):
     @abstractmethod
     def targets(self, num_examples: int) -> Any:
         """Describe the targets of so many examples on the meta device."""
+
+    def evaluated_targets(self, num_examples: int) -> Any:
+        """Describe the targets of so many examples of an evaluation on the meta device."""
+        return self.targets(num_examples)
 
     @abstractmethod
     def loss(self) -> LossFunction:

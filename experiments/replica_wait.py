@@ -1,0 +1,133 @@
+"""Measure how long the first stage waits for gradients, with and without replicas.
+
+    python -m experiments.replica_wait
+
+Two stages of four sleeping layers, each with a weight of 16 MiB, in four processes over Gloo: as two pipelines that
+know nothing of each other, and as two replicas that average their gradients; then as replicas whose backward ends when
+its gradients are averaged, as that of torch's DistributedDataParallel does. The three take turns. The wait is the time
+of a step in which the first stage has run all tasks that it can, and its next one is a backward. Four minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gpipe
+from experiments.engine_overhead.hand_written_loop import compute_loss
+from experiments.engine_overhead.sleeping_layers import Sleeper
+from experiments.program import StudyProgram, track
+from gpipe.pipeline.shared.averaging import Averaging
+from gpipe.pipeline.timeline import Timeline
+from gpipe.records import make_record
+from reproductions.bubble.tables import REPLICA_WAIT, replica_wait, replica_wait_run
+
+NUM_STAGES, NUM_LAYERS, NUM_MICROBATCHES = 2, 8, 4
+FORWARD, BACKWARD = 0.02, 0.05  # seconds of a layer
+WEIGHT = 1024, 4096
+STEPS = 5  # of each turn; the first one does not count
+ALONE, REPLICAS, IN_BACKWARD = "one replica", "two replicas", "two replicas, awaited in the backward"
+_PORT = 29750
+
+
+class Heavy(nn.Module):
+    """A sleeping layer whose weight has a large gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sleeper = Sleeper(FORWARD, BACKWARD)
+        self.weight = nn.Parameter(torch.ones(WEIGHT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sleeper's output, times one number of the weight."""
+        found: Tensor = self.sleeper(x) * self.weight[0, 0]
+        return found
+
+
+class AwaitedInBackward(Averaging):
+    """Ends a stage's last backward when the averages are there."""
+
+    @contextmanager
+    def reducing(self, awaited: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
+        """Average, and wait."""
+        with super().reducing(awaited):
+            yield
+        self.wait()
+
+
+def compute_wait(step: Timeline) -> float:
+    """Return the seconds in which the first stage waited for a gradient."""
+    events = sorted((event for event in step.events if event.task.stage == 0), key=lambda event: event.start)
+    return sum(after.start - before.end for before, after in pairwise(events) if after.task.kind.makes_gradients)
+
+
+def measure_process(number: int, case: str, port: int, results: Any) -> None:
+    """Run the steps of one turn in one of four processes; the first one tells what it waited, step by step."""
+    torch.set_num_threads(1)
+    num_replicas = 1 if case == ALONE else 2
+    world = num_replicas * NUM_STAGES
+    job, rank = divmod(number, world)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port + job}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (num_replicas, NUM_STAGES), mesh_dim_names=("replica", "stage"))
+    layers = nn.Sequential(*(Heavy() for _ in range(NUM_LAYERS)))
+    partitions = [NUM_LAYERS // NUM_STAGES] * NUM_STAGES
+    pipeline = gpipe.Pipeline(layers, compute_loss, partitions, NUM_MICROBATCHES, rematerialize="never", mesh=mesh)
+    if case == IN_BACKWARD:
+        for stage in pipeline.stages.values():
+            stage.averaging = AwaitedInBackward(stage.layers, pipeline.job.replicas)
+    batch = torch.randn(NUM_MICROBATCHES, 16), torch.randn(NUM_MICROBATCHES, 16)
+    waits = []
+    for _ in range(STEPS):
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        timeline = pipeline.train_step(batch, record_timeline=True).timeline
+        assert timeline is not None
+        waits.append(compute_wait(timeline))
+    if number == 0:
+        results.put(waits[1:])
+    dist.barrier()
+    pipeline.close()
+    dist.destroy_process_group()
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Return the waits of each case, the median of each turn."""
+    context = torch.multiprocessing.get_context("spawn")
+    found: dict[str, list[float]] = {case: [] for case in (ALONE, REPLICAS, IN_BACKWARD)}
+    for turn in track(range(rounds), "turns of the three cases"):
+        for place, (case, waits) in enumerate(found.items()):
+            results = context.SimpleQueue()
+            arguments = case, _PORT + 6 * turn + 2 * place, results
+            torch.multiprocessing.start_processes(measure_process, arguments, 2 * NUM_STAGES, start_method="spawn")
+            waits.append(statistics.median(results.get()))
+    return found
+
+
+def main() -> None:
+    """Measure, and record."""
+    tables = {"bubble": [replica_wait, replica_wait_run]}
+    program = StudyProgram(__doc__, tables, rounds=7, what_rounds_are=f"turns of each case, of {STEPS} steps")
+    options = program.parse()
+    config = {"num_stages": NUM_STAGES, "num_microbatches": NUM_MICROBATCHES, "rounds": options.rounds, "steps": STEPS}
+    waits = measure(options.rounds)
+    record = make_record(
+        kind="measured",
+        experiment=REPLICA_WAIT,
+        config=config | {"forward_seconds": FORWARD, "backward_seconds": BACKWARD, "weight": list(WEIGHT)},
+        seed=0,
+        results={"wait_seconds": waits},
+    )
+    program.publish({"bubble": [record]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The averaging of gradients over the replicas: started within the last backward of a step, awaited at its end.
+
+    last backward of a stage       layer 3        layer 2        layer 1        gradient to the stage before
+    buckets of gradients              [3, 2 -- reduced ------]      [1 -- reduced ------]
+    end of the step                                                                      wait   next work
+
+The gradient of the boundary does not wait for the averages. Torch's DistributedDataParallel waits for them within the
+backward: every stage before would wait too, once per stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from gpipe.pipeline.shared.replicas import Replicas
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients travel together up to about this size, as in torch's DDP; larger ones alone."""
+
+_ALIGNMENT = 512
+"""The bytes to whose multiples the allocators align tensors. How a kernel adds up may depend on where a tensor begins,
+and where one begins in its bucket depends on the stage."""
+
+
+class _Bucket:
+    """Some gradients, one after the other in one tensor, and for each of them whether this replica has it.
+
+    When all are made they are copied there, and become views of it.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = parameters
+        self.missing: set[Parameter] = set()
+        self._places: list[tuple[int, Sequence[int]]] = []
+        size = 0
+        for parameter in parameters:
+            # A gradient has its parameter's strides, where these leave no gaps.
+            self._places.append((size, torch.empty_like(parameter, device="meta").stride()))
+            size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT // parameter.itemsize
+        self._begin_of_flags, self._size = size, size + len(parameters)
+        self._unused: list[tuple[Parameter, Tensor]] = []
+        self._work: dist.Work | None = None
+
+    def reduce(self, replicas: Replicas) -> None:
+        """Begin to average."""
+        first = self.parameters[0]
+        flat = torch.empty(self._size, dtype=first.dtype, device=first.device)
+        flags = flat[self._begin_of_flags :].fill_(1.0 / replicas.count)
+        for parameter, flag, (offset, strides) in zip(self.parameters, flags, self._places, strict=True):
+            average = flat.as_strided(parameter.shape, strides, offset)
+            if parameter.grad is None:
+                average.zero_()
+                self._unused.append((parameter, flag.zero_()))
+            else:
+                torch.mul(parameter.grad, 1.0 / replicas.count, out=average)
+            parameter.grad = average
+        self._work = dist.all_reduce(flat, group=replicas.group, async_op=True)
+
+    def wait(self) -> None:
+        """Let what comes next wait for the averages: on a CPU the host, on a GPU its current stream."""
+        if (work := self._work) is not None:
+            work.wait()
+            self._work = None
+
+    def drop_unused(self) -> None:
+        """Take away the gradients that no replica has; only where this one lacked some a GPU is asked."""
+        for parameter, flag in self._unused:
+            if not flag:
+                parameter.grad = None
+        self._unused.clear()
+
+    def reset(self) -> None:
+        """Forget a step that failed."""
+        self._work = None
+        self._unused.clear()
+        self.missing.clear()
+
+
+class Averaging:
+    """Averages the gradients of one stage over its replicas.
+
+    Every replica averages its stages in the same order, for their last backwards follow each other down the stages, and
+    the buckets of each in theirs. The layers' weights and buffers become those of replica 0.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas) -> None:
+        self.replicas = replicas
+        self._layers = list(layers.values())
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Parameter, _Bucket] = {}
+        self._num_reduced = 0
+        self._trainable: list[bool] = []
+
+    def start_step(self) -> None:
+        """Bind the averaging to the parameters that are trainable now."""
+        parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        trainable = [parameter.requires_grad for parameter in parameters]
+        self._num_reduced = 0
+        if trainable == self._trainable:
+            return
+        self._trainable = trainable
+        chosen = [parameter for parameter in parameters if parameter.requires_grad]
+        self._buckets = [_Bucket(group) for group in _group(reversed(chosen))]
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        if chosen:
+            self._copy_from_first_replica()
+
+    @torch.no_grad()
+    def _copy_from_first_replica(self) -> None:
+        group = self.replicas.group
+        assert group is not None
+        with self.replicas.exchange():
+            for state in chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in self._layers):
+                part = state.detach().contiguous()
+                dist.broadcast(part, dist.get_global_rank(group, 0), group)
+                state.copy_(part)
+
+    @contextmanager
+    def reducing(self, awaited: Iterable[Parameter] | None = None) -> Iterator[None]:
+        """Average in a stage's last task that makes gradients of weights: each bucket as soon as they are there.
+
+        After the body no gradient is missing: what has none in this replica has it from others, or nowhere.
+
+        awaited: the parameters whose gradients the body makes; None: any.
+        """
+        awaited = self._bucket_of if awaited is None else awaited
+        with ExitStack() as hooks:
+            for parameter in awaited:
+                if (bucket := self._bucket_of.get(parameter)) is not None:
+                    bucket.missing.add(parameter)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(self._note).remove)
+            self._reduce_complete()
+            yield
+        for bucket in self._buckets:
+            bucket.missing.clear()
+        self._reduce_complete()
+
+    def _note(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of[parameter]  # type: ignore[index]
+        if parameter not in bucket.missing:
+            raise RuntimeError(
+                "the gradient of a parameter was made in two parts within one backward, and replicas average the first "
+                "one already; give torch.utils.checkpoint use_reentrant=False"
+            )
+        bucket.missing.remove(parameter)  # type: ignore[arg-type]
+        self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        """Reduce the next buckets, as far as they are complete: all replicas reduce them in the same order."""
+        while self._num_reduced < len(self._buckets) and not self._buckets[self._num_reduced].missing:
+            self._buckets[self._num_reduced].reduce(self.replicas)
+            self._num_reduced += 1
+
+    def wait(self) -> None:
+        """Let what comes next wait for the averages, on the CPU at once and on a GPU in its current stream."""
+        with self.replicas.exchange():
+            for bucket in self._buckets:
+                bucket.wait()
+
+    def finish_step(self) -> None:
+        """Drop what no replica has a gradient for, when the devices have done their work."""
+        for bucket in self._buckets:
+            bucket.drop_unused()
+
+    def reset(self) -> None:
+        """Forget a step that failed."""
+        for bucket in self._buckets:
+            bucket.reset()
+
+
+def _group(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    """Yield the parameters of each bucket, in order; all of one have the same type and device."""
+    group: list[Parameter] = []
+    size = 0
+    for parameter in parameters:
+        is_other = group and (parameter.dtype, parameter.device) != (group[0].dtype, group[0].device)
+        if group and (is_other or size + parameter.nbytes > BUCKET_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(parameter)
+        size += parameter.nbytes
+    if group:
+        yield group

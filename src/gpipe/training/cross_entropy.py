@@ -1,0 +1,146 @@
+"""What one pass over logits tells of every target: its loss, its likelihood, and whether it was predicted.
+
+A vocabulary makes logits the largest tensor of a model. They are read piece by piece, in the precision that they have:
+only a piece is ever widened to float32, and only its figures stay. For backward nothing is kept but the logits. It
+makes the softmax of a piece again, and from it the piece's part of the gradient.
+
+Each row is computed by itself and has a figure of its own, so the bits do not depend on the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+PIECE_BYTES = 2**25
+"""Of a piece in float32. With a vocabulary of 64,000 it has 131 rows, one for each processor of a large GPU."""
+
+
+class Judgement(NamedTuple):
+    """The figures of n targets; all but the losses are detached.
+
+    Attributes:
+        losses: [n], in nats, with smoothed labels; in float32 at least.
+        nll: [n], the losses without smoothing.
+        correct: bool [n] for each rank k that was asked for: whether the target is among the k largest logits.
+        num_at_limit: int32 [n], how many of its logits are at the limit or beyond; None where none was given.
+    """
+
+    losses: Tensor
+    nll: Tensor
+    correct: tuple[Tensor, ...]
+    num_at_limit: Tensor | None
+
+
+def judge(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ranks: Sequence[int] = (1,),
+    limit: float | None = None,
+) -> Judgement:
+    """Return the figures of each target; nothing here waits for the device.
+
+    Args:
+        logits: [..., classes].
+        targets: class indices [...], on the same device; n in all.
+        label_smoothing: the share of each target that is spread over all classes.
+        ranks: of the figures `correct`, at most as many as classes.
+        limit: from which on the size of a logit counts in `num_at_limit`.
+    """
+    rows, classes = logits.flatten(0, -2), targets.flatten()
+    figures = _Judge.apply(rows, classes, label_smoothing, tuple(ranks), limit)  # type: ignore[no-untyped-call]
+    losses, nll, *correct = figures[: 2 + len(ranks)]
+    return Judgement(losses, nll, tuple(correct), None if limit is None else figures[-1])
+
+
+def choose_ranks(num_classes: int) -> tuple[int, ...]:
+    """Return the ranks k whose accuracy, top-k, says something: 1, and 5 from 5 classes on."""
+    return (1, 5) if num_classes >= 5 else (1,)
+
+
+def find_correct(logits: Tensor, targets: Tensor, ranks: Sequence[int]) -> tuple[Tensor, ...]:
+    """Tell of each target whether it is among the k largest logits, for each k of `ranks`: [..., classes], [...]."""
+    return _compare(logits.topk(max(ranks), dim=-1).indices, targets, ranks)
+
+
+def _compare(largest: Tensor, targets: Tensor, ranks: Sequence[int]) -> tuple[Tensor, ...]:
+    hits = largest == targets[..., None]
+    return tuple(hits[..., :rank].any(dim=-1) for rank in ranks)
+
+
+def find_labelled(logits: Tensor, targets: Tensor) -> Tensor:
+    """Tell for each image whether its likeliest class is one of its labels: twice [n, classes] -> bool [n]."""
+    return targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1) > 0
+
+
+def widen_type(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for types of 16 bits, which have too few digits for a sum over classes; wider ones stay."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Judge(torch.autograd.Function):
+    """The figures of rows of logits, of which the losses can be differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, targets: Tensor, smoothing: float, ranks: Sequence[int], limit: float | None
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(rows, targets)
+        ctx.smoothing = smoothing
+        ctx.set_materialize_grads(False)
+        # A large operation for each figure of a piece; small ones for all rows at once.
+        pieces = [_read(rows[piece], targets[piece], max(ranks), limit, averages=smoothing > 0) for piece in _cut(rows)]
+        logarithms, largest, *others = (torch.cat(found) for found in zip(*pieces, strict=True))
+        nll = -logarithms.squeeze(1)
+        losses = (1.0 - smoothing) * nll
+        if smoothing > 0:
+            losses -= smoothing * others.pop(0)
+        figures = [nll, *_compare(largest, targets, ranks), *others]
+        ctx.mark_non_differentiable(*figures)
+        return losses, *figures
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 4
+        if weights is None:
+            return None, *nothing
+        rows, targets = ctx.saved_tensors
+        wide = widen_type(rows.dtype)
+        weights, classes = weights.to(wide)[:, None], targets[:, None]
+        of_all_classes = weights * (-ctx.smoothing / rows.shape[1])
+        of_target = torch.full_like(weights, ctx.smoothing - 1.0)
+        gradient = torch.empty_like(rows)
+        for piece in _cut(rows):
+            found = F.softmax(rows[piece], -1, dtype=wide).scatter_add_(1, classes[piece], of_target[piece])
+            # Rounds to 16 bits once, at the end.
+            torch.addcmul(of_all_classes[piece], found, weights[piece], out=gradient[piece])
+        return gradient, *nothing
+
+
+def _read(rows: Tensor, targets: Tensor, rank: int, limit: float | None, *, averages: bool) -> list[Tensor]:
+    """Return, of each row, the logarithm of the target's softmax and the largest logits' classes.
+
+    Then, where it `averages`, the mean of all logarithms, and where there is a limit, how many logits are beyond.
+    """
+    logarithms = F.log_softmax(rows, -1, dtype=widen_type(rows.dtype))
+    found = [logarithms.gather(1, targets[:, None]), rows.topk(rank).indices]
+    if averages:
+        found.append(logarithms.mean(1))
+    if limit is not None:
+        found.append((rows.abs() >= limit).sum(1, dtype=torch.int32))
+    return found
+
+
+def _cut(rows: Tensor) -> Iterator[slice]:
+    """Yield the rows of each piece; where there are none, one piece without any."""
+    length = max(1, PIECE_BYTES // (rows.shape[1] * widen_type(rows.dtype).itemsize))
+    for start in range(0, max(1, len(rows)), length):
+        yield slice(start, start + length)
