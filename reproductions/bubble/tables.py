@@ -13,7 +13,8 @@ from reproductions.table2_throughput.tables import GRID
 _CELL = {"num_stages": 8, "num_microbatches": 32}
 CHECKPOINT_COST = "checkpoint_cost"
 ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
-REPLICA_WAIT = "replica_wait"
+REPLICA_WAIT, PLANNED_SECONDS = "replica_wait", "planned_seconds"
+_PLANNED_SECONDS_PROGRAM = f"python -m experiments.{PLANNED_SECONDS}"
 _REPLICA_WAIT_PROGRAM = f"python -m experiments.{REPLICA_WAIT}"
 _SPLIT_COST_PROGRAM = f"python -m experiments.{SPLIT_COST}"
 _ZERO_BUBBLE_PROGRAM = f"python -m experiments.{ZERO_BUBBLE}"
@@ -244,6 +245,32 @@ def zero_bubble_models(records: Sequence[Record]) -> str:
 def zero_bubble_run(records: Sequence[Record]) -> str:
     """Return the command, date and hardware of the newest run."""
     return provenance(newest(records, ZERO_BUBBLE), _ZERO_BUBBLE_PROGRAM)
+
+
+def planned_seconds(records: Sequence[Record]) -> str:
+    """Return the planned and the measured seconds of each step."""
+    record = newest(records, PLANNED_SECONDS)
+    if record is None:
+        return not_run(_PLANNED_SECONDS_PROGRAM)
+    rows = [
+        [
+            case["model"],
+            str(case["num_stages"]),
+            case["schedule"],
+            case["mode"],
+            f"{case['planned'] * 1e3:.1f}",
+            f"{case['measured'] * 1e3:.1f}",
+            f"{case['planned'] / case['measured'] - 1:+.1%}",
+        ]
+        for case in record.results["cases"]
+    ]
+    header = ["model", "K", "schedule", "recompute", "planned, ms", "measured, ms", "planned / measured - 1"]
+    return markdown(header, rows)
+
+
+def planned_seconds_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, PLANNED_SECONDS), _PLANNED_SECONDS_PROGRAM)
 
 
 def split_cost(records: Sequence[Record]) -> str:

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from gpipe.config.checks import optional_at_least, positive, require
+from gpipe.config.checks import ConfigError, optional_at_least, positive, require
 from gpipe.config.run import RunConfig
 
 
@@ -24,6 +24,7 @@ class PlanConfig(RunConfig):
     memory_gib, link_gb_per_second: in place of the maker's figures; null keeps those.
     efficiency: the share of the makers' peaks of arithmetic and memory that is reached.
     find: null plans the run as it is.
+    calibrate: measure the layers on this machine first, and keep the seconds for later plans and runs.
     num_devices: for pipeline=auto, of all replicas; null is as many as there are here.
     """
 
@@ -33,6 +34,7 @@ class PlanConfig(RunConfig):
     efficiency: float = MISSING
     find: Find | None = MISSING
     num_devices: int | None = MISSING
+    calibrate: bool = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,3 +42,7 @@ class PlanConfig(RunConfig):
         positive("link_gb_per_second", self.link_gb_per_second)
         require(0 < self.efficiency <= 1, "efficiency", self.efficiency, "a share in (0, 1]")
         optional_at_least("num_devices", self.num_devices, 1)
+        if self.calibrate and self.device != "auto":
+            raise ConfigError(
+                f"calibrate is true, but device is {self.device}: measure on a machine that has one, with device=auto."
+            )

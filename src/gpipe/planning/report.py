@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
 from gpipe.pipeline.schedule import Kind
+from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import GIB, Accelerator
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan, Setting
@@ -47,6 +49,8 @@ def print_plan(planner: Planner, setting: Setting, name: str, console: Console |
         table.add_row(str(first[0]) if first is last else f"{first[0]}-{last[0]}", layers, *first[1][2:])
     console.print(table)
     console.print(_totals(plan), soft_wrap=True)
+    if planner.seconds is not None:
+        console.print("The seconds of the layers are measured, not those of a roofline.", soft_wrap=True)
     console.print(_processes(plan), soft_wrap=True)
     remedies = [] if plan.peak_bytes <= accelerator.memory_bytes else planner.remedies(setting)
     console.print(_verdict(plan, accelerator, remedies), soft_wrap=True)
@@ -105,6 +109,23 @@ def _divide_step(plan: Plan) -> dict[str, float]:
         "averages": plan.averaging_seconds,
         "updates": plan.update_seconds,
     }
+
+
+def compare_with_plan(plan: Plan, measured: Timeline) -> str:
+    """Return a line per stage with the mean milliseconds of its tasks, measured and planned, and one for the step."""
+    seconds: dict[tuple[int, Kind], list[float]] = {}
+    for task, start, end in measured.events:
+        seconds.setdefault((task.stage, task.kind), []).append(end - start)
+    lines = []
+    for stage, planned in enumerate(plan.stages):
+        parts = [
+            f"{kind.words} {1e3 * fmean(seconds[stage, kind]):.3g} ({1e3 * planned.seconds(kind):.3g})"
+            for kind in Kind
+            if (stage, kind) in seconds
+        ]
+        lines.append(f"stage {stage}: {', '.join(parts)}")
+    step = f"all tasks {1e3 * measured.makespan_seconds:.3g} ({1e3 * plan.timeline.makespan_seconds:.3g})"
+    return "\n".join(["milliseconds per micro-batch, measured (planned):", *lines, step])
 
 
 def _describe_kept(plan: Plan) -> str:

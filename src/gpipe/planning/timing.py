@@ -19,6 +19,7 @@ from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.split_backward import run_split_backward
+from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
 from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.profile import LayerCost, analyze_layers, layer_error
 from gpipe.planning.repeats import structure
@@ -157,30 +158,42 @@ class LayerTimer:
         self, run: Callable[[Any], Any], inputs: Payload, optimizer: torch.optim.Optimizer | None
     ) -> tuple[LayerTiming, Payload]:
         """Run all passes once; return their seconds, and the outputs without a graph."""
-        # Each pass has inputs of its own, which the layer may change in place; a leaf with a gradient it may not.
-        entered = Payload([tensor.clone() for tensor in inputs.tensors], inputs.structure, inputs.differentiable)
-        with torch.no_grad():
-            forward, outputs = self._clocked(lambda: Payload.of(run(entered.value())))
-        recompute, roots = self._build_graph(run, inputs)
+        # A forward that will be recomputed, as `Stage.forward` runs it.
+        try:
+            with without_saved_tensors():
+                forward, outputs = self._build_graph(run, inputs)
+        except Exception as error:
+            if not wants_saved_tensors(error):
+                raise
+            forward, outputs = self._build_graph(run, inputs)
+        outputs = outputs.replace([tensor.detach() for tensor in outputs.tensors])
+        recompute, payload = self._build_graph(run, inputs)
+        graph = payload.tensors
+        roots = [tensor for tensor in graph if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
-        backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients))
+        backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients) if roots else None)
         weights = splitting = 0.0
         if self._splits:
-            _, roots = self._build_graph(run, inputs)
-            edges = [get_gradient_edge(root) for root in roots]
-            del roots  # a boundary output is gone when it has been sent
+            graph = self._build_graph(run, inputs)[1].tensors
+            edges = [get_gradient_edge(tensor) for tensor in graph if tensor.requires_grad]
+            del graph, payload, roots  # a boundary output is gone when it has been sent
             early, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
             weights, _ = self._clocked(waiting.compute)
             splitting = early + weights - backward
         update = 0.0 if optimizer is None else self._clocked(optimizer.step)[0]
         return LayerTiming(forward, recompute, backward, update, weights, splitting), outputs
 
-    def _build_graph(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, list[Tensor]]:
-        """Run the forward function with a graph; return its seconds, and the outputs that need a gradient."""
-        leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in inputs.tensors]
+    def _build_graph(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
+        """Run the forward function with a graph; return its seconds, and the outputs.
+
+        Each pass has inputs of its own, which the layer may change in place; a leaf with a gradient it may not.
+        """
+        leaves = [
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
+        ]
         entered = inputs.replace([leaf.clone() for leaf in leaves])
-        seconds, graph = self._clocked(lambda: Payload.of(run(entered.value())))
-        return seconds, [tensor for tensor in graph.tensors if tensor.requires_grad]
+        return self._clocked(lambda: Payload.of(run(entered.value())))
 
     def _clocked(self, run: Callable[[], _Result]) -> tuple[float, _Result]:
         start = self._now()

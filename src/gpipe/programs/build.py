@@ -35,6 +35,7 @@ from gpipe.pipeline.microbatch import Payload, microbatch_sizes
 from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialization, Rematerialize, place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
+from gpipe.planning.calibration import Calibration
 from gpipe.planning.cut import Cutter
 from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.fit import Fit
@@ -43,6 +44,7 @@ from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
+from gpipe.programs.calibration_files import find_calibration, precision_of
 from gpipe.programs.chosen_checkpoint import find_checkpoint, find_kindred, newest_manifest, refuse_other_files
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
@@ -110,8 +112,12 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
     def decide(tell: Callable[[str], None]) -> None:
         nonlocal planner
         accelerator = detect_accelerator(place.device_type)
-        seconds = _measure_seconds(run, layers, place.device_type, lambda _: tell("")) if measures else None
-        planner = build_planner(run, accelerator, seconds=seconds, memory=memory)
+        seconds = None
+        if measures:
+            splits = run.pipeline.schedule.value in SPLIT_SCHEDULES
+            seconds = measure_seconds(run, layers, place.device_type, lambda _: tell(""), splits=splits)
+        calibration = None if measures else find_calibration(run, accelerator)
+        planner = build_planner(run, accelerator, seconds=seconds, memory=memory, calibration=calibration)
         plan = planner.plan(build_setting(run, accelerator, place))
         tell(json.dumps([plan.partitions, plan.setting.rematerialize]))
 
@@ -120,8 +126,13 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
     return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planner)
 
 
-def _measure_seconds(
-    run: RunConfig, layers: nn.Sequential, device_type: str, on_layer: Callable[[LayerTiming], None]
+def measure_seconds(
+    run: RunConfig,
+    layers: nn.Sequential,
+    device_type: str,
+    on_layer: Callable[[LayerTiming], None],
+    *,
+    splits: bool,
 ) -> list[LayerSeconds]:
     """Time each layer, described on the meta device, and the loss with the run's largest micro-batch."""
     workload = workload_of(run)
@@ -129,7 +140,6 @@ def _measure_seconds(
     device = torch.empty(0, device=device_type).device
     example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
     with build_autocast(run.trainer.autocast, device_type)():
-        splits = {run.pipeline.schedule.value} <= SPLIT_SCHEDULES
         timings = LayerTimer(device, _TIMED_RUNS, splits=splits).time(layers, workload.loss(), example, on_layer)
     return [timing.seconds for timing in timings]
 
@@ -173,11 +183,17 @@ def build_planner(
     efficiency: float = EFFICIENCY,
     seconds: Sequence[LayerSeconds] | None = None,
     memory: OperationMemory | None = None,
+    calibration: Calibration | None = None,
 ) -> Planner:
     """Build what plans the run's steps on accelerators of one kind.
 
-    efficiency: the share of the makers' peaks that is reached. seconds: of each layer and the loss, measured with the
-    run's largest micro-batch; None plans them. memory: measures operations; None plans without.
+    Args:
+        run: the settings.
+        accelerator: the kind.
+        efficiency: the share of the makers' peaks that is reached.
+        seconds: of each layer and the loss, measured with the run's largest micro-batch; None plans them.
+        memory: measures operations; None plans without.
+        calibration: corrects planned seconds; None takes them as they are.
     """
     settings = run.pipeline
     partition_by = settings.partition_by.value.removeprefix("measured_")
@@ -187,8 +203,13 @@ def build_planner(
             f"pipeline.partition_by is {settings.partition_by.value}, but a plan measures nothing: set "
             f"pipeline.partition_by={partition_by}."
         )
-    speed = Speed.of(accelerator, _precision(run), efficiency)
-    measured = None if seconds is None else lambda _: seconds
+    speed = Speed.of(accelerator, precision_of(run), efficiency)
+    measured: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
+    if seconds is not None:
+        measured = partial(_take, seconds)
+    elif calibration is not None:
+        # Its figures are shares of what this speed plans.
+        measured = partial(_correct, calibration, Speed.of(accelerator, precision_of(run)))
     cut = Cutter(
         partition_by,
         settings.objective.value,
@@ -210,8 +231,17 @@ def build_planner(
     )
 
 
-def _precision(run: RunConfig) -> str:
-    return "float32" if run.trainer.autocast is Autocast.none else run.trainer.autocast.value
+def _take(seconds: Sequence[LayerSeconds], _: Sequence[LayerProfile]) -> Sequence[LayerSeconds]:
+    return seconds
+
+
+def _correct(calibration: Calibration, speed: Speed, profiles: Sequence[LayerProfile]) -> Sequence[LayerSeconds]:
+    return calibration.correct(speed.seconds(profiles))
+
+
+def profile_run(run: RunConfig, size: int) -> list[LayerProfile]:
+    """Describe the run's layers and the loss with a micro-batch of a size."""
+    return _profiler(run, None)(size)
 
 
 def _profiler(run: RunConfig, memory: OperationMemory | None) -> Callable[[int], list[LayerProfile]]:

@@ -13,6 +13,8 @@ from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.report import print_plan
 from gpipe.programs.automatic import Devices, find_devices_at_hand
 from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
+from gpipe.programs.calibrate import calibrate
+from gpipe.programs.calibration_files import find_calibration
 
 _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
 
@@ -41,15 +43,14 @@ def _find_accelerator(plan: PlanConfig) -> Accelerator:
 def start(plan: PlanConfig) -> None:
     """Print the plan of a run, or what was to be found; an error is one message and an exit with status 1."""
     with report_errors(debug=plan.launch.debug):
-        found = accelerator_at_hand(plan) if plan.device == "auto" else find_accelerator(plan.device)
-        accelerator = found.with_limits(memory_gib=plan.memory_gib, link_gb_per_second=plan.link_gb_per_second)
-        planner, setting = (
-            build_planner(plan, accelerator, efficiency=plan.efficiency),
-            build_setting(plan, accelerator),
-        )
+        accelerator = _find_accelerator(plan)
+        if plan.calibrate:
+            calibrate(plan)
+        calibration = find_calibration(plan, accelerator)
+        planner = build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
         if plan.find is not None:
             planner = _find_largest(plan, accelerator)
-        print_plan(planner, setting, plan.name)
+        print_plan(planner, build_setting(plan, accelerator), plan.name)
 
 
 def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:

@@ -61,7 +61,7 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     Raises:
         SystemExit: with status 75, when this session was asked to stop.
     """
-    from gpipe.planning.report import print_plan
+    from gpipe.planning.report import compare_with_plan, print_plan
     from gpipe.programs import build, outcome
     from gpipe.programs.chosen_checkpoint import check_earlier
 
@@ -76,9 +76,15 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     pipeline = build.build_pipeline(run, layers, layout, place)
     del layers, planner, layout  # other stages' layers may have memory, which ends here
     timelines: list[Timeline] = []
+
+    def keep(timeline: Timeline) -> None:
+        if plan is not None and not timelines and trainer.progress is not None:
+            trainer.progress.message(compare_with_plan(plan, timeline))
+        timelines[:] = [timeline]
+
     try:
         with build.build_tracker(run, folder, overrides, enabled=place.is_main) as tracker:
-            trainer = build.build_trainer(run, pipeline, place, folder, tracker, timelines.append)
+            trainer = build.build_trainer(run, pipeline, place, folder, tracker, keep)
             tracker.begin([] if plan is None else plan.rows())
             summary = trainer.train()
             if plan is not None:
@@ -102,9 +108,11 @@ def _check_tracking(run: RunConfig) -> None:
 def _print_plan(run: RunConfig) -> None:
     from gpipe.planning.report import print_plan
     from gpipe.programs import build
+    from gpipe.programs.calibration_files import find_calibration
 
     accelerator = build.accelerator_at_hand(run)
-    print_plan(build.build_planner(run, accelerator), build.build_setting(run, accelerator), run.name)
+    planner = build.build_planner(run, accelerator, calibration=find_calibration(run, accelerator))
+    print_plan(planner, build.build_setting(run, accelerator), run.name)
 
 
 def describe_processes(run: RunConfig, folder: Path) -> Processes:

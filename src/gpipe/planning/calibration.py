@@ -1,0 +1,68 @@
+"""The measured seconds of a model's layers, for later plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpipe.durable_files import write_flushed
+from gpipe.planning.accelerator import LayerSeconds
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the layers and the loss of a model took on a device, and what was planned for the same micro-batches.
+
+    Attributes:
+        origin: of what, and on what: the model, the device, the version of torch, the type of data. Plans of the same
+            origin use it.
+        microbatch_size: examples of the micro-batches that were measured.
+        measured: seconds of each layer and the loss.
+        planned: likewise, of the roofline.
+    """
+
+    origin: dict[str, Any]
+    microbatch_size: int
+    measured: list[LayerSeconds]
+    planned: list[LayerSeconds]
+
+    def correct(self, planned: Sequence[LayerSeconds]) -> list[LayerSeconds]:
+        """Return planned seconds, of micro-batches of any size, times what measuring came to of what was planned.
+
+        Raises:
+            ValueError: they are of another number of layers.
+        """
+        rows = zip(planned, self.measured, self.planned, strict=True)
+        return [_correct(now, measured, before) for now, measured, before in rows]
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_flushed(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """Read what `write` wrote.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            rows = {name: [LayerSeconds(*map(float, row)) for row in found[name]] for name in ("measured", "planned")}
+            return cls(dict(found["origin"]), int(found["microbatch_size"]), **rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no calibration ({error}): remove it, or run plan.py calibrate=true.") from None
+
+
+def _correct(now: LayerSeconds, measured: LayerSeconds, before: LayerSeconds) -> LayerSeconds:
+    passes = (
+        known if planned == 0 else value * known / planned
+        for value, known, planned in zip(now[:4], measured[:4], before[:4], strict=True)
+    )
+    forward, recompute, backward, weights = passes
+    share = measured.splitting / measured.backward if measured.backward > 0 else 0.0
+    return LayerSeconds(forward, recompute, backward, weights, backward * share)

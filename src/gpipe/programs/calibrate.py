@@ -1,0 +1,40 @@
+"""Measure the layers of a run on this machine, for later plans: plan.py calibrate=true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpipe.config import RunConfig
+from gpipe.launch import processes
+from gpipe.launch.processes import Place
+from gpipe.pipeline.microbatch import microbatch_sizes
+from gpipe.planning.accelerator import Speed, detect_accelerator
+from gpipe.planning.calibration import Calibration
+from gpipe.programs.build import build_layers, measure_seconds, profile_run
+from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path, precision_of
+from gpipe.programs.train import describe_processes
+from gpipe.programs.workloads import workload_of
+
+
+def calibrate(run: RunConfig) -> None:
+    """Measure the layers in as many processes at once as the run has, and write what the first one finds.
+
+    Processors share memory and caches: alone, a process would be faster than beside the others.
+    """
+    processes.run(_measure, describe_processes(run, FOLDER), run)
+
+
+def _measure(place: Place, _: Path, run: RunConfig) -> None:
+    place.share("calibration", "begins")
+    accelerator = detect_accelerator(place.device_type)
+    layers = build_layers(run)
+    measured = measure_seconds(run, layers, place.device_type, lambda _: None, splits=True)
+    if not place.is_main:
+        return
+    workload = workload_of(run)
+    size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
+    planned = Speed.of(accelerator, precision_of(run)).seconds(profile_run(run, size))
+    found = Calibration(describe_origin(run, accelerator), size, measured, planned)
+    path = find_path(run, accelerator)
+    found.write(path)
+    print(f"The seconds of {len(measured) - 1} layers and the loss, with micro-batches of {size}, are in {path}.")
