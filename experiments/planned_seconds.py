@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import gpipe
 from experiments.program import StudyProgram, track
 from experiments.zero_bubble import AMOEBANET, TRANSFORMER, build_model, compute_model_loss, start
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.cut import Cutter
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import Setting, plan_step
@@ -30,7 +30,7 @@ from gpipe.planning.timing import LayerTimer
 from gpipe.records import make_record
 from reproductions.bubble.tables import PLANNED_SECONDS, planned_seconds, planned_seconds_run
 
-NUM_MICROBATCHES, TIMED_RUNS, WARM_UP, PORT = 4, 9, 2, 29820
+NUM_MICROBATCHES, TIMED_RUNS, WARM_UP, PORT = 4, 15, 2, 29820
 
 
 class Case(NamedTuple):
@@ -67,7 +67,7 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
     timings = LayerTimer(torch.device("cpu"), TIMED_RUNS, splits=True).time(layers, compute_model_loss, example)
     rows: list[Any] = [None] * num_processes
     dist.all_gather_object(rows, [timing.seconds for timing in timings])  # noqa: TID251 - of this program
-    seconds = rows[0]
+    seconds = [LayerSeconds(*map(fmean, zip(*layer, strict=True))) for layer in zip(*rows, strict=True)]
     speed = Speed.of(find_accelerator("cpu"), "float32")
     setting = Setting(
         case.num_stages, NUM_MICROBATCHES, Rematerialize(case.mode), case.schedule, is_sequential=num_processes == 1

@@ -390,6 +390,8 @@ TABLES = (
     zero_bubble_run,
     split_cost,
     split_cost_run,
+    planned_seconds,
+    planned_seconds_run,
     replica_wait,
     replica_wait_run,
     schedule_memory,

@@ -100,6 +100,28 @@ def test_devices_that_are_not_here_must_be_counted(tmp_path: Path) -> None:
     )
 
 
+def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:
+    words = (*SMALL, "pipeline.num_microbatches=2", "launch=process_per_stage")
+    measured = "The seconds of the layers are measured"
+    first = run_program(ROOT / "plan.py", *words, folder=tmp_path)
+    done = run_program(ROOT / "plan.py", *words, "calibrate=true", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("runs/calibrations/amoebanet-*.json")
+    assert f"with micro-batches of 8, are in {path.relative_to(tmp_path)}" in done.stdout
+    later = run_program(ROOT / "plan.py", *words, folder=tmp_path)
+    assert measured not in first.stdout and measured in done.stdout and measured in later.stdout
+    assert later.stdout == done.stdout.partition("\n")[2]
+    dry = run_program(ROOT / "train.py", *words, "trainer.dry_run=true", folder=tmp_path)
+    assert dry.stdout == later.stdout
+    for other in ("model.num_filters=16", "device=h100", "trainer.autocast=bfloat16", "launch.num_threads=2"):
+        assert measured not in run_program(ROOT / "plan.py", *words, other, folder=tmp_path).stdout
+
+
+def test_only_this_machine_can_be_measured(plan: Plan) -> None:
+    said = plan(*SMALL, "device=h100", "calibrate=true")
+    assert said.startswith("error: calibrate is true, but device is h100: measure on a machine that has one")
+
+
 def test_the_cut_by_memory_has_the_lowest_peak(plan: Plan) -> None:
     peaks = {}
     for partition_by in ("flops", "memory"):
