@@ -35,6 +35,7 @@ class Setting:
         tied: whether the first and the last convolution share their weights.
         first_on_cpu: whether a process that plays all stages has the first one on the CPU.
         idle_norm: whether replica 1 leaves out a batch norm.
+        checks_recomputation: whether recomputations are compared with forwards.
     """
 
     num_stages: int = 1
@@ -48,6 +49,7 @@ class Setting:
     first_on_cpu: bool = False
     idle_norm: bool = False
     autocast: bool = False
+    checks_recomputation: bool = False
 
     def one_stage(self) -> Setting:
         """Return the same training without a pipeline: interleaving has the order of 1F1B in each stage."""
@@ -73,7 +75,7 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         layers, nn.functional.cross_entropy, CUTS[setting.num_stages], setting.num_microbatches,
         rematerialize=setting.rematerialize, schedule=setting.schedule, stages_per_device=setting.stages_per_device,
         devices=_choose_devices(setting, num_devices, world), mesh=mesh, seed=3, timeout_seconds=10,
-        synchronize_batch_norm=setting.synchronize_batch_norm,
+        synchronize_batch_norm=setting.synchronize_batch_norm, check_recomputation=setting.checks_recomputation,
     )  # fmt: skip
     nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
     optimizer = torch.optim.SGD([*pipeline.parameters(), nothing], lr=0.1, momentum=0.9)

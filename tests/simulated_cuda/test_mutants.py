@@ -40,6 +40,7 @@ SCENARIOS = (
     Scenario(1, train, (Setting(2, "always", first_on_cpu=True),)),
     Scenario(2, train, (Setting(1, "always", synchronize_batch_norm=True),)),
     Scenario(2, train, (Setting(1, "always", idle_norm=True),)),
+    Scenario(1, train, (Setting(2, "always", checks_recomputation=True),)),
     Scenario(2, name_link),
 )
 

@@ -38,14 +38,14 @@ class _Use(torch.autograd.Function):
     def forward(ctx: Any, sharding: Sharding, parameters: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.sharding, ctx.num_parameters = sharding, len(parameters)
         ctx.set_materialize_grads(False)
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        ctx.like = [(parameter.shape, parameter.new_empty(())) for parameter in parameters]
         return tuple(tensor.detach() for tensor in tensors[len(parameters) :])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         unused: list[Tensor | None] = [None] * ctx.num_parameters
         if ctx.sharding.is_last_backward:
-            unused = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+            unused = [like.new_zeros(shape) for shape, like in ctx.like]
         return None, None, *unused, *gradients
 
 
