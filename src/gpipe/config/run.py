@@ -244,6 +244,12 @@ def to_run(composed: DictConfig) -> RunConfig:
             "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
             "init_from=null to train from scratch."
         )
+    for key in map(str, composed.pipeline):
+        if OmegaConf.is_missing(composed.pipeline, key):
+            raise ConfigError(
+                f"pipeline.{key} is left to the planner, which chooses for plan.py and, without evaluate=, for train.py: "
+                f"set pipeline.{key}=..., or choose another file than pipeline=auto."
+            )
     try:
         run = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
