@@ -35,10 +35,14 @@ def _fork_worker(handler: SubprocessHandler, words: tuple[str, ...], environment
 
 
 def _close_connections() -> None:
-    """Close torchrun's, such as the one that it listens at."""
+    """Close torchrun's, such as the one that it listens at.
+
+    Their numbers stay taken: whatever of torchrun's still has one may close it later, and must not hit another.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
     for number, path in [(int(path.name), path) for path in Path("/proc/self/fd").iterdir()]:
         if path.is_socket():
-            os.close(number)
+            os.dup2(nothing, number)
 
 
 class _Worker:

@@ -247,8 +247,8 @@ def to_run(composed: DictConfig) -> RunConfig:
     for key in map(str, composed.pipeline):
         if OmegaConf.is_missing(composed.pipeline, key):
             raise ConfigError(
-                f"pipeline.{key} is left to the planner, which chooses for plan.py and, without evaluate=, for train.py: "
-                f"set pipeline.{key}=..., or choose another file than pipeline=auto."
+                f"pipeline.{key} is left to the planner, which chooses for plan.py, and for train.py except with "
+                f"evaluate=...: set pipeline.{key}=..., or choose another file than pipeline=auto."
             )
     try:
         run = OmegaConf.to_object(composed)
