@@ -244,18 +244,23 @@ def to_run(composed: DictConfig) -> RunConfig:
             "init_from is not set, expected the run or checkpoint to start from: set init_from=<folder>, or "
             "init_from=null to train from scratch."
         )
-    for key in map(str, composed.pipeline):
-        if OmegaConf.is_missing(composed.pipeline, key):
-            raise ConfigError(
-                f"pipeline.{key} is left to the planner, which chooses for plan.py, and for train.py except with "
-                f"evaluate=...: set pipeline.{key}=..., or choose another file than pipeline=auto."
-            )
+    refuse_open(composed)
     try:
         run = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {why(error)}") from None
     assert isinstance(run, RunConfig)
     return run
+
+
+def refuse_open(composed: DictConfig) -> None:
+    """Refuse settings that pipeline=auto leaves open, where nothing chooses them."""
+    for key in map(str, composed.pipeline):
+        if OmegaConf.is_missing(composed.pipeline, key):
+            raise ConfigError(
+                f"pipeline.{key} is left to the planner, which chooses for plan.py, and for train.py except with "
+                f"evaluate=...: set pipeline.{key}=..., or choose another file than pipeline=auto."
+            )
 
 
 def refuse_added_keys(node: DictConfig, path: str) -> None:

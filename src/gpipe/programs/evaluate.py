@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from gpipe.config import RunConfig
 from gpipe.config.evaluated import to_evaluated
+from gpipe.config.run import refuse_open
 from gpipe.launch import garbage_collection, processes
 from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import report_errors
@@ -25,6 +26,7 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
         overrides: the words of the command line.
     """
     with report_errors(debug=composed.launch.debug):
+        refuse_open(composed)
         from gpipe.checkpoint.manifest import Manifest
         from gpipe.programs.chosen_checkpoint import find_checkpoint
         from gpipe.programs.complete import check_run_data, without_fetching
