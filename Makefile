@@ -31,7 +31,7 @@ test: .venv/development .venv/fairseq ## set up, then lint and run the tests, at
 quicktest: .venv/development .venv/fairseq
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
 
-reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: twelve minutes on two cores
+reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: fifteen minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone"
 	$(BIN)/python -m pytest --numprocesses 4 -m alone $$(grep -rl --include="*.py" "mark\.alone" tests)
 
