@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
+from tests.support.gate import Gate
 from tests.support.process_pool import ProcessPool
 
 PADDING = -100
@@ -41,18 +42,6 @@ LAYOUTS = (
     Layout(2, (1, 1, 1, 2), "interleaved_1f1b"),
     Layout(2, (1, 1, 1, 2), "zb_v"),
 )
-
-
-class Gate(nn.Module):
-    """Adds its weight to the examples whose first feature exceeds 10; without such examples, does not use it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((6,), 0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, :1] > 10
-        return torch.where(chosen, x * self.weight * 0.1, x) if bool(chosen.any()) else x
 
 
 def plain_layers(seed: int = 0) -> nn.Sequential:

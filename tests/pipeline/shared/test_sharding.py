@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import gpipe
 from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.schedule import SPLIT_SCHEDULES
+from tests.support.gate import Gate
 from tests.support.process_pool import ProcessPool
 
 MODES = ("always", "except_last", "never")
@@ -26,18 +27,6 @@ LAYOUTS = (
     (2, (2, 3), "1f1b"),
     (2, (1, 1, 1, 2), "interleaved_1f1b"),
 )
-
-
-class Gate(nn.Module):
-    """Adds its weight to the examples whose first feature exceeds 10; without such examples, does not use it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((6,), 0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = x[:, :1] > 10
-        return torch.where(chosen, x * self.weight * 0.1, x) if bool(chosen.any()) else x
 
 
 def make_layers(seed: int = 0, *, depends: bool = True) -> nn.Sequential:
