@@ -17,6 +17,7 @@ from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter
 from gpipe.planning.fit import Fit
 from gpipe.planning.interpolation import InterpolatedProfiles
+from gpipe.planning.ledger import Work
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.search import Space, find_fastest
@@ -160,3 +161,26 @@ def test_profiles_between_two_sizes_lie_on_a_line() -> None:
     with pytest.raises(ValueError, match="too few examples"):
         profiles(1)
     assert profiles(32)[0].kept_bytes == 323  # in earnest
+
+
+def test_a_loss_in_more_pieces_is_interpolated_as_one_operation() -> None:
+    def profiler(size: int) -> list[LayerProfile]:
+        return [layer(flops=7 * size), replace(LOSS, forward=(Work(0, 100),) * size, backward=(Work(2, 50),) * size)]
+
+    profiles = InterpolatedProfiles(profiler, (2, 4, 16))
+    assert profiles(4)[1] == replace(LOSS, forward=(Work(0, 400),), backward=(Work(8, 200),))
+    assert profiles(4)[0] == profiler(4)[0]
+
+
+def test_sizes_that_are_shown_are_profiled_once_and_others_are_not() -> None:
+    """A profile of a large model takes seconds."""
+    model = planner([3, 4, 3, 5, 4, 4], 64)
+    profiler, asked = model.profiler, list[int]()
+
+    def ask(size: int) -> list[LayerProfile]:
+        asked.append(size)
+        return profiler(size)
+
+    plans = find_fastest(replace(model, profiler=ask), Space(4), LIKE, 10**6)
+    ends = [1, 64]
+    assert sorted(asked) == sorted([*ends, *{plan.microbatch_size for plan in plans}])

@@ -55,14 +55,25 @@ def test_ranks_and_limit_count_as_sorting_and_comparing_do() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pieces_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for num_rows in (37, 8, 1):
-        logits, targets = random_rows(37, 1001, dtype)
+    for num_rows in (137, 8, 1):
+        logits, targets = random_rows(137, 1001, dtype)
         monkeypatch.setattr(cross_entropy, "PIECE_BYTES", num_rows * 1001 * max(4, dtype.itemsize))
         figures = judge(logits, targets, label_smoothing=0.1, ranks=(1, 5), limit=4.0)
         (gradient,) = torch.autograd.grad(figures.losses.mean(), logits)
         found.append([figures.losses, figures.nll, *figures.correct, figures.num_at_limit, gradient])
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@given(num_rows=st.integers(0, 10**6), num_classes=st.integers(1, 10**6))
+def test_pieces_are_all_rows_in_order_and_at_most_64(num_rows: int, num_classes: int) -> None:
+    rows = torch.empty(num_rows, num_classes, device="meta")
+    pieces = list(cross_entropy.cut(rows))
+    assert 1 <= len(pieces) <= 64
+    assert [row for piece in pieces for row in range(num_rows)[piece]] == list(range(num_rows))
+    (size,) = {piece.stop - piece.start for piece in pieces}
+    if size > 1 and size * num_classes * 4 > PIECE_BYTES:  # then smaller pieces would be more than 64
+        assert (size - 1) * 64 < num_rows
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-10)])

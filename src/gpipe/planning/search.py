@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 from gpipe.pipeline.schedule import SCHEDULES, SPLIT_SCHEDULES, Rematerialization, Rematerialize
@@ -126,8 +127,10 @@ def find_fastest(
     planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
     found = _keep_best(_plan(replace(rough, cut=cut), _choose(planned, most_cuts), count))
     # Profiles were interpolated, and evaluations left out: a setting may turn out slower, or not fit.
-    exact = _plan(replace(planner, cut=cut), found[: 2 * count], count)
-    return [one.plan for one in exact if one.plan is not None and one.plan.peak_bytes <= room_bytes][:count]
+    precise = replace(planner, cut=cut)
+    exact = (_try_plan(precise, one.setting) for one in found)
+    fitting = (plan for plan in exact if plan is not None and plan.peak_bytes <= room_bytes)
+    return sorted(islice(fitting, count), key=lambda plan: plan.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -173,13 +176,19 @@ def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list
             one.shape, math.inf
         ):
             continue
-        try:
-            plan = planner.plan(one.setting)
-        except ValueError:  # such as no cut within the memory
+        plan = _try_plan(planner, one.setting)
+        if plan is None:
             continue
         found.append(replace(one, plan=plan))
         best[one.shape] = min(best.get(one.shape, math.inf), plan.step_seconds)
     return sorted(found, key=lambda one: one.seconds)
+
+
+def _try_plan(planner: Planner, setting: Setting) -> Plan | None:
+    try:
+        return planner.plan(setting)
+    except ValueError:  # such as no cut within the memory
+        return None
 
 
 def _keep_best(planned: Sequence[Candidate]) -> list[Candidate]:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 PIECE_BYTES = 2**25
 """Of a piece in float32. With a vocabulary of 64,000 it has 131 rows, one for each processor of a large GPU."""
+_MOST_PIECES = 64  # then pieces grow: beside logits of 2 GiB and more a sixty-fourth is little, and a start costs time
 
 
 class Judgement(NamedTuple):
@@ -96,7 +97,7 @@ class _Judge(torch.autograd.Function):
         ctx.smoothing = smoothing
         ctx.set_materialize_grads(False)
         # A large operation for each figure of a piece; small ones for all rows at once.
-        pieces = [_read(rows[piece], targets[piece], max(ranks), limit, averages=smoothing > 0) for piece in _cut(rows)]
+        pieces = [_read(rows[piece], targets[piece], max(ranks), limit, averages=smoothing > 0) for piece in cut(rows)]
         logarithms, largest, *others = (torch.cat(found) for found in zip(*pieces, strict=True))
         nll = -logarithms.squeeze(1)
         losses = (1.0 - smoothing) * nll
@@ -118,7 +119,7 @@ class _Judge(torch.autograd.Function):
         of_all_classes = weights * (-ctx.smoothing / rows.shape[1])
         of_target = torch.full_like(weights, ctx.smoothing - 1.0)
         gradient = torch.empty_like(rows)
-        for piece in _cut(rows):
+        for piece in cut(rows):
             found = F.softmax(rows[piece], -1, dtype=wide).scatter_add_(1, classes[piece], of_target[piece])
             # Rounds to 16 bits once, at the end.
             torch.addcmul(of_all_classes[piece], found, weights[piece], out=gradient[piece])
@@ -139,8 +140,9 @@ def _read(rows: Tensor, targets: Tensor, rank: int, limit: float | None, *, aver
     return found
 
 
-def _cut(rows: Tensor) -> Iterator[slice]:
+def cut(rows: Tensor) -> Iterator[slice]:
     """Yield the rows of each piece; where there are none, one piece without any."""
-    length = max(1, PIECE_BYTES // (rows.shape[1] * widen_type(rows.dtype).itemsize))
+    length = PIECE_BYTES // (rows.shape[1] * widen_type(rows.dtype).itemsize)
+    length = max(1, length, -(-len(rows) // _MOST_PIECES))
     for start in range(0, max(1, len(rows)), length):
         yield slice(start, start + length)
