@@ -38,6 +38,13 @@ def test_a_host_that_starts_operations_ahead_bounds_small_layers_alone() -> None
     assert speed.slowed(2).seconds([profile]) == [LayerSeconds(40.0, 40.0, 12.0)]
 
 
+def test_a_message_takes_its_bytes_and_a_hop_and_none_takes_nothing() -> None:
+    speed = Speed(10.0, 5.0, 100.0, 4.0, hop_seconds=3.0)
+    assert speed.transfer_seconds(20) == 8.0
+    assert speed.slowed(2).transfer_seconds(20) == 16.0
+    assert speed.transfer_seconds(0) == 0.0
+
+
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_no_torch_accelerator_starts_a_hundred_thousand_small_operations_per_second_for_nothing(name: str) -> None:
     tiny = replace(LOSS, forward=(Work(1, 1),) * 1000, backward=())

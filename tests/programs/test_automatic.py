@@ -34,8 +34,21 @@ def test_every_device_is_used_and_a_second_search_finds_the_same(capsys: pytest.
     run = choose()
     assert run.launch.num_processes == 4
     assert run.launch.num_replicas * run.pipeline.num_stages // run.pipeline.stages_per_device == 4
-    assert "The fastest ways to run it on 4 x v100, planned:" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "The fastest ways to run it on 4 x v100, planned:" in printed
+    size = 16 // run.launch.num_replicas // run.pipeline.num_microbatches
+    assert f"Batch norm sees {size} examples at once with the first of these" in printed
     assert choose() == run
+
+
+def test_nothing_is_said_of_batch_norm_where_it_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    choose("pipeline.num_microbatches=4")
+    choose_pipeline(
+        compose("train", overrides=["+experiment=table2_transformer_lm_laptop", "pipeline=auto"]),
+        (),
+        lambda _: devices(2),
+    )
+    assert "Batch norm sees" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class Accelerator:
         link_bandwidth: bytes/s to a neighbouring accelerator, in one direction.
         operation_seconds: the time that any operation takes to start.
         starts_ahead: whether a host starts operations while earlier ones still run; otherwise starting is on top.
+        hop_seconds: what a message to a neighbour takes beside its bytes; 0 where nobody has measured it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Accelerator:
     link_bandwidth: float
     operation_seconds: float
     starts_ahead: bool
+    hop_seconds: float = 0.0
 
     def flops_per_second(self, precision: str) -> float:
         """Return the FLOP/s for "float32", "bfloat16" or "float16"."""
@@ -79,7 +81,9 @@ _G = 1e9
 # two fused multiply-adds of 8 floats a cycle (AVX2), 96 GFLOP/s, and no units for bfloat16; one channel of DDR4-2666,
 # 21.3 GB/s; half of that for a message, which is copied into a socket and out of it; and 20 microseconds per operation,
 # without which small layers of many operations, such as AmoebaNet's last cells, look much too cheap: of the measured
-# times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most.
+# times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most. Between two
+# tasks of two processes lies a millisecond, as `train_step(record_timeline=True)` shows: a message is packed, sent and
+# unpacked, and threads have to be woken up.
 # Starting operations: XLA compiles what a TPU runs into one program, so starting takes nothing. A GPU's operations are
 # started by torch on its host: Python, the dispatcher, autograd, and NVIDIA's driver. Published estimates are 5 to 25
 # microseconds per operation; we assume 10 on any host. The host is ahead of a busy GPU, so a layer takes either the
@@ -94,7 +98,9 @@ _ALL = (
     Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 2039 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 989 * _T, 3350 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 989 * _T, 4800 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
-    Accelerator("cpu", 16 * GIB, 96 * _G, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, 20e-6, starts_ahead=False),
+    Accelerator(
+        "cpu", 16 * GIB, 96 * _G, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, 20e-6, starts_ahead=False, hop_seconds=1e-3
+    ),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _ALL}
 _UNKNOWN_GPU = "a100"
@@ -170,6 +176,7 @@ class Speed:
         link_bytes_per_second: to a neighbouring accelerator, one way.
         operation_seconds: what any operation takes to start.
         starts_ahead: whether a host starts operations while earlier ones still run.
+        hop_seconds: what a message to a neighbouring accelerator takes beside its bytes.
     """
 
     peak_flops_per_second: float
@@ -178,6 +185,7 @@ class Speed:
     link_bytes_per_second: float
     operation_seconds: float = 0.0
     starts_ahead: bool = False
+    hop_seconds: float = 0.0
 
     @classmethod
     def of(cls, accelerator: Accelerator, precision: str, efficiency: float = EFFICIENCY) -> Speed:
@@ -185,7 +193,7 @@ class Speed:
         peak = accelerator.flops_per_second(precision)
         reached = efficiency * peak, efficiency * accelerator.memory_bandwidth
         start = accelerator.operation_seconds, accelerator.starts_ahead
-        return cls(peak, *reached, accelerator.link_bandwidth, *start)
+        return cls(peak, *reached, accelerator.link_bandwidth, *start, accelerator.hop_seconds)
 
     def slowed(self, factor: float) -> Speed:
         """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
@@ -196,7 +204,12 @@ class Speed:
             bytes_per_second=self.bytes_per_second / factor,
             link_bytes_per_second=self.link_bytes_per_second / factor,
             operation_seconds=self.operation_seconds * factor,
+            hop_seconds=self.hop_seconds * factor,
         )
+
+    def transfer_seconds(self, num_bytes: int) -> float:
+        """Return how long a message takes to a neighbouring accelerator; an empty one is not sent."""
+        return self.hop_seconds + num_bytes / self.link_bytes_per_second if num_bytes else 0.0
 
     def seconds(self, profiles: Sequence[LayerProfile]) -> list[LayerSeconds]:
         """Return how long each layer takes if nothing but its operations does, one after the other.

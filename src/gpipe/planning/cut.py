@@ -288,7 +288,7 @@ class _StepBound:
         kinds = {kind for kind, _ in self._counts}
         self._seconds = {kind: list(accumulate((layer.of(kind) for layer in merged), initial=0.0)) for kind in kinds}
         (self._backward,) = (kind for kind in kinds if kind.makes_gradients)
-        self._send = [profile.input_bytes / speed.link_bytes_per_second for profile in profiles]
+        self._send = [speed.transfer_seconds(profile.input_bytes) for profile in profiles]
         self._placement = setting.placement
 
     def __call__(self, partitions: Sequence[int]) -> _Score:

@@ -352,5 +352,5 @@ def _stage(
         weight_gradient_seconds=seconds.weights,
         splitting_seconds=seconds.splitting,
         output_bytes=output_bytes,
-        transfer_seconds=output_bytes / speed.link_bytes_per_second,
+        transfer_seconds=speed.transfer_seconds(output_bytes),
     )

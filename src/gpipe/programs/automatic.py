@@ -77,9 +77,10 @@ def choose_pipeline(
         check_run_data(run)
     run = complete(run)
 
+    from gpipe.pipeline.batch_norm import converted_batch_norms
     from gpipe.planning.report import print_choices
     from gpipe.planning.search import Space, find_fastest
-    from gpipe.programs.build import build_planner, build_setting
+    from gpipe.programs.build import build_layers, build_planner, build_setting
 
     devices = (find_devices or find_devices_at_hand)(run)
     count = fixed.get("num_processes", devices.count)
@@ -105,6 +106,12 @@ def choose_pipeline(
         )
     if os.environ.get("RANK", "0") == "0":
         print_choices(plans, devices.accelerator, count)
+        if "num_microbatches" not in known and converted_batch_norms(build_layers(run)):
+            print(
+                f"Batch norm sees {plans[0].microbatch_size} examples at once with the first of these, and other "
+                "numbers with the others, so they do not learn alike: set pipeline.num_microbatches and "
+                "launch.num_replicas to compare runs."
+            )
     best = plans[0].setting
     values = {key: getattr(best, key) for key in ("num_stages", "num_microbatches", "schedule", "stages_per_device")}
     values["rematerialize"] = "fit" if isinstance(best.rematerialize, tuple) else str(best.rematerialize)
