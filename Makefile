@@ -15,7 +15,7 @@ LOCK = uv pip compile pyproject.toml $(RUN:%=--extra %) --universal --python-ver
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart translation test quicktest reliability lint format notebooks docs lock clean
+.PHONY: help quickstart translation test quicktest reliability gpu lint format notebooks docs lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ quicktest: .venv/development .venv/fairseq
 reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: fifteen minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone"
 	$(BIN)/python -m pytest --numprocesses 4 -m alone $$(grep -rl --include="*.py" "mark\.alone" tests)
+
+gpu: .venv/development ## on a machine with GPUs: test and measure there, half an hour on an H100; again: go on
+	$(BIN)/python -m experiments.gpu
 
 lint: .venv/development ## style, format, imports and types
 	$(BIN)/ruff check .

@@ -2,10 +2,11 @@
 
     python -m experiments.checkpoint_cost
 
-Two processes train one stage of linear layers each, with AdamW and moving averages: 16 bytes per parameter. Three ways
-to save take turns while training continues. All flush their files to the disk; ours also hashes them. A process stands
-still during a call that saves, or that waits for a save before an update. The slower process counts, and the median
-over the rounds. Five minutes, and 3 GB of disk.
+Two processes train one stage of linear layers each, with AdamW and moving averages: 16 bytes per parameter. With
+--device cuda each has a GPU, and on one GPU one process trains all layers. Three ways to save take turns while training
+continues. All flush their files to the disk; ours also hashes them. A process stands still during a call that saves, or
+that waits for a save before an update. The slower process counts, and the median over the rounds. Five minutes, and
+3 GB of disk.
 """
 
 from __future__ import annotations
@@ -40,20 +41,25 @@ from reproductions.bubble.tables import (
     DCP_SYNCHRONOUS,
     OURS,
     checkpoint_cost,
+    checkpoint_cost_on_gpus,
+    checkpoint_cost_on_gpus_run,
     checkpoint_cost_run,
 )
 
-NUM_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
+MOST_PROCESSES, NUM_LAYERS, BATCH_SIZE = 2, 8, 8
 
 
 class Training:
     """A stage in training, and the three ways to save it."""
 
-    def __init__(self, width: int, folder: Path) -> None:
+    def __init__(self, device: str, width: int, folder: Path) -> None:
         layers = nn.Sequential(*(nn.Linear(width, width, device="meta") for _ in range(NUM_LAYERS)))
-        mesh = init_device_mesh("cpu", (1, NUM_PROCESSES), mesh_dim_names=("replica", "stage"))
-        partitions = [NUM_LAYERS // NUM_PROCESSES] * NUM_PROCESSES
-        self.pipeline = Pipeline(layers, nn.functional.mse_loss, partitions, 2, rematerialize="never", mesh=mesh)
+        num_stages = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (1, num_stages), mesh_dim_names=("replica", "stage"))
+        partitions = [NUM_LAYERS // num_stages] * num_stages
+        self.pipeline = Pipeline(
+            layers, nn.functional.mse_loss, partitions, 2, rematerialize="never", mesh=mesh, devices=device
+        )
         self.optimizer = build_optimizer("adamw", self.pipeline.named_parameters(), 1e-4)
         self.ema = Ema(self.pipeline.layers)
         self.batch = torch.randn(BATCH_SIZE, width), torch.randn(BATCH_SIZE, width)
@@ -106,11 +112,16 @@ class Training:
         return still, time.perf_counter() - start
 
 
-def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results: Any) -> None:
+def measure(
+    rank: int, num_processes: int, port: int, device: str, width: int, rounds: int, folder: Path, results: Any
+) -> None:
     """Let the three ways to save take turns, in one of the processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_PROCESSES)
-    training = Training(width, folder)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_processes)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    training = Training(device, width, folder)
     ways: dict[str, Callable[[], tuple[float, float]]] = {
         OURS: training.save_ours,
         DCP_SYNCHRONOUS: training.save_synchronously,
@@ -121,7 +132,7 @@ def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results
     turns = range(rounds + 1)
     for turn in track(turns, "rounds") if rank == 0 else turns:
         for name, save in ways.items():
-            dist.barrier()
+            training.pipeline.job.gather(training.pipeline.job.wait_for_devices())
             slowest = [max(column) for column in zip(*training.pipeline.job.gather(save()), strict=True)]
             if turn > 0:  # the first turn allocates memory for the copies
                 seconds[name].append(slowest)
@@ -132,22 +143,38 @@ def measure(rank: int, port: int, width: int, rounds: int, folder: Path, results
         rows.append({"saver": name, "still_seconds": still, "total_seconds": total, "bytes_per_second": rate})
     if rank == 0:
         results.put((num_bytes, rows))
-    dist.barrier()
     training.pipeline.close()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    tables = {"bubble": [checkpoint_cost, checkpoint_cost_run]}
+def main() -> None:
+    """Read the command line, measure, and record."""
+    tables = {"bubble": [checkpoint_cost, checkpoint_cost_run, checkpoint_cost_on_gpus, checkpoint_cost_on_gpus_run]}
     program = StudyProgram(__doc__, tables, rounds=11, what_rounds_are="saves in each way")
     program.parser.add_argument("--width", type=int, default=2048, help="of the layers; 2048 makes 537 MB")
+    program.parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the layers are")
     options = program.parse()
+    num_gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    if options.device == "cuda" and num_gpus == 0:
+        program.parser.error("--device is cuda, but torch finds no GPU here.")
+    num_processes = min(MOST_PROCESSES, num_gpus or MOST_PROCESSES)
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     (ROOT / "runs").mkdir(exist_ok=True)  # on a disk, where the system's temporary folder may be memory
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as temporary:
-        arguments = (29660, options.width, options.rounds, Path(temporary), queue)
-        torch.multiprocessing.start_processes(measure, arguments, NUM_PROCESSES, start_method="spawn")
+        arguments = num_processes, 29660, options.device, options.width, options.rounds, Path(temporary), queue
+        torch.multiprocessing.start_processes(measure, arguments, num_processes, start_method="spawn")
     size, measured = queue.get()
-    config = {"num_bytes": size, "num_processes": NUM_PROCESSES, "rounds": options.rounds, "width": options.width}
-    record = make_record(kind="measured", experiment=CHECKPOINT_COST, config=config, seed=0, results={"rows": measured})
+    config = {"num_bytes": size, "num_processes": num_processes, "rounds": options.rounds, "width": options.width}
+    record = make_record(
+        kind="measured",
+        experiment=CHECKPOINT_COST,
+        config=config,
+        seed=0,
+        results={"rows": measured},
+        gpus=[torch.cuda.get_device_name(index) for index in range(min(num_processes, num_gpus))],
+    )
     program.publish({"bubble": [record]})
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models.transformer_layers import TransformerLayer
-from gpipe.planning.accelerator import ACCELERATORS, Accelerator
+from gpipe.planning.accelerator import Accelerator, recognize_accelerator
 from gpipe.records import make_record
 from reproductions.table2_throughput.tables import transformer_utilization, transformer_utilization_run
 
@@ -113,15 +113,16 @@ def main() -> None:
     )
     for name, default in (("layers", 4), ("batch", 32), ("sequence", 1024), ("micro-batches", 1)):
         program.parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    program.parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = program.parse()
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         program.require_folder("torch finds no GPU, and the page has only GPUs")
-    title = torch.cuda.get_device_name(0).lower() if has_gpu else ""
-    device = next((each for name, each in ACCELERATORS.items() if name in title), None)
+    device = recognize_accelerator(torch.cuda.get_device_name(0)) if has_gpu else None
+    choices = list(product(("never", "always"), (False,) if arguments.no_compile else (False, True)))
     made = [
         Setting(mode, compiled=compiled, arguments=arguments, device="cuda" if has_gpu else "cpu")
-        for mode, compiled in track(list(product(("never", "always"), (False, True))), "settings warmed up")
+        for mode, compiled in track(choices, "settings warmed up")
     ]
     for _ in track(range(arguments.rounds), "rounds"):
         for setting in made:

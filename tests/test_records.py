@@ -110,6 +110,19 @@ def test_the_git_state_is_the_commit_and_whether_files_differ(tmp_path: Path) ->
     assert git_state(tmp_path) == (commit, True)
 
 
+def test_pages_and_records_that_differ_do_not_make_a_record_dirty(tmp_path: Path) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x", "-c", "init.defaultBranch=main"]
+    files = [tmp_path / name for name in ("README.md", "reproductions/claim/runs.jsonl", "src/a.py")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1", encoding="utf-8")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    for file, is_dirty in zip(files, (False, False, True), strict=True):
+        file.write_text("2", encoding="utf-8")
+        assert git_state(tmp_path / "src")[1] == is_dirty
+
+
 def test_the_hardware_has_no_host_name() -> None:
     hardware = describe_hardware(["GPU"])
     assert set(hardware) == {"cpu", "num_cores", "gpus"}

@@ -6,7 +6,7 @@ AmoebaNet-B (18,512) at 480 px and AmoebaNet-D (18,256) at 224 px in bfloat16 au
 and four micro-batches. A step is forward, backward and SGD. FOLDER is a clone of torchgpipe's repository. The
 AmoebaNet-D of its benchmarks has 15.2 billion multiplications per image, ours has 14.2. Without FOLDER, its rows say
 "not run". The batch is halved until all rows of a setting fit; rows that do not fit stay in the table. Needs a GPU;
---small measures tiny models on the CPU instead.
+--small measures tiny models, without a GPU on the CPU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ def main() -> None:
     parser.add_argument("--torchgpipe", type=Path, help="a clone of torchgpipe's repository")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before those that count")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--small", action="store_true", help="measure tiny models on the CPU")
+    parser.add_argument(
+        "--no-compile", dest="backend", action="store_const", const=None, help="leave torch.compile out"
+    )
+    parser.add_argument("--small", action="store_true", help="measure tiny models")
     options = program.parse()
-    if not options.small and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if not options.small and not has_gpu:
         raise SystemExit("not run: no GPU; --small tries the script on the CPU")
     if options.torchgpipe is not None:
         sys.path.insert(0, str(options.torchgpipe / "benchmarks" / "models"))
@@ -43,7 +47,7 @@ def main() -> None:
         program.require_folder("--small only tries the program")
         torch.set_num_threads(1)  # threads that share a core wait for each other
     torch.backends.cudnn.benchmark = True
-    device, settings = torch.device("cpu" if options.small else "cuda"), SMALL if options.small else FULL
+    device, settings = torch.device("cuda" if has_gpu else "cpu"), SMALL if options.small else FULL
     modes = ("always", "never")
     # To try the script, one mode per model is enough: compilation takes most of the time.
     pairs = list(zip(settings, modes, strict=True)) if options.small else list(product(settings, modes))
@@ -51,7 +55,7 @@ def main() -> None:
     record = make_record(
         kind="measured", experiment="image_throughput", seed=0,
         config={"num_microbatches": NUM_MICROBATCHES, "num_steps": options.rounds, "backend": options.backend},
-        results={"grid": grid}, gpus=[] if options.small else [torch.cuda.get_device_name()],
+        results={"grid": grid}, gpus=[torch.cuda.get_device_name()] if has_gpu else [],
     )  # fmt: skip
     program.publish({CLAIM: [record]})
 

@@ -87,7 +87,9 @@ def measure_rows(
     """Yield the rows of a model and a mode; halve the batch size until everything fits."""
     model, fixed = setting[:3], setting._asdict() | {"rematerialize": mode}
     ours, theirs = partial(make_our_step, *model, mode, device), partial(make_torchgpipe_step, *model[1:], mode, device)
-    makers = {("ours", False): partial(ours, None), ("ours", True): partial(ours, options.backend)}
+    makers = {("ours", False): partial(ours, None)}
+    if options.backend is not None:
+        makers["ours", True] = partial(ours, options.backend)
     if setting.variant == "d" and options.torchgpipe is None:
         yield fixed | {"code": "torchgpipe", "compiled": False, "outcome": "not run"}
     elif setting.variant == "d":

@@ -5,19 +5,22 @@
 Plans all ten columns with float32 and 12 bytes per parameter on the paper's accelerators, cut by the paper's rule
 (least variance of FLOPs) and by memory. Plans some with other choices (variants.py). Finds the largest model for each
 K. With a GPU, it then measures the columns (on_gpu.py). Ten minutes on two cores, mostly for the search.
+--measure-only does the last part alone, in some minutes on an H100.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from experiments.program import StudyProgram, track
-from experiments.table1_capacity.columns import COLUMNS
+from experiments.table1_capacity import small_columns
+from experiments.table1_capacity.columns import COLUMNS, Column
 from experiments.table1_capacity.plans import CUTS, find_largest, plan
 from experiments.table1_capacity.variants import VARIANTS, vary
-from gpipe.records import make_record
+from gpipe.records import Record, make_record
 from reproductions.table1_model_size import tables
 
 CLAIM = "table1_model_size"
@@ -34,23 +37,35 @@ MEASURED = [tables.table1_measured, tables.table1_measured_run]
 
 def main() -> None:
     """Plan, search, and measure if there is a GPU."""
-    is_measured = torch.cuda.is_available()
-    program = StudyProgram(__doc__, {CLAIM: [*PLANNED, *MEASURED] if is_measured else PLANNED})
+    has_gpu = torch.cuda.is_available()
+    program = StudyProgram(__doc__, {CLAIM: [*PLANNED, *MEASURED] if has_gpu else PLANNED})
     program.parser.add_argument("--plan-only", action="store_true", help="neither search nor measure")
+    program.parser.add_argument("--measure-only", action="store_true", help="neither plan nor search")
+    program.parser.add_argument("--small", action="store_true", help="take tiny models")
     options = program.parse()
-    results: dict[str, Any] = {
-        "columns": [plan(column) for column in track(COLUMNS, "columns planned")],
-        "variants": [vary(variant, CUTS) for variant in track(VARIANTS, "variants planned")],
-    }
-    if not options.plan_only:
-        searched = [column for column in COLUMNS if not column.name.startswith("Naive")]
-        results["search"] = [find_largest(column) for column in track(searched, "largest models found")]
-    records = [make_record(kind="planned", experiment="table1_capacity", config={}, seed=0, results=results)]
-    if is_measured and not options.plan_only:
+    if options.small:
+        program.require_folder("--small only tries the program")
+    if options.measure_only and (options.plan_only or not has_gpu):
+        program.parser.error("--measure-only needs a GPU, and no --plan-only.")
+    columns = small_columns.COLUMNS if options.small else COLUMNS
+    records = [] if options.measure_only else [plan_columns(columns, searches=not options.plan_only)]
+    if has_gpu and not options.plan_only:
         from experiments.table1_capacity.on_gpu import measure_columns
 
-        records.append(measure_columns(track(COLUMNS, "columns measured")))
+        records.append(measure_columns(track(columns, "columns measured")))
     program.publish({CLAIM: records})
+
+
+def plan_columns(columns: Sequence[Column], *, searches: bool) -> Record:
+    """Return the record of all plans, and of the largest models if they are searched for."""
+    results: dict[str, Any] = {
+        "columns": [plan(column) for column in track(columns, "columns planned")],
+        "variants": [vary(variant, CUTS) for variant in track(VARIANTS, "variants planned")],
+    }
+    if searches:
+        searched = [column for column in columns if not column.name.startswith("Naive")]
+        results["search"] = [find_largest(column) for column in track(searched, "largest models found")]
+    return make_record(kind="planned", experiment="table1_capacity", config={}, seed=0, results=results)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ _SPLIT_COST_PROGRAM = f"python -m experiments.{SPLIT_COST}"
 _ZERO_BUBBLE_PROGRAM = f"python -m experiments.{ZERO_BUBBLE}"
 OURS, DCP_SYNCHRONOUS, DCP_ASYNCHRONOUS = "ours", "torch.distributed.checkpoint, save", "the same, async_save"
 _CHECKPOINT_PROGRAM = f"python -m experiments.{CHECKPOINT_COST}"
+_CHECKPOINT_ON_GPUS = f"{_CHECKPOINT_PROGRAM} --device cuda"
 _MOST_STILL = 0.1  # of the time of the synchronous save
 _WAITS = ("spinning", "sleeping")  # how threads wait for each other
 
@@ -348,9 +349,22 @@ def schedule_memory_run(records: Sequence[Record]) -> str:
 
 def checkpoint_cost(records: Sequence[Record]) -> str:
     """Return one row per way to save: how long training stood still, and when the files were on the disk."""
-    record = newest(records, CHECKPOINT_COST)
+    return _checkpoint_cost(_newest_save(records, on_gpus=False), _CHECKPOINT_PROGRAM)
+
+
+def checkpoint_cost_on_gpus(records: Sequence[Record]) -> str:
+    """Return the same where the tensors are on GPUs."""
+    return _checkpoint_cost(_newest_save(records, on_gpus=True), _CHECKPOINT_ON_GPUS)
+
+
+def _newest_save(records: Sequence[Record], *, on_gpus: bool) -> Record | None:
+    """Return the newest record of saves from the memory of GPUs, or from the hosts'."""
+    return newest([record for record in records if bool(record.hardware["gpus"]) == on_gpus], CHECKPOINT_COST)
+
+
+def _checkpoint_cost(record: Record | None, program: str) -> str:
     if record is None:
-        return not_run(_CHECKPOINT_PROGRAM)
+        return not_run(program)
     found = {row["saver"]: row for row in record.results["rows"]}
     synchronous = found[DCP_SYNCHRONOUS]["still_seconds"]
     rows = []
@@ -367,14 +381,20 @@ def checkpoint_cost(records: Sequence[Record]) -> str:
             ]
         )
     config = record.config
-    title = f"{config['num_bytes'] / 1e6:.0f} MB, {config['num_processes']} processes"
+    count = config["num_processes"]
+    title = f"{config['num_bytes'] / 1e6:.0f} MB, {count} {'process' if count == 1 else 'processes'}"
     header = [title, "training stands still, ms", "of the synchronous save", "until on the disk, s", "MB/s"]
     return markdown([*header, f"at most {_MOST_STILL:.0%}"], rows)
 
 
 def checkpoint_cost_run(records: Sequence[Record]) -> str:
     """Return the provenance of the measured cost."""
-    return provenance(newest(records, CHECKPOINT_COST), _CHECKPOINT_PROGRAM)
+    return provenance(_newest_save(records, on_gpus=False), _CHECKPOINT_PROGRAM)
+
+
+def checkpoint_cost_on_gpus_run(records: Sequence[Record]) -> str:
+    """Return the provenance of the cost on GPUs."""
+    return provenance(_newest_save(records, on_gpus=True), _CHECKPOINT_ON_GPUS)
 
 
 TABLES = (
@@ -398,4 +418,6 @@ TABLES = (
     schedule_memory_run,
     checkpoint_cost,
     checkpoint_cost_run,
+    checkpoint_cost_on_gpus,
+    checkpoint_cost_on_gpus_run,
 )

@@ -43,6 +43,7 @@ RESUMED_MAY_DIFFER = _EFFORTS | {
 }  # fmt: skip
 # In JSON text, the folders and the last name of an absolute path: a whole string, an argument, or an override.
 _ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
+_NO_PROGRAMS = ":(top,exclude)*.md", ":(top,exclude)reproductions/*.jsonl"
 _PACKAGES = ("torch", "timm", "fairseq", "sacrebleu", "sentencepiece")
 
 
@@ -145,11 +146,14 @@ def command_line() -> str:
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Return the commit that `folder` is at and whether tracked files differ from it; (None, None) outside git."""
+    """Return the commit that `folder` is at and whether tracked files differ from it; (None, None) outside git.
+
+    Records and pages do not count: no program reads them to measure.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None, None
-    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *_NO_PROGRAMS)
     return commit, None if status is None else status != ""
 
 

@@ -42,7 +42,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "yes or no, for which YAML has numbers too",
         (
             r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.(flip|keep_aspect)|model\.pretrained|pipeline\.synchronize_batch_norm"
-            r"|pipeline\.check_recomputation|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|deterministic|dry_run)|launch\.(pin_cores|debug)"
+            r"|pipeline\.check_recomputation|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|deterministic|dry_run)|launch\.(pin_cores|debug|shard_optimizer)"
         ),
         (*ZERO, *NEGATIVE, "100000000000000000000"),
     ),

@@ -10,10 +10,10 @@ from experiments.table1_capacity import plans
 from experiments.table1_capacity.columns import COLUMNS, Column
 from experiments.table1_capacity.on_gpu import measure
 from experiments.table1_capacity.plans import CUTS, count_parameters, find_largest, plan
+from experiments.table1_capacity.small_columns import IMAGES, TEXT, Small
 from experiments.table1_capacity.variants import Variant, vary
 from gpipe.records import Record, make_record
 from reproductions.table1_model_size.tables import TABLES
-from tests.experiments.small_columns import IMAGES, TEXT, Small
 
 
 def test_the_columns_have_the_papers_models() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.pipeline import gradient_norm
 from gpipe.pipeline.stage import Stage
 
 MODES = ("always", "except_last", "never")
@@ -368,6 +369,38 @@ def test_clipping_is_the_plain_models(max_norm: float) -> None:
     expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
     assert math.isclose(pipeline.clip_gradients(max_norm), expected.item(), rel_tol=1e-13)
     assert_same_gradients(layers, plain)
+
+
+@pytest.mark.parametrize("partitions", PARTITIONS)
+def test_the_first_layer_takes_prepared_inputs(partitions: list[int]) -> None:
+    layers, others = build(), build()
+    inputs, targets = batch(7)
+    pipeline = pipeline_of(layers, partitions, prepare_inputs=lambda x: x.double() / 8)
+    coarse = (8 * inputs).round().to(torch.int16)
+    other = pipeline_of(others, partitions)
+    reports = pipeline.train_step((coarse, targets)), other.train_step((coarse.double() / 8, targets))
+    assert reports[0].loss == reports[1].loss
+    assert_same_gradients(layers, others, atol=0)
+    assert torch.equal(pipeline.evaluate(coarse), other.evaluate(coarse.double() / 8))
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 0.3, 1e6])
+def test_a_step_that_clips_is_a_step_and_a_clipping(max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, others = build(), build()
+    pipeline, other = pipeline_of(layers, [2, 3]), pipeline_of(others, [2, 3])
+    other.train_step(batch(7))
+    expected = other.clip_gradients(max_norm)
+    counts: list[int] = []
+    compute = gradient_norm.compute_norms
+
+    def count(named: Any) -> Any:
+        counts.append(1)
+        return compute(named)
+
+    monkeypatch.setattr(gradient_norm, "compute_norms", count)
+    assert pipeline.train_step(batch(7), max_gradient_norm=max_norm).gradient_norm == expected
+    assert len(counts) == 1
+    assert_same_gradients(layers, others, atol=0)
 
 
 def test_clipping_is_bitwise_the_same_for_every_number_of_stages() -> None:

@@ -55,7 +55,19 @@ def test_no_torch_accelerator_starts_a_hundred_thousand_small_operations_per_sec
 
 def test_accelerators_are_found_by_name() -> None:
     assert find_accelerator("tpu_v2").memory_bytes == 8 * 2**30
-    assert list(ACCELERATORS) == ["tpu_v2", "tpu_v3", "p40", "p100", "v100", "a100", "h100", "h200", "cpu"]
+    assert list(ACCELERATORS) == [
+        "tpu_v2",
+        "tpu_v3",
+        "p40",
+        "p100",
+        "v100",
+        "a100_40gb",
+        "a100",
+        "h100_pcie",
+        "h100",
+        "h200",
+        "cpu",
+    ]
     for accelerator in ACCELERATORS.values():
         assert isinstance(accelerator, Accelerator)
         assert accelerator.bfloat16_flops >= accelerator.float32_flops
@@ -79,6 +91,9 @@ def test_an_accelerator_may_have_other_figures() -> None:
     ("title", "name", "like"),
     [
         ("NVIDIA H100 80GB HBM3", "h100", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie", "h100_pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb", "a100_40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100", "a100"),
         ("Tesla V100-SXM2-16GB", "v100", "v100"),
         ("NVIDIA RTX A1000", "NVIDIA RTX A1000, planned as a100", "a100"),
     ],

@@ -110,6 +110,21 @@ def test_the_optimisers_state_counts_with_the_parameters() -> None:
     assert weights_gradients_and == {0: 8_000, 1: 12_000, 3: 20_000}
 
 
+def test_replicas_that_share_out_the_optimisers_state_keep_equal_parts() -> None:
+    profiles = [layer(4_000), LOSS]
+    kept = [plan_memory(profiles, [1], Setting(1, 2, state_ratio=1, shared_ratio=2, num_replicas=r)) for r in (1, 2, 4)]
+    assert [memory.parameter_bytes for (memory,) in kept] == [20_000, 16_000, 14_000]
+
+
+def test_what_an_update_allocates_counts_where_the_step_needs_less() -> None:
+    profiles = [layer(4_000, kept=1000), LOSS]
+    (without,), (beside,), (most,) = (
+        plan_memory(profiles, [1], Setting(1, 2, update_ratio=ratio)) for ratio in (0, 0.01, 2)
+    )
+    assert without.peak_bytes == beside.peak_bytes < most.peak_bytes
+    assert most.peak_bytes == without.parameter_bytes + 2 * 4_000
+
+
 @given(st.integers(1, 5), st.integers(1, 8), st.sampled_from(Rematerialize))
 def test_one_process_does_all_tasks_one_after_the_other_and_has_no_bubble(
     num_stages: int, num_microbatches: int, mode: Rematerialize

@@ -1,18 +1,25 @@
 """The table of what a checkpoint costs."""
 
 from gpipe.records import Record, make_record
-from reproductions.bubble.tables import DCP_SYNCHRONOUS, OURS, checkpoint_cost, checkpoint_cost_run
+from reproductions.bubble.tables import (
+    DCP_SYNCHRONOUS,
+    OURS,
+    checkpoint_cost,
+    checkpoint_cost_on_gpus,
+    checkpoint_cost_run,
+)
 
 
-def measured(still_seconds: float) -> Record:
+def measured(still_seconds: float, *, gpus: tuple[str, ...] = ()) -> Record:
     rows = [
         {"saver": name, "still_seconds": still, "total_seconds": 2.0, "bytes_per_second": 4e8}
         for name, still in ((OURS, still_seconds), (DCP_SYNCHRONOUS, 2.0))
     ]
     config = {"num_bytes": 800_000_000, "num_processes": 2}
     return make_record(
-        kind="measured", command="", experiment="checkpoint_cost", config=config, seed=0, results={"rows": rows}
-    )
+        kind="measured", command="", experiment="checkpoint_cost", config=config, seed=0, results={"rows": rows},
+        gpus=gpus,
+    )  # fmt: skip
 
 
 def test_what_was_not_measured_is_not_claimed() -> None:
@@ -27,3 +34,10 @@ def test_ours_alone_is_judged_by_its_share_of_the_synchronous_save() -> None:
         "| torch.distributed.checkpoint, save | 2000 | 100.0% | 2.00 | 400 |  |",
     ]
     assert "| not reached |" in checkpoint_cost([measured(0.25)])
+
+
+def test_saves_from_gpus_have_a_table_of_their_own() -> None:
+    records = [measured(0.1), measured(0.2, gpus=("H100",))]
+    assert "| ours | 100 |" in checkpoint_cost(records)
+    assert "| ours | 200 |" in checkpoint_cost_on_gpus(records)
+    assert checkpoint_cost_on_gpus(records[:1]) == "Not run: python -m experiments.checkpoint_cost --device cuda.\n"

@@ -12,6 +12,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor
+from torch.cuda import _gpu_trace as trace
 
 from tests.simulated_cuda import ledger, streams
 from tests.simulated_cuda.ledger import complain, lock
@@ -82,7 +83,9 @@ def allocate(tensor: Tensor, home: Stream) -> Block:
         if storage._cdata not in _blocks:
             _add(home.device.index, storage.nbytes())
             _blocks[storage._cdata] = Block(home, storage.nbytes())
-            weakref.finalize(storage, _free, storage._cdata)
+            if storage.nbytes():
+                trace.MemoryAllocationCallbacks.fire_callbacks(storage.data_ptr())
+            weakref.finalize(storage, _free, storage._cdata, storage.data_ptr())
         return _blocks[storage._cdata]
 
 
@@ -98,10 +101,12 @@ def reset_peak(device: int) -> None:
     peak_bytes[device] = allocated_bytes[device]
 
 
-def _free(key: int) -> None:
+def _free(key: int, address: int) -> None:
     with lock:
         if (block := _blocks.pop(key, None)) is not None:
             block.free()
+            if block.num_bytes:
+                trace.MemoryDeallocationCallbacks.fire_callbacks(address)
 
 
 def find_block(tensor: Tensor) -> Block:

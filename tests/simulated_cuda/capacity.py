@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.planned_memory.stage_accounting import CudaAllocator
 from experiments.table1_capacity.on_gpu import measure
-from tests.experiments.small_columns import IMAGES
+from experiments.table1_capacity.small_columns import IMAGES
 from tests.simulated_cuda import allocator
 
 

@@ -1,6 +1,7 @@
 // What torch's C++ side asks of CUDA, for a build that has none. Tensors that say cuda:N then pass through indexing,
 // autocast and autograd, which starts one thread per device, and host memory can be pinned. What happens on the streams
 // is judged in Python.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -79,6 +80,7 @@ struct Hooks final : public at::CUDAHooksInterface {
     return std::exchange(::current_device, device);
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void deviceSynchronize(c10::DeviceIndex) const override {}
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isPinnedPtr(const void* data) const override {
@@ -87,6 +89,16 @@ struct Hooks final : public at::CUDAHooksInterface {
   }
 };
 }  // namespace
+
+// cudaHostRegister and cudaHostUnregister.
+extern "C" void register_host_memory(void* data) {
+  std::lock_guard<std::mutex> guard(pinned_mutex);
+  pinned.insert(data);
+}
+extern "C" void unregister_host_memory(void* data) {
+  std::lock_guard<std::mutex> guard(pinned_mutex);
+  pinned.erase(data);
+}
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 namespace at {

@@ -33,6 +33,11 @@ def build() -> Path:
     return library
 
 
+def find_library() -> ctypes.CDLL:
+    """Return the library that `load` has loaded."""
+    return ctypes.CDLL(str(build()))
+
+
 def load() -> None:
     """Load the library into this process, which must not have imported torch yet."""
     assert "torch" not in sys.modules, "torch has looked for CUDA already: load this before it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import tempfile
@@ -18,9 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import gpipe
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.writer import Snapshot, Writer
+from gpipe.pipeline.job.topology import MeshJob
 from gpipe.pipeline.wire.streams import Sender
+from gpipe.training.tracking import Tracker
 from tests.simulated_cuda import nccl, streams
 from tests.support.calling_backward import CallingBackward
+from tests.training.small_run import small_trainer
 
 
 class Ending(NamedTuple):
@@ -85,6 +89,8 @@ def _damage(fault: str, device: torch.device) -> None:
         streams.break_device(device)
     elif fault == "a link is cut":
         nccl.links_are_cut = True
+    elif fault == "a peer stops in a save":
+        os.kill(os.getpid(), signal.SIGSTOP)
     else:  # the host has announced the data, and never sends them
         Sender._send_on_device = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
 
@@ -113,6 +119,50 @@ def save(rank: int, timeout_seconds: float) -> Ending:
         except CheckpointError as error:
             return Ending(str(error), None, time.monotonic() - begin)
     raise AssertionError("the tensors were copied")
+
+
+def train_and_save(rank: int, culprit: int, fault: str, timeout_seconds: float, folder: Path) -> Ending | None:
+    """Train in three processes and save each step; the process `culprit` meets its fate in its second save."""
+    nccl.patience_seconds = 0.2
+    device = torch.device("cuda", rank)
+    trainer = small_trainer(
+        folder, (2, 2, 2), mesh=init_device_mesh("cpu", (1, 3), mesh_dim_names=("replica", "stage")), devices=device,
+        timeout_seconds=timeout_seconds, save_every_steps=1, evaluation_loaders={}, num_epochs=100,
+        tracker=Tracker(folder, enabled=False),
+    )  # fmt: skip
+    copy, saves = Snapshot.copy, itertools.count()
+
+    def copy_with_damage(self: Snapshot) -> None:
+        if next(saves) == 1:
+            with torch.cuda.stream(self._streams[device]):
+                _damage("a peer stops in a save" if fault == "a peer stops" else fault, device)
+        copy(self)
+
+    if rank == culprit:
+        Snapshot.copy = copy_with_damage  # type: ignore[method-assign]
+    begin = time.monotonic()
+    try:
+        trainer.train()
+    except Exception as error:  # noqa: BLE001 - it is what the tests look at
+        text = "\n".join([*getattr(error, "__notes__", []), str(error)])  # the place is a note where it is new
+        return Ending(text, getattr(error, "stage", None), time.monotonic() - begin)
+    return None
+
+
+def connect(rank: int, timeout_seconds: float) -> Ending | None:
+    """Make a pipeline whose second process stops while NCCL's communicators are made."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "stage"))
+    if rank == 1:
+        MeshJob._connect_stages = lambda _: time.sleep(3600)  # type: ignore[method-assign,assignment,return-value]
+    begin = time.monotonic()
+    try:
+        gpipe.Pipeline(
+            nn.Sequential(Layer(), Layer()), nn.functional.mse_loss, [1, 1], mesh=mesh,
+            devices=torch.device("cuda", rank), timeout_seconds=timeout_seconds,
+        )  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return Ending(str(error), getattr(error, "stage", None), time.monotonic() - begin)
+    return None
 
 
 def find_timeouts(rank: int) -> list[float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 # Of everything in the simulation. Nobody waits for a device while holding it.
 lock = threading.RLock()
@@ -12,8 +14,14 @@ lock = threading.RLock()
 faults: list[str] = []
 """Uses of memory that no event orders, memory that is freed too early, and the like: one sentence each."""
 
+FAULTS_FILE = "SIMULATED_CUDA_FAULTS"
+"""The variable that names a file for the faults of all processes."""
+
 counts: Counter[str] = Counter()
 """Kernels, copies, host synchronisations and NCCL operations."""
+
+registered: dict[int, int] = {}
+"""The bytes of host memory that was registered with CUDA, by address."""
 
 synchronisations: Counter[str] = Counter()
 """The host synchronisations, by place."""
@@ -26,10 +34,14 @@ _UNINTERESTING = [
 
 
 def complain(text: str) -> None:
-    """Note a fault, once."""
+    """Note a fault, once, and in the file for those of all processes of a program, if there is one."""
     with lock:
-        if text not in faults:
-            faults.append(text)
+        if text in faults:
+            return
+        faults.append(text)
+    if FAULTS_FILE in os.environ:
+        with Path(os.environ[FAULTS_FILE]).open("a") as file:
+            file.write(f"{text}\n")
 
 
 def find_place() -> str:

@@ -103,6 +103,10 @@ def _serve(pipe: Connection, simulated: bool, port: int) -> None:
     import tests.support.random_layers  # noqa: F401 - timm
 
     torch.set_num_threads(1)
+    if not simulated:
+        from gpipe.training.numerics import set_numerics
+
+        set_numerics(deterministic=True, float32_matmul_precision="highest")  # bits are compared
     while True:
         try:
             call, seconds = pipe.recv()

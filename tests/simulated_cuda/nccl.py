@@ -72,6 +72,7 @@ class NCCL(dist.ProcessGroup):
         self._gloo._set_default_timeout(_FOREVER)  # the code under test alone ends a wait
         self.timeout = options._timeout
         self._stream: Stream | None = None
+        self._is_connected = False
         self._users: set[int] = set()
         self._operations: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._transport, daemon=True, name="simulated NCCL").start()
@@ -92,20 +93,38 @@ class NCCL(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing."""
 
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Wait until the others are here: where no device is named, the first operation does."""
+        self._gloo.barrier().wait(_FOREVER)
+        self._is_connected = True
+
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        part = _hold(tensor).clone()
-        return self._enqueue("ncclSend", [tensor], [], lambda: self._gloo.send([part], peer, tag).wait(_FOREVER))
+        return self.exchange([dist.P2POp(dist.isend, tensor, group=self, group_peer=peer, tag=tag)])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         (tensor,) = tensors
-        part = torch.empty_like(_hold(tensor))
+        return self.exchange([dist.P2POp(dist.irecv, tensor, group=self, group_peer=peer, tag=tag)])
+
+    def exchange(self, operations: list[dist.P2POp]) -> Work:
+        """Send and receive tensors as one operation."""
+        sent = [(_hold(one.tensor).clone(), one) for one in operations if one.op is dist.isend]
+        received = [(torch.empty_like(_hold(one.tensor)), one) for one in operations if one.op is dist.irecv]
 
         def transport() -> None:
-            self._gloo.recv([part], peer, tag).wait(_FOREVER)
-            _hold(tensor).copy_(part)
+            works = [self._gloo.send([part], one.group_peer, one.tag) for part, one in sent]
+            works += [self._gloo.recv([part], one.group_peer, one.tag) for part, one in received]
+            for work in works:
+                work.wait(_FOREVER)
+            for part, one in received:
+                _hold(one.tensor).copy_(part)
 
-        return self._enqueue("ncclRecv", [], [tensor], transport)
+        reads, writes = ([one.tensor for _, one in part] for part in (sent, received))
+        return self._enqueue("ncclGroup", reads, writes, transport)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         (tensor,) = tensors
@@ -146,7 +165,9 @@ class NCCL(dist.ProcessGroup):
 
     def _enqueue(self, name: str, reads: list[Tensor], writes: list[Tensor], transport: Callable[[], None]) -> Work:
         self._users.add(threading.get_ident())
-        if len(self._users) > 1 and not name.startswith("ncclAll"):
+        if not self._is_connected:
+            ledger.complain(f"a communicator is made in the midst of the work: {name} at {ledger.find_place()}")
+        if len(self._users) > 1 and name == "ncclGroup":  # collectives follow each other in the same order everywhere
             ledger.complain(f"two threads use one communicator: {name} at {ledger.find_place()}")
         for tensor in reads + writes:
             if not isinstance(tensor, SimulatedTensor):
@@ -163,7 +184,9 @@ class NCCL(dist.ProcessGroup):
             for tensor in writes:
                 find_block(_hold(tensor)).use(self._stream, number, name, writes=True)
             ledger.counts["NCCL operations"] += 1
-            is_stuck = (links_are_cut and name == "ncclSend") or bool(streams.find_unfinished(self._stream.clock))
+            is_stuck = (links_are_cut and name == "ncclGroup" and not writes) or bool(
+                streams.find_unfinished(self._stream.clock)
+            )
             done = streams.add_unfinished(self._stream, number)
 
         def carry_out() -> None:
@@ -188,7 +211,17 @@ def _hold(tensor: Tensor) -> Tensor:
 
 
 def install() -> None:
-    """Make such groups where torch is asked for NCCL."""
+    """Make such groups where torch is asked for NCCL.
+
+    Deviation: a group of both backends, the default one of a run, is of Gloo alone: no tensors of GPUs travel in it.
+    """
+    init = dist.init_process_group
+
+    def init_process_group(backend: str, *args: Any, **kwargs: Any) -> None:
+        init("gloo" if backend == "cpu:gloo,cuda:nccl" else backend, *args, **kwargs)
+
+    dist.init_process_group = init_process_group
+    dist.batch_isend_irecv = lambda operations: [operations[0].group.exchange(operations)]
     distributed_c10d.is_nccl_available = lambda: True
     distributed_c10d.ProcessGroupNCCL = NCCL
     dist.is_nccl_available = lambda: True

@@ -103,11 +103,12 @@ def fail(rank: int) -> list[str]:
     return found
 
 
-def send(rank: int, *, waits: bool) -> Any:
+def send(rank: int, *, waits: bool, connects: bool = True) -> Any:
     """Send a number from one GPU to another."""
-    group = dist.new_group([0, 1], backend="nccl")
+    group = dist.new_group([0, 1], backend="nccl", device_id=torch.device("cuda", rank) if connects else None)
     tensor = torch.full((2,), float(rank), device=f"cuda:{rank}")
-    work = group.send([tensor], 1, 0) if rank == 0 else group.recv([tensor], 0, 0)
+    operation = dist.P2POp(dist.isend if rank == 0 else dist.irecv, tensor, group=group, group_peer=1 - rank)
+    (work,) = dist.batch_isend_irecv([operation])
     if waits:
         work.wait()
     return (tensor + 1).tolist()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.simulated_cuda import allocator, generators, nccl, streams, tensors
+from tests.simulated_cuda import allocator, device_threads, generators, ledger, nccl, streams, tensors
+from tests.simulated_cuda.ledger import lock
 
 _kept: list[Any] = []
 
 
-def install() -> None:
+def install(num_devices: int = streams.NUM_DEVICES) -> None:
     """From now on this process has GPUs."""
     if _kept:
         return
@@ -27,7 +30,7 @@ def install() -> None:
         "set_device": streams.set_device,
         "synchronize": streams.synchronize,
         "default_generators": generators.default_generators,
-        "device_count": lambda: streams.NUM_DEVICES,
+        "device_count": lambda: num_devices,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
@@ -35,6 +38,10 @@ def install() -> None:
         "max_memory_allocated": lambda device=None: allocator.peak_bytes[streams.as_device(device).index],
         "reset_peak_memory_stats": lambda device=None: allocator.reset_peak(streams.as_device(device).index),
         "get_device_name": lambda device=None: "a simulated GPU",
+        "get_device_properties": _describe_device,
+        "empty_cache": lambda: None,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister),
+        "check_error": lambda result: None,
         "get_device_capability": lambda device=None: (9, 0),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -42,3 +49,23 @@ def install() -> None:
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     nccl.install()
+    torch.zeros(1, pin_memory=True)  # torch's C++ side counts as initialised from here on, and looks at pinned memory
+
+
+def _register(address: int, num_bytes: int, flags: int) -> int:
+    with lock:
+        ledger.registered[address] = num_bytes
+        device_threads.find_library().register_host_memory(ctypes.c_void_p(address))
+    return 0
+
+
+def _unregister(address: int) -> int:
+    with lock:
+        del ledger.registered[address]
+        device_threads.find_library().unregister_host_memory(ctypes.c_void_p(address))
+    return 0
+
+
+def _describe_device(device: Any = None) -> SimpleNamespace:
+    """Return the properties of a device that programs ask for."""
+    return SimpleNamespace(name=torch.cuda.get_device_name(device), total_memory=allocator.memory_bytes or 80 * 2**30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from gpipe.checkpoint.writer import Snapshot
+from tests.simulated_cuda import ledger
 
 
 def save(rank: int) -> dict[str, Any]:
@@ -45,4 +47,8 @@ def save(rank: int) -> dict[str, Any]:
             found |= {f"expected {number} layers.{i}.weight": weight.numpy().copy() for i, weight in enumerate(plain)}
             for weight in plain:
                 weight.add_(1)
+        found["bytes of pinned memory"] = sum(ledger.registered.values())
+    del snapshot
+    gc.collect()
+    found["bytes that stay pinned"] = sum(ledger.registered.values())
     return found

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
+from gpipe.training.checkpoints import wrap_optimizer
 from tests.simulated_cuda import ledger
 from tests.support.random_layers import build
 
@@ -23,6 +25,7 @@ KINDS = (
     "unused",
 )  # fmt: skip
 CUTS = {1: (13,), 2: (6, 7), 3: (3, 4, 6), 4: (1, 5, 5, 2), 6: (2, 2, 2, 2, 2, 3)}
+STATE_WAITS = "operations waited for blindly for the optimizer's state"
 SYNCHRONISATIONS, WAITS, BLIND = "host synchronisations", "waits of default streams", "operations waited for blindly"
 
 
@@ -35,6 +38,7 @@ class Setting:
         tied: whether the first and the last convolution share their weights.
         first_on_cpu: whether a process that plays all stages has the first one on the CPU.
         idle_norm: whether replica 1 leaves out a batch norm.
+        shards_optimizer: whether replicas share out the optimizer's state.
         checks_recomputation: whether recomputations are compared with forwards.
     """
 
@@ -49,6 +53,7 @@ class Setting:
     first_on_cpu: bool = False
     idle_norm: bool = False
     autocast: bool = False
+    shards_optimizer: bool = False
     checks_recomputation: bool = False
 
     def one_stage(self) -> Setting:
@@ -78,7 +83,12 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         synchronize_batch_norm=setting.synchronize_batch_norm, check_recomputation=setting.checks_recomputation,
     )  # fmt: skip
     nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
-    optimizer = torch.optim.SGD([*pipeline.parameters(), nothing], lr=0.1, momentum=0.9)
+    optimizer: torch.optim.Optimizer
+    if setting.shards_optimizer:
+        optimizer = torch.optim.SGD(pipeline.named_parameters(), lr=0.1, momentum=0.9)
+        optimizer = ShardedOptimizer(optimizer, pipeline.job)
+    else:
+        optimizer = torch.optim.SGD([*pipeline.parameters(), nothing], lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(pipeline.job.replica_index)
     states = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
     found: dict[str, Any] = {}
@@ -96,6 +106,11 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         optimizer.step()
         if report.timeline is not None:
             _check_timeline(report.timeline, setting)
+    if setting.shards_optimizer:
+        num_before = ledger.counts[BLIND]
+        state = wrap_optimizer(optimizer).read()
+        found |= {f"state of {name}": _numbers(value) for name, value in state.items()}
+        found[STATE_WAITS] = ledger.counts[BLIND] - num_before
     output = pipeline.evaluate(inputs if pipeline.is_first else None)
     found |= {f"gradient of {name}": _numbers(one.grad) for name, one in pipeline.named_parameters()}
     found |= {f"layers.{name}": _numbers(value) for name, value in pipeline.layers.state_dict().items()}
@@ -145,6 +160,6 @@ def _numbers(tensor: Tensor | None) -> np.ndarray | None:
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
     """Compare all that one process found; it knows only its own layers."""
     for name, value in found.items():
-        if name not in (SYNCHRONISATIONS, WAITS, BLIND):
+        if name not in (SYNCHRONISATIONS, WAITS, BLIND, STATE_WAITS):
             assert name in expected, f"{what}: {name} is new"
             assert np.array_equal(value, expected[name]), f"{what}: {name} differs"  # type: ignore[arg-type]

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.cuda import _gpu_trace as trace  # tells torch's own sanitizer what happens
 
 from tests.simulated_cuda import ledger
 from tests.simulated_cuda.ledger import lock
 
 NUM_DEVICES = 8
+_DEFAULT = "the default stream of cuda:"
 Clock = dict[int, int]  # the number of a stream -> the number of its last operation
 
 _host: Clock = {}
@@ -46,6 +48,8 @@ class Stream:
         self.device = as_device(device)
         self.name = name or f"the stream made at {ledger.find_place()}"
         self.clock: Clock = {}
+        if self.cuda_stream:
+            trace.StreamCreationCallbacks.fire_callbacks(self.cuda_stream)
 
     def enqueue(self) -> int:
         """Add an operation, after all that the host knows to be done; return its number."""
@@ -57,16 +61,14 @@ class Stream:
             return self.clock[self.number]
 
     def wait_event(self, event: Event) -> None:
-        self._wait(event.clock)
-
-    def wait_stream(self, other: Stream) -> None:
-        self._wait(other.clock)
-
-    def _wait(self, clock: Clock) -> None:
+        trace.EventWaitCallbacks.fire_callbacks(event.number, self.cuda_stream)
         with lock:
-            merge(self.clock, clock)
+            merge(self.clock, event.clock)
             # Computing waits: too much of it costs the overlap with copies, which no wrong number would show.
             ledger.counts["waits of default streams"] += self is _default_streams.get(self.device.index)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -74,6 +76,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        trace.StreamSynchronizationCallbacks.fire_callbacks(self.cuda_stream)
         wait_on_host([self.clock], self.device)
 
     def query(self) -> bool:
@@ -81,19 +84,27 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        return self.number
+        """CUDA's own number of the stream."""
+        return 0 if self.name.startswith(_DEFAULT) else self.number
 
 
 class Event:
     """In the place of torch.cuda.Event."""
 
+    _count = 0
+
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.clock: Clock = {}
+        with lock:
+            Event._count += 1
+            self.number = Event._count
+        trace.EventCreationCallbacks.fire_callbacks(self.number)
         self._is_timed, self._device = enable_timing, torch.device("cuda", 0)
         self._recorded: float | None = None  # when, in seconds
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
+        trace.EventRecordCallbacks.fire_callbacks(self.number, stream.cuda_stream)
         with lock:
             self.clock = dict(_host)
             merge(self.clock, stream.clock)
@@ -103,6 +114,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
+        trace.EventSynchronizationCallbacks.fire_callbacks(self.number)
         wait_on_host([self.clock], self._device)
 
     def query(self) -> bool:
@@ -235,7 +247,7 @@ def default_stream(device: Any = None) -> Stream:
     index = as_device(device).index
     with lock:
         if index not in _default_streams:
-            name = f"the default stream of cuda:{index}"
+            name = f"{_DEFAULT}{index}"
             _default_streams[index] = Stream(torch.device("cuda", index), name=name)
         return _default_streams[index]
 
@@ -266,6 +278,7 @@ def stream(chosen: Stream | None) -> Iterator[None]:
 def synchronize(device: Any = None) -> None:
     """Wait for all streams of a device."""
     device = as_device(device)
+    trace.DeviceSynchronizationCallbacks.fire_callbacks()
     with lock:
         clocks = [one.clock for one in _streams if one.device == device]
     wait_on_host(clocks, device)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import library as operators
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -53,6 +53,12 @@ class SimulatedTensor(Tensor):
         with lock:
             find_block(self.held).recorded.add(stream)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = self.detach().clone()
+        copied = nn.Parameter(copied) if isinstance(self, nn.Parameter) else copied
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return copied
+
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
@@ -74,6 +80,9 @@ class SimulatedTensor(Tensor):
 
 def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation of one device on its current stream."""
+    if func._schema.name.startswith("aten::_foreach_") and len({tensor.device for tensor in args[0]}) > 1:
+        each = [_launch(func, [_pick(index, list_) for list_ in args], kwargs) for index in range(len(args[0]))]
+        return None if each[0] is None else [result for results in each for result in results]
     tensors, device = _find_device(func, args, kwargs)
     stream = current_stream(device)
     if func in _HOST_READS:
@@ -106,6 +115,11 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return SimulatedTensor(leaf, device)
 
         return tree_map(wrap, result)
+
+
+def _pick(index: int, argument: Any) -> Any:
+    """Return what one tensor of a list is computed with: CUDA goes through lists with tensors of several devices."""
+    return [argument[index]] if isinstance(argument, list | tuple) else argument
 
 
 def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[SimulatedTensor], torch.device]:

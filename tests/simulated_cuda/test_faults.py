@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.simulated_cuda.faults import Ending, find_timeouts, save, train
-from tests.simulated_cuda.machine import Machine
+from tests.simulated_cuda.faults import Ending, connect, find_timeouts, save, train, train_and_save
+from tests.simulated_cuda.machine import Answer, Machine
 
 pytestmark = pytest.mark.alone
 TIMEOUT_SECONDS = 3.0
@@ -17,8 +20,12 @@ WHERE = ("forward", "backward", "evaluation")
 
 def endings(machine: Machine, num_stages: int, culprit: int, fault: str, where: str) -> dict[int, Ending]:
     """Return how each process ended, by rank; fail if one did not."""
-    mute = culprit if fault == "a peer stops" else None
     answers = machine.attempt(num_stages, train, num_stages, culprit, fault, where, TIMEOUT_SECONDS, seconds=20)
+    return check(answers, culprit if fault == "a peer stops" else None)
+
+
+def check(answers: Sequence[Answer], mute: int | None) -> dict[int, Ending]:
+    """Return how each process ended but the one that cannot say so; fail if one did not, or too late."""
     found = {rank: answer for rank, answer in enumerate(answers) if rank != mute}
     assert not [answer.error for answer in found.values() if answer.error], found
     for rank, answer in found.items():
@@ -70,6 +77,27 @@ def test_a_copy_of_a_save_that_hangs_ends_the_training(simulated: Machine) -> No
     (ending,) = simulated.run(1, save, TIMEOUT_SECONDS)
     assert "saving after step 0: the GPU has not copied the tensors to the host for 3 s" in ending.text
     assert ending.seconds < TIMEOUT_SECONDS + SECONDS
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("a kernel hangs", r"rank 1, .*saving after step \d+: the GPU has not copied the tensors to the host for 3 s"),
+        ("a kernel fails", r"(?s)rank 1, stage 1, .*CUDA error: unspecified launch failure"),
+        ("a link is cut", r"data that were sent from stage 1 \(rank 1, .* have not arrived for 3 s"),
+        ("a peer stops", r"stage 1 \(rank 1, process .* does not answer"),
+    ],
+)
+def test_a_fault_in_a_save_ends_all_with_its_place(fault: str, words: str, simulated: Machine, tmp_path: Path) -> None:
+    answers = simulated.attempt(3, train_and_save, 1, fault, TIMEOUT_SECONDS, tmp_path, seconds=20)
+    for rank, ending in check(answers, 1 if fault == "a peer stops" else None).items():
+        assert re.search(words, ending.text), f"rank {rank}: {ending}"
+
+
+def test_a_peer_that_stops_while_communicators_are_made_is_named(simulated: Machine) -> None:
+    answer, _ = simulated.attempt(2, connect, TIMEOUT_SECONDS, seconds=TIMEOUT_SECONDS + SECONDS)
+    assert answer.value is not None, answer.error
+    assert answer.value.text.startswith("stage 1 (rank 1, process ") and "does not answer" in answer.value.text
 
 
 def test_nccl_itself_ends_a_transfer_that_the_watch_has_not_ended(simulated: Machine) -> None:

@@ -40,6 +40,7 @@ SCENARIOS = (
     Scenario(1, train, (Setting(2, "always", first_on_cpu=True),)),
     Scenario(2, train, (Setting(1, "always", synchronize_batch_norm=True),)),
     Scenario(2, train, (Setting(1, "always", idle_norm=True),)),
+    Scenario(2, train, (Setting(1, shards_optimizer=True),)),
     Scenario(1, train, (Setting(2, "always", checks_recomputation=True),)),
     Scenario(2, name_link),
 )
@@ -51,6 +52,9 @@ EQUIVALENT = {
     ),
     "pipeline.timeline, Clock.events: without after.synchronize()": (
         "the step has waited for its devices when it asks for the times"
+    ),
+    "pipeline.job.topology, _await_beside: without torch.cuda.set_device(device)": (
+        "NCCL is told the device; on a GPU it spares a context on the first one"
     ),
     "pipeline.wire.streams, _End._run: without torch.cuda.set_device(self.link.device)": (
         "all that the thread does names its device; on a GPU it spares a context on the first one"

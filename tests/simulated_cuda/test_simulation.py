@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.simulated_cuda import programs
+from tests.simulated_cuda.environment import ROOT, run_on_gpus
 from tests.simulated_cuda.machine import Machine
 
 
@@ -46,6 +48,12 @@ def test_a_use_that_nothing_orders_is_a_fault(
 def test_what_arrives_over_nccl_must_be_waited_for(waits: bool, simulated: Machine) -> None:
     faults = find_faults(simulated, 2, call, programs.send, {"waits": waits})
     assert ("race: add on the default stream of cuda:1" in "".join(faults)) != waits
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_communicator_must_be_made_before_it_is_used(connects: bool, simulated: Machine) -> None:
+    faults = find_faults(simulated, 2, call, programs.send, {"waits": True, "connects": connects})
+    assert ("a communicator is made in the midst of the work: ncclGroup" in "".join(faults)) != connects
 
 
 def test_what_is_sent_arrives(simulated: Machine) -> None:
@@ -87,3 +95,12 @@ def test_an_event_behind_a_kernel_that_hangs_does_not_come(simulated: Machine) -
 
 def test_whoever_asks_a_device_that_failed_hears_of_it(simulated: Machine) -> None:
     assert simulated.run(1, programs.fail) == [["CUDA error: unspecified launch failure"] * 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
+def test_torchs_own_sanitizer_hears_of_streams_and_events(waits: bool, tmp_path: Path) -> None:
+    program = f"from tests.simulated_cuda import programs; programs.overwrite_beside(0, waits={waits})"
+    done = run_on_gpus(tmp_path, "-c", program, cwd=ROOT, TORCH_CUDA_SANITIZER="1")
+    assert (done.returncode == 0) == waits, done.stderr
+    assert ("CSAN detected a possible data race" in done.stderr) != waits

@@ -79,11 +79,15 @@ def test_the_host_waits_twice_per_step_at_most(num_processes: int, num_stages: i
         assert outcome[SYNCHRONISATIONS] <= 2
 
 
-@pytest.mark.parametrize("synchronize_batch_norm", [False, True])
-def test_replicas_train_as_on_the_cpu(synchronize_batch_norm: bool, simulated: Machine) -> None:
+@pytest.mark.parametrize(("synchronize_batch_norm", "shards_optimizer"), [(False, True), (True, False)])
+def test_replicas_train_as_on_the_cpu(synchronize_batch_norm: bool, shards_optimizer: bool, simulated: Machine) -> None:
     on_cpu, on_gpu = (
-        Setting(2, "always", device=device, synchronize_batch_norm=synchronize_batch_norm) for device in ("cpu", "cuda")
-    )
+        Setting(
+            2, "always", device=device, synchronize_batch_norm=synchronize_batch_norm,
+            shards_optimizer=shards_optimizer,
+        )
+        for device in ("cpu", "cuda")
+    )  # fmt: skip
     pairs = zip(simulated.run(4, train, on_gpu), simulated.run(4, train, on_cpu), strict=True)
     for rank, (found, expected) in enumerate(pairs):
         assert_same_bits(found, expected, f"rank {rank}")
@@ -103,3 +107,6 @@ def test_a_checkpoint_has_the_weights_of_one_moment(machine: Machine) -> None:
     for number, stage in itertools.product(range(2), range(2)):
         name = f"{number} layers.{stage}.weight"
         assert np.array_equal(found[name], found[f"expected {name}"]), name
+    if machine.simulated:
+        assert found["bytes of pinned memory"] == 2 * 4 * 4 * 4  # no more than the tensors have
+    assert found["bytes that stay pinned"] == 0

@@ -158,7 +158,7 @@ def small_run(
     order: Mapping[str, Any] = MappingProxyType({}),
     **sizes: int,
 ) -> SmallRun:
-    """Build a pipeline of the small network, its optimiser and average; `order` is its mesh and its schedule."""
+    """Build a pipeline of the small network, its optimiser and average; `order` is its mesh, its schedule and so on."""
     torch.set_num_threads(1)
     loss = ClassificationLoss(label_smoothing=0.1)
     pipeline = Pipeline(small_layers(**sizes), loss, list(partitions), num_microbatches=2, seed=seed, **order)
@@ -169,7 +169,8 @@ def small_run(
 
 def small_trainer(folder: Path, partitions: Sequence[int] = (2, 4), **settings: Any) -> Trainer:
     """Build a trainer of 3 epochs with 4 mini-batches each, whose log and checkpoints go to `folder`."""
-    order = {name: settings.pop(name) for name in ("mesh", "schedule", "stages_per_device") if name in settings}
+    names = "mesh", "schedule", "stages_per_device", "devices", "timeout_seconds"
+    order = {name: settings.pop(name) for name in names if name in settings}
     run = small_run(partitions, order=order)
     defaults = {
         "pipeline": run.pipeline,

@@ -19,7 +19,8 @@ class OptimizerState:
     Attributes:
         name: of its class.
         parameters: those that it trains, by name.
-        read: returns the state as tensors called `<parameter name>/<slot>`.
+        read: returns the state as tensors called `<parameter name>/<slot>`; replicas may share it out, so each calls
+            this, and the first one gets all.
         load: replaces the whole state by such tensors.
     """
 
@@ -51,6 +52,11 @@ class Content:
     def tensors(self) -> Kinds:
         """The tensors of the model and of the optimiser's state."""
         return self.model if self.optimizer is None else {**self.model, "optimizer": self.optimizer.read()}
+
+    def share(self) -> None:
+        """Take part in what `tensors` does on the replica that saves."""
+        if self.optimizer is not None:
+            self.optimizer.read()
 
     def describe(self, num_layers: int) -> dict[str, Any]:
         """Return the fields of the manifest that all processes know, as JSON."""

@@ -11,9 +11,11 @@ import errno
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import stat
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -28,6 +30,7 @@ from torch import Tensor
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
 
 _ALIGNMENT = 8
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 _CHUNK_BYTES = 2**24  # after each chunk, a writer whose checkpoint is not needed any more stops
 _FLUSH_CHUNKS = 64  # after so many, a flush shows that the disk keeps up
 _LAYER_NAME = re.compile(r"layers\.(0|[1-9]\d{0,8})\..+")
@@ -98,13 +101,21 @@ class FileImage:
         self.specs = dict(specs)
         self._header, starts = _make_header(self.specs, metadata or {})
         num_bytes = sum(spec.num_bytes for spec in self.specs.values())
-        # Filled, so that the operating system allocates its memory here and not during the first copy.
-        self._data = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        # Pinned or filled, so that the operating system allocates its memory here and not during the first copy.
+        self._data = self._pin(num_bytes) if pinned and num_bytes else torch.zeros(num_bytes, dtype=torch.uint8)
         self._views = {
             name: self._data[start : start + spec.num_bytes].view(DTYPES[spec.dtype]).view(spec.shape)
             for name, start in starts.items()
             for spec in (self.specs[name],)
         }
+
+    def _pin(self, num_bytes: int) -> Tensor:
+        """Return pinned memory of that size; torch's own allocator would take the next power of two."""
+        memory = mmap.mmap(-1, num_bytes)  # in pages of its own
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), num_bytes, _PORTABLE)))
+        weakref.finalize(self, _unpin, data.data_ptr(), memory).atexit = False
+        return data
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
@@ -144,6 +155,10 @@ class FileImage:
             # For a full disk, for example, the operating system does not name the file.
             raise type(error)(error.errno, error.strerror, str(path)) from None
         return {"size": len(self._header) + len(data), "sha256": digest.hexdigest()}
+
+
+def _unpin(address: int, memory: mmap.mmap) -> None:  # noqa: ARG001 - it lives until here
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:

@@ -62,6 +62,7 @@ class Saver:
             CheckpointError: on every process that writes, if one of them could not save.
         """
         if not self._writes:
+            content.share()
             return
         partial = self._name_partial(content)
         try:
@@ -88,6 +89,7 @@ class Saver:
         """
         path = self._folder / name_step(content.position.step)
         if not self._writes:
+            content.share()
             return path
         self.wait()
         self._num_saves += 1

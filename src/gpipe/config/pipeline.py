@@ -137,6 +137,8 @@ class LaunchConfig:
             that speeds can be compared.
         max_restarts: restarts allowed after a failure, each from the last checkpoint; with more than 0, a single
             process runs as a child.
+        shard_optimizer: each replica keeps the optimiser's state of some parameters, and updates these for all: with R
+            replicas an R-th of the memory. Checkpoints and results are the same. With one replica it changes nothing.
         gpus_per_node: how many GPUs a node of the cluster has, which hydra/launcher=slurm must know; null is enough.
         debug: print the whole traceback of an error instead of one message.
     """
@@ -147,6 +149,7 @@ class LaunchConfig:
     pin_cores: bool = MISSING
     device: Device = MISSING
     max_restarts: int = MISSING
+    shard_optimizer: bool = MISSING
     gpus_per_node: int | None = MISSING
     debug: bool = False
 

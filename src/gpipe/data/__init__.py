@@ -25,7 +25,7 @@ from gpipe.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from gpipe.data.dataset_loader import DatasetLoader
-    from gpipe.data.images.augmentation import Transform, evaluation_transform, training_transform
+    from gpipe.data.images.augmentation import BytesToPixels, Transform, evaluation_transform, training_transform
     from gpipe.data.images.loader import Batch, ImageLoader
     from gpipe.data.images.mixing import Mixing
     from gpipe.data.text.sentence_walk import sampling_probabilities
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Imported on first use: they load torch, and a message about missing data must not wait for that.
 _MODULES = {
     "dataset_loader": ("DatasetLoader",),
-    "images.augmentation": ("Transform", "evaluation_transform", "training_transform"),
+    "images.augmentation": ("BytesToPixels", "Transform", "evaluation_transform", "training_transform"),
     "images.loader": ("Batch", "ImageLoader"),
     "images.mixing": ("Mixing",),
     "text.sentence_walk": ("sampling_probabilities",),
@@ -44,12 +44,13 @@ _MODULES = {
 }
 
 __all__ = [
-    "CORPORA", "IMAGE_SETS", "SPLITS", "Batch", "BrokenImage", "DataMissing", "DatasetLoader", "ImageArray",
-    "ImageFiles", "ImageLoader", "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens", "Source",
-    "TableCounts", "TokenLoader", "TokenSet", "Tokenizer", "Transform", "TranslationBatch", "TranslationLoader",
-    "check_corpus", "check_data", "check_image_set", "count_classes", "count_differences", "evaluation_transform",
-    "open_corpus", "open_image_set", "open_text_folder", "open_text_tokenizer", "open_tokenizer",
-    "refuse_other_classes", "sampling_probabilities", "split_of", "tell_several_labels", "training_transform",
+    "CORPORA", "IMAGE_SETS", "SPLITS", "Batch", "BrokenImage", "BytesToPixels", "DataMissing", "DatasetLoader",
+    "ImageArray", "ImageFiles", "ImageLoader", "ImageSet", "LanguagePairs", "Mixing", "ParallelCorpus", "RandomTokens",
+    "Source", "TableCounts", "TokenLoader", "TokenSet", "Tokenizer", "Transform", "TranslationBatch",
+    "TranslationLoader", "check_corpus", "check_data", "check_image_set", "count_classes", "count_differences",
+    "evaluation_transform", "open_corpus", "open_image_set", "open_text_folder", "open_text_tokenizer",
+    "open_tokenizer", "refuse_other_classes", "sampling_probabilities", "split_of", "tell_several_labels",
+    "training_transform",
 ]  # fmt: skip
 
 

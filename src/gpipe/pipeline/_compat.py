@@ -13,9 +13,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 def open_store() -> Store:
     """Return the job's key-value store, with keys of its own for each pipeline that the job makes.
 
-    Torch offers the store that a job was started with under a private name only; a second one would need a port.
+    Torch offers the store that a job was started with under a private name only; a second one would need a port. It
+    has a connection of its own: while a group is made, torch waits for others in the default one.
     """
-    store = _get_default_store()
+    store: Store = _get_default_store().clone()  # type: ignore[attr-defined]  # the stub lacks it
     number = store.add(f"gpipe/pipelines of {dist.get_rank()}", 1)  # all processes make them in the same order
     return PrefixStore(f"gpipe/{number}", store)
 

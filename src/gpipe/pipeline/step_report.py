@@ -30,6 +30,7 @@ class StepReport:
         peak_memory_bytes: the most that this process ever held: of GPU memory on CUDA, of main memory on the CPU.
         is_skipped: whether a scaler skipped the step: no process has gradients.
         outputs: of the model for the mini-batch, in the last stage's process, where they were asked for.
+        gradient_norm: of all gradients together, before they were clipped; None where they were not to be.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepReport:
     peak_memory_bytes: int
     is_skipped: bool = False
     outputs: Any = field(repr=False, default=None)
+    gradient_norm: float | None = None
 
 
 def measure_peak_memory(devices: Iterable[torch.device]) -> int:

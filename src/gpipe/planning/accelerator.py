@@ -56,6 +56,11 @@ class Accelerator:
         return of[precision]
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether torch starts each of its operations, ahead of them."""
+        return self.starts_ahead and self.operation_seconds > 0
+
+    @property
     def room_bytes(self) -> int:
         """What may be planned of its memory: planned and real peaks differ by up to a tenth."""
         return self.memory_bytes * 9 // 10
@@ -75,8 +80,8 @@ _G = 1e9
 
 # TPUs: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (CACM 2020), table 1; a link
 # of 496 (v2) or 656 (v3) Gbit/s. GPUs: NVIDIA's data sheets, without sparsity. P40 and P100 sit in PCI-E slots of 16
-# lanes of generation 3. Without NVLink a copy goes through the host, over two of these, so at half the 12 GB/s that one
-# reaches.
+# lanes of generation 3, and H100 PCIe in those of generation 5, which reach four times as much. Without NVLink a copy
+# goes through the host, over two of these, so at half the 12 GB/s that one of generation 3 reaches.
 # The CPU is nominal, so that every machine without a GPU makes the same plan: a laptop's memory; one core at 3 GHz with
 # two fused multiply-adds of 8 floats a cycle (AVX2), 96 GFLOP/s, and no units for bfloat16; one channel of DDR4-2666,
 # 21.3 GB/s; half of that for a message, which is copied into a socket and out of it; and 20 microseconds per operation,
@@ -95,7 +100,13 @@ _ALL = (
     Accelerator("p40", 24 * GIB, 11.76 * _T, 11.76 * _T, 0.18 * _T, 346 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator("p100", 16 * GIB, 9.3 * _T, 9.3 * _T, 18.7 * _T, 732 * _G, 6 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator("v100", 32 * GIB, 15.7 * _T, 15.7 * _T, 125 * _T, 900 * _G, 150 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator(
+        "a100_40gb", 40 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 1555 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True
+    ),
     Accelerator("a100", 80 * GIB, 19.5 * _T, 312 * _T, 312 * _T, 2039 * _G, 300 * _G, _HOST_SECONDS, starts_ahead=True),
+    Accelerator(
+        "h100_pcie", 80 * GIB, 51 * _T, 756 * _T, 756 * _T, 2000 * _G, 24 * _G, _HOST_SECONDS, starts_ahead=True
+    ),
     Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 989 * _T, 3350 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 989 * _T, 4800 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator(
@@ -104,6 +115,8 @@ _ALL = (
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _ALL}
 _UNKNOWN_GPU = "a100"
+# How drivers name variants, such as "NVIDIA A100-SXM4-40GB" and "NVIDIA H100 PCIe".
+_VARIANTS = {"a100_40gb": r"\ba100\b.*\b40gb\b", "h100_pcie": r"\bh100\b.*\bpcie\b"}
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -124,9 +137,15 @@ def detect_accelerator(device_type: str) -> Accelerator:
     if device_type != "cuda":
         return ACCELERATORS["cpu"]
     found = torch.cuda.get_device_properties(0)
-    known = next((name for name in ACCELERATORS if re.search(rf"\b{name}\b", found.name.lower())), None)
-    name = known or f"{found.name}, planned as {_UNKNOWN_GPU}"
-    return replace(ACCELERATORS[known or _UNKNOWN_GPU], name=name, memory_bytes=found.total_memory)
+    known = recognize_accelerator(found.name)
+    name = f"{found.name}, planned as {_UNKNOWN_GPU}" if known is None else known.name
+    return replace(known or ACCELERATORS[_UNKNOWN_GPU], name=name, memory_bytes=found.total_memory)
+
+
+def recognize_accelerator(name: str) -> Accelerator | None:
+    """Return the accelerator that a driver calls by a name, None for one that the table does not have."""
+    patterns = {**_VARIANTS, **{each: rf"\b{each}\b" for each in ACCELERATORS if each not in _VARIANTS}}
+    return next((ACCELERATORS[each] for each, one in patterns.items() if re.search(one, name.lower())), None)
 
 
 class LayerSeconds(NamedTuple):

@@ -173,7 +173,7 @@ class _StagePeaks:
     def __init__(self, profiles: Sequence[LayerProfile], setting: Setting) -> None:
         self._profiles, self._setting = profiles, setting
         least = (
-            profile.parameter_bytes + int(profile.trainable_bytes * setting.state_ratio) + profile.kept_bytes
+            profile.parameter_bytes + int(profile.trainable_bytes * setting.kept_ratio) + profile.kept_bytes
             for profile in profiles
         )
         self._least = list(accumulate(least, initial=0))
@@ -192,7 +192,8 @@ class _StagePeaks:
             if (first, end) not in self._stages:
                 self._stages[first, end] = stage_memory(self._profiles, first, end)
             stages = {stage: self._stages[first, end]}
-            self._peaks[key] = self._setting.walks[stage].measure(stages, self._setting.state_ratio).peak_bytes
+            walk, setting = self._setting.walks[stage], self._setting
+            self._peaks[key] = walk.measure(stages, setting.kept_ratio, setting.updated_ratio).peak_bytes
         return self._peaks[key]
 
     def least(self, first: int, end: int) -> int:

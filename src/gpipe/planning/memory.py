@@ -250,12 +250,13 @@ class Walk:
         # Most moments are alike.
         return cls(stages, *(rows.unique(dim=0).double() for rows in (stash, activations, everything)))
 
-    def measure(self, stages: Mapping[int, StageMemory], state_ratio: float) -> DeviceMemory:
+    def measure(self, stages: Mapping[int, StageMemory], state_ratio: float, update_ratio: float = 0.0) -> DeviceMemory:
         """Return what a device with these tasks needs at most.
 
         Args:
             stages: those of the device, by index.
             state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
+            update_ratio: bytes that an update allocates for a while, likewise.
         """
         # Whole numbers below 2**53 are exact.
         sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
@@ -269,7 +270,8 @@ class Walk:
             gradient_bytes=gradients,
             stash_bytes=stash,
             activation_bytes=activations,
-            peak_bytes=fixed + max(most, gradients),  # the update: all gradients, no activations
+            # The update: all gradients, no activations.
+            peak_bytes=fixed + max(most, gradients + int(gradients * update_ratio)),
         )
 
 

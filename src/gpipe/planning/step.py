@@ -40,6 +40,8 @@ class Setting:
         schedule: a name of `gpipe.pipeline.schedule`.
         stages_per_device: 1, or more where the schedule interleaves.
         state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
+        shared_ratio: the same of the state that replicas share out, all together; each is planned with an equal part.
+        update_ratio: bytes that the update of a whole model allocates for a while, per byte of trainable parameters.
         num_replicas: R pipelines, which share a mini-batch out and average their gradients.
         synchronize_batch_norm: whether batch norms normalise over the replicas; the memory of their statistics is
             planned, the time of their exchanges is not.
@@ -53,6 +55,8 @@ class Setting:
     schedule: str = "gpipe"
     stages_per_device: int = 1
     state_ratio: float = 1.0
+    shared_ratio: float = 0.0
+    update_ratio: float = 0.0
     num_replicas: int = 1
     synchronize_batch_norm: bool = False
     is_sequential: bool = False
@@ -61,6 +65,16 @@ class Setting:
     def num_devices(self) -> int:
         """The number of devices of all replicas."""
         return self.num_replicas * self.num_stages // self.stages_per_device
+
+    @property
+    def kept_ratio(self) -> float:
+        """The bytes of optimiser state and averages on one device, per byte of its trainable parameters."""
+        return self.state_ratio + self.shared_ratio / self.num_replicas
+
+    @property
+    def updated_ratio(self) -> float:
+        """The bytes that an update allocates for a while on one device, likewise."""
+        return self.update_ratio / (self.num_replicas if self.shared_ratio else 1)
 
     @property
     def synchronizes(self) -> bool:
@@ -296,7 +310,8 @@ def plan_memory(
     """Return the memory of each device."""
     setting = settle(profiles, partitions, setting)
     devices = _place_memory(profiles, partitions, setting)
-    return tuple(walk.measure(own, setting.state_ratio) for walk, own in zip(setting.walks, devices, strict=True))
+    ratios = setting.kept_ratio, setting.updated_ratio
+    return tuple(walk.measure(own, *ratios) for walk, own in zip(setting.walks, devices, strict=True))
 
 
 def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> Setting:
@@ -304,8 +319,8 @@ def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting:
     if not isinstance(setting.rematerialize, Fit):
         return setting
     devices = _place_memory(profiles, partitions, setting)
-    room = setting.rematerialize.memory_bytes
-    return replace(setting, rematerialize=fit_graphs(setting.order, devices, setting.state_ratio, room))
+    room, ratios = setting.rematerialize.memory_bytes, (setting.kept_ratio, setting.updated_ratio)
+    return replace(setting, rematerialize=fit_graphs(setting.order, devices, *ratios, room))
 
 
 def _place_memory(

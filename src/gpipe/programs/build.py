@@ -33,6 +33,7 @@ from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.microbatch import Payload, microbatch_sizes
 from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialization, Rematerialize, place_stages
+from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
 from gpipe.planning.calibration import Calibration
@@ -40,6 +41,7 @@ from gpipe.planning.cut import Cutter
 from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.fit import Fit
 from gpipe.planning.operation_memory import OperationMemory
+from gpipe.planning.optimizer_memory import try_optimizer
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
@@ -51,7 +53,7 @@ from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.numerics import set_numerics
-from gpipe.training.optimizers import build_optimizer, optimizer_state
+from gpipe.training.optimizers import build_optimizer
 from gpipe.training.overfit import RepeatedLoader
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
@@ -163,13 +165,17 @@ def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None 
         mode: Rematerialization | Fit = Fit(settings.memory_limit_bytes or accelerator.room_bytes)
     else:
         mode = Rematerialize(settings.rematerialize.value)
+    make = partial(_build_optimizer, run.optimizer, rate=run.optimizer.learning_rate)
+    memory = try_optimizer(make, on_gpu=accelerator.is_gpu)
     return Setting(
         num_stages=settings.num_stages,
         num_microbatches=settings.num_microbatches,
         rematerialize=mode,
         schedule=settings.schedule.value,
         stages_per_device=settings.stages_per_device,
-        state_ratio=_state_ratio(run),
+        state_ratio=(run.ema.decay is not None) + (0 if run.launch.shard_optimizer else memory.kept),
+        shared_ratio=memory.kept if run.launch.shard_optimizer else 0,
+        update_ratio=memory.update,
         num_replicas=run.launch.num_replicas,
         synchronize_batch_norm=settings.synchronize_batch_norm,
         is_sequential=run.launch.num_processes == 1 if place is None else place.mesh is None,
@@ -271,16 +277,6 @@ def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
     return EvaluationPlanner(profile, workload.num_evaluated_examples)
 
 
-def _state_ratio(run: RunConfig) -> float:
-    """Return the bytes that the optimiser and the moving average keep for each byte of a parameter, by trying it."""
-    parameter = nn.Parameter(torch.zeros(64, 16))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = _build_optimizer(run.optimizer, [("probe", parameter)], run.optimizer.learning_rate)
-    optimizer.step()
-    slots = sum(value.numel() for value in optimizer_state(optimizer).values() if value.ndim > 0)
-    return slots / parameter.numel() + (run.ema.decay is not None)
-
-
 def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
     precision = run.trainer.float32_matmul_precision
@@ -303,6 +299,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
         mesh=place.mesh,
         seed=run.seed,
         loss_weight=workload.loss_weight,
+        prepare_inputs=workload.prepare_inputs,
         timeout_seconds=run.pipeline.timeout_seconds,
         synchronize_batch_norm=run.pipeline.synchronize_batch_norm,
         check_recomputation=bool(run.pipeline.check_recomputation),
@@ -395,9 +392,12 @@ def build_trainer(
     if (earlier := newest_manifest(folder)) is not None:
         refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
     workload.keep(folder if place.is_main else None)
+    optimizer = _build_optimizer(run.optimizer, pipeline.named_parameters(), rate)
+    if run.launch.shard_optimizer and pipeline.job.num_replicas > 1:
+        optimizer = ShardedOptimizer(optimizer, pipeline.job)
     trainer = Trainer(
         pipeline=pipeline,
-        optimizer=_build_optimizer(run.optimizer, pipeline.named_parameters(), rate),
+        optimizer=optimizer,
         learning_rate=build_schedule(
             run.schedule.name.value,
             rate,

@@ -11,10 +11,12 @@ from torch import Tensor
 from gpipe.checkpoint.content import Content, OptimizerState
 from gpipe.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from gpipe.checkpoint.folder import list_newest_first
+from gpipe.checkpoint.format import parse_parameter
 from gpipe.checkpoint.manifest import Manifest, Position
 from gpipe.checkpoint.read import load_checkpoint, load_weights
 from gpipe.checkpoint.saver import Saver
 from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import load_optimizer_state, named_parameters_of, optimizer_state
 
@@ -29,12 +31,19 @@ def get_tensors(pipeline: Pipeline, ema: Ema | None = None) -> dict[str, dict[st
 
 def wrap_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Return an optimiser, built from (name, parameter) pairs, as checkpoints see it."""
-    return OptimizerState(
-        name=type(optimizer).__name__,
-        parameters=named_parameters_of(optimizer),
-        read=partial(optimizer_state, optimizer),
-        load=partial(load_optimizer_state, optimizer),
-    )
+    parameters = named_parameters_of(optimizer)
+    read, load = partial(optimizer_state, optimizer), partial(load_optimizer_state, optimizer)
+    if not isinstance(optimizer, ShardedOptimizer):
+        return OptimizerState(type(optimizer).__name__, parameters, read, load)
+
+    def gather() -> dict[str, Tensor]:
+        found, order = optimizer.gather(read()), {name: number for number, name in enumerate(parameters)}
+        return {key: found[key] for key in sorted(found, key=lambda key: order[parse_parameter(key)])}
+
+    def load_own(state: Mapping[str, Tensor]) -> None:
+        load({key: value for key, value in state.items() if optimizer.keeps(parameters[parse_parameter(key)])})
+
+    return OptimizerState(type(optimizer.whole).__name__, parameters, gather, load_own)
 
 
 class Checkpoints:

@@ -286,7 +286,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         try:
             with self.autocast():
-                report = self.pipeline.train_step(batch, record_timeline=records, note=self._note, scaler=self.scaler)
+                report = self.pipeline.train_step(
+                    batch,
+                    record_timeline=records,
+                    note=self._note,
+                    scaler=self.scaler,
+                    max_gradient_norm=self.max_gradient_norm,
+                )
             if self.scaler is not None:
                 values["loss_scale"] = self.scaler.scale
                 if self.scaler.scale < 1:
@@ -300,8 +306,8 @@ class Trainer:
         if report.is_skipped:
             self.pipeline.step += 1
             return values, report
-        if self.max_gradient_norm is not None:
-            values["gradient_norm"] = self.pipeline.clip_gradients(self.max_gradient_norm)
+        if report.gradient_norm is not None:
+            values["gradient_norm"] = report.gradient_norm
         self._checkpoints.wait_until_copied()
         self.optimizer.step()
         if self.ema is not None:

@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageEnhance
 
-from gpipe.data import evaluation_transform, training_transform
+from gpipe.data import BytesToPixels, evaluation_transform, training_transform
 from gpipe.data.randomness import preserve_generators, seed_sample
 
 # isort: split
@@ -237,3 +239,28 @@ def test_a_square_is_evaluated_as_timm_does(size: tuple[int, int], interpolation
     assert difference.mean() < 0.03  # of a standard deviation: timm resizes first, and then crops whole pixels
     stretched = evaluation_transform(64, center_crop=0.8, **settings)
     assert (stretched(image) - theirs(image)).abs().mean() > 3 * difference.mean()
+
+
+@pytest.mark.parametrize("moments", [(None, None), ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,), (0.25,))])
+@pytest.mark.parametrize("image", [COLOUR, GREY], ids=["colour", "grey"])
+@pytest.mark.parametrize(
+    "make", [evaluation_transform, partial(training_transform, color_jitter=0.0, policy="randaugment")]
+)
+def test_bytes_become_the_pixels_of_a_transform_without_them(
+    make: Callable[..., Any], image: Image.Image, moments: tuple[Any, Any]
+) -> None:
+    mean, std = moments
+    whole, bytes_ = (make(24, mean=mean, std=std, as_bytes=as_bytes) for as_bytes in (False, True))
+    expected, levels = draw(whole, image), draw(bytes_, image)
+    assert levels.dtype is torch.uint8 and levels.shape == expected.shape
+    finish = BytesToPixels(mean, std)
+    for _ in range(2):  # the constants stay as they are
+        assert torch.equal(finish(torch.stack([levels, levels.flip(0)]))[0], expected)
+    assert finish(expected) is expected
+
+
+@pytest.mark.parametrize("change", [{"color_jitter": 0.4}, {"cutout": 0.25}, {"random_erasing": 0.5}])
+def test_what_changes_pixels_leaves_no_bytes(change: dict[str, float]) -> None:
+    settings = {"color_jitter": 0.0, **change}
+    whole, bytes_ = (training_transform(24, **settings, as_bytes=as_bytes) for as_bytes in (False, True))
+    assert torch.equal(draw(whole, COLOUR), draw(bytes_, COLOUR))

@@ -57,6 +57,21 @@ def test_a_store_that_has_ended_leaves_what_it_last_said(
     assert (board.read("key"), board.read("other")) == (1, None)
 
 
+def test_a_store_that_has_ended_is_asked_no_more(
+    server: tuple[multiprocessing.Process, dist.TCPStore], capfd: pytest.CaptureFixture[str]
+) -> None:
+    process, store = server
+    board = Board(store)
+    board.write("key", 1)
+    process.kill()
+    process.join()
+    for number in range(200):
+        board.write("key", number)
+        board.read("key")
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if "Store" in line]) < 10, f"{len(lines)} lines"
+
+
 def test_a_store_that_does_not_answer_can_be_given_up(server: tuple[multiprocessing.Process, dist.TCPStore]) -> None:
     process, store = server
     board = Board(store)

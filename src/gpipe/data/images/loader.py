@@ -32,7 +32,7 @@ _Answer: TypeAlias = tuple[torch.Tensor, dict[int, str]] | BrokenImage  # the im
 
 
 class ImageLoader(EpochLoader):
-    """Yield the mini-batches of an epoch: (images float32 [n, channels, h, w] or None, labels int64 [n]).
+    """Yield the mini-batches of an epoch: (images [n, channels, h, w] or None, labels int64 [n]).
 
     A new iteration ends the previous one. Where images are mixed, or have several labels each, float32 targets [n,
     classes] replace the labels.
@@ -165,7 +165,7 @@ class _TransformedImages(Dataset[_Answer]):
         self.mixing = mixing
 
     def __getitem__(self, request: _Request) -> _Answer:
-        """Return float32 [n, channels, h, w], or the error: raised in a worker, it would be a nested traceback."""
+        """Return images [n, channels, h, w], or the error: raised in a worker, it would be a nested traceback."""
         epoch, number, indices = request
         broken: dict[int, str] = {}
         try:

@@ -12,10 +12,13 @@ processes, and the same methods. So the engine never asks how many processes the
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +43,7 @@ Devices: TypeAlias = "Sequence[torch.device | str] | torch.device | str | None"
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _POLL_SECONDS = 1e-4  # between two looks at a GPU
+_CONNECT_SECONDS = 0.1  # between two looks at the others while NCCL connects
 
 
 def join_job(
@@ -404,12 +408,47 @@ class MeshJob(Job):
 
         Every process makes every group, in the same order: torch numbers them as they come.
         """
-        groups = [dist.new_group(ranks, backend=backend, timeout=self._timeout) for ranks in members]
+        device = self._device if backend == "nccl" else None  # connects now, not in the midst of the first step
+
+        def make(ranks: list[int]) -> dist.ProcessGroup:
+            made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self._timeout, device_id=device)
+            return made
+
+        if device is None:
+            groups = [make(ranks) for ranks in members]
+        else:
+            others = sorted({rank for ranks in members if self._rank in ranks for rank in ranks} - {self._rank})
+            with self._watch.waiting_for(others):
+                try:
+                    groups = _await_beside(partial(list, map(make, members)), device, self._watch.raise_failure)
+                except dist.DistStoreError as error:  # torch waited long enough, and does not say for whom
+                    raise self._watch.explain(LostPeer(others, str(error))) from None
         for ranks, group in zip(members, groups, strict=True):
             if self._rank in ranks:
                 self._watch.guard(group, is_link=is_link)
                 return group
         return None
+
+
+def _await_beside(make: Callable[[], list[Any]], device: torch.device, check: Callable[[], None]) -> list[Any]:
+    """Return what is made by a thread of its own, as nothing can end its wait; `check` ends this one's by an error."""
+    made: queue.SimpleQueue[list[Any] | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        try:
+            made.put(make())
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            made.put(error)
+
+    threading.Thread(target=run, name="gpipe-connects", daemon=True).start()
+    while True:
+        with suppress(queue.Empty):
+            found = made.get(timeout=_CONNECT_SECONDS)
+            if isinstance(found, Exception):
+                raise found
+            return found
+        check()
 
 
 def _check_mesh(mesh: DeviceMesh, num_devices: int, stages_per_device: int) -> None:

@@ -395,7 +395,8 @@ class Board:
         self._under_way[thread] = time.monotonic()
         try:
             return question()
-        except RuntimeError:  # the store is gone together with its process
+        except RuntimeError:  # the store is gone together with its process: torch would warn of each further call
+            self.give_up()
             return None
         finally:
             del self._under_way[thread]

@@ -107,7 +107,7 @@ class Averaging:
             return
         self._trainable = trainable
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
-        self._buckets = [_Bucket(group) for group in _group(reversed(chosen))]
+        self._buckets = [_Bucket(group) for group in group_alike(reversed(chosen))]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         if chosen:
             self._copy_from_first_replica()
@@ -175,7 +175,7 @@ class Averaging:
             bucket.reset()
 
 
-def _group(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+def group_alike(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
     """Yield the parameters of each bucket, in order; all of one have the same type and device."""
     group: list[Parameter] = []
     size = 0

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -53,6 +53,14 @@ class Link:
     nccl: dist.ProcessGroup | None
     device: torch.device
     device_work: DeviceWork
+
+    def exchange(self, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        """Send (dist.isend) or receive (dist.irecv) tensors over NCCL, all at once, on the device's current stream."""
+        assert self.nccl is not None
+        other = 1 - self.nccl.rank()
+        operations = [dist.P2POp(operation, tensor, group=self.nccl, group_peer=other) for tensor in tensors]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()  # the stream waits, not the host
 
     def message_bytes(self, format_: MessageFormat) -> int:
         """Return the size of a message of a format: at least that of a text's first message."""
@@ -181,11 +189,11 @@ class Sender(_End):
         assert self.link.nccl is not None and self._stream is not None
         self._stream.wait_event(delivery.ready)
         with torch.cuda.stream(self._stream):
-            for tensor, layout in zip(payload.tensors, format_.layouts, strict=True):
-                part = flatten(tensor, layout)
-                if part.numel():
-                    part.record_stream(self._stream)
-                    self.link.nccl.send([part], 1 - self.link.nccl.rank(), 0).wait()  # the stream waits, not the host
+            parts = [flatten(*one) for one in zip(payload.tensors, format_.layouts, strict=True)]
+            parts = [part for part in parts if part.numel()]
+            for part in parts:
+                part.record_stream(self._stream)
+            self.link.exchange(dist.isend, parts)
         delivery.sent = self._stream.record_event()
 
 
@@ -273,7 +281,6 @@ class Receiver(_End):
         assert self.link.nccl is not None
         with torch.cuda.stream(self._stream):
             parts = [layout.allocate(layout.num_elements, self.link.device) for layout in format_.layouts]
-            for part in parts:
-                if part.numel():  # as bytes: NCCL knows fewer types than torch; the stream waits, not the host
-                    self.link.nccl.recv([part.view(torch.uint8)], 1 - self.link.nccl.rank(), 0).wait()
+            # As bytes: NCCL knows fewer types than torch.
+            self.link.exchange(dist.irecv, [part.view(torch.uint8) for part in parts if part.numel()])
             return format_.payload(parts)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gpipe.config import AmoebaNetConfig, ImagesConfig, ImageTableConfig, Interpolation, OwnImagesConfig
 from gpipe.data import (
+    BytesToPixels,
     ImageLoader,
     ImageSet,
     Mixing,
@@ -107,7 +108,7 @@ class ImageClassification(Workload):
         train_loader = loader(
             self._sets["train"],
             run.trainer.batch_size // run.launch.num_replicas,
-            self._training_transform(),
+            self._training_transform(as_bytes=pin_memory),
             shuffle=True,
             replica_index=pipeline.job.replica_index,
             num_replicas=pipeline.job.num_replicas,
@@ -115,7 +116,9 @@ class ImageClassification(Workload):
             mixing=self._mixing(),
         )
         test_batch_size = run.trainer.evaluation.batch_size
-        test_loader = loader(self._sets["test"], test_batch_size, self.evaluation_transform(), shuffle=False)
+        test_loader = loader(
+            self._sets["test"], test_batch_size, self.evaluation_transform(as_bytes=pin_memory), shuffle=False
+        )
         return train_loader, {"test": test_loader}
 
     def keep(self, folder: Path | None) -> dict[str, str]:
@@ -142,8 +145,13 @@ class ImageClassification(Workload):
         refuse_other_classes(data.name, len(image_set.class_names), self.num_classes)
         return image_set
 
-    def evaluation_transform(self) -> Transform:
-        """Return what happens to a test image."""
+    @property
+    def prepare_inputs(self) -> BytesToPixels:
+        """What makes pixels of the bytes of images, which travel to a GPU as such."""
+        return BytesToPixels(self.data.mean, self.data.std)
+
+    def evaluation_transform(self, *, as_bytes: bool = False) -> Transform:
+        """Return what happens to a test image; `as_bytes`: without what `prepare_inputs` does."""
         data = self.data
         return evaluation_transform(
             self.image_size,
@@ -153,14 +161,15 @@ class ImageClassification(Workload):
             interpolation=self._interpolation,
             mean=data.mean,
             std=data.std,
+            as_bytes=as_bytes,
         )
 
     @property
     def _interpolation(self) -> str:
         return (self.data.interpolation or Interpolation.bilinear).value
 
-    def _training_transform(self) -> Transform:
-        """Return what happens to a training image."""
+    def _training_transform(self, *, as_bytes: bool) -> Transform:
+        """Return what happens to a training image before it is mixed with others, for which it must be pixels."""
         data = self.data
         return training_transform(
             self.image_size,
@@ -175,6 +184,7 @@ class ImageClassification(Workload):
             interpolation=self._interpolation,
             mean=data.mean,
             std=data.std,
+            as_bytes=as_bytes and not data.mixes,
         )
 
     def _mixing(self) -> Mixing | None:

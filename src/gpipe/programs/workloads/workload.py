@@ -1,7 +1,7 @@
 """What `build` asks of a family of models and of its data."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +37,11 @@ class Workload(ABC):
     @property
     def loss_weight(self) -> LossWeight | None:
         """How much a micro-batch counts; None: by its number of examples."""
+        return None
+
+    @property
+    def prepare_inputs(self) -> Callable[[Any], Any] | None:
+        """What happens to the inputs of a micro-batch on the first stage's device; None: nothing."""
         return None
 
     @property
@@ -82,6 +87,8 @@ class Workload(ABC):
 
         A training mini-batch is shared out over the replicas; `evaluate` shares the evaluation data
         out by mini-batches, so that each replica is given all of them.
+
+        pin_memory: they go to a GPU.
         """
 
     @property

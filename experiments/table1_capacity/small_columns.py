@@ -1,4 +1,4 @@
-"""Columns of Table 1 that are small enough for a test."""
+"""Columns of Table 1 that are small enough to try a program."""
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,11 @@ class Small(Column):
 
     @property
     def batch_size(self) -> int:
+        """N."""
         return 8
 
     def layers(self, *, as_public_code: bool = False) -> nn.Sequential:
+        """Describe the model on the meta device."""
         with torch.device("meta"):
             if self.num_filters is None:
                 return transformer_lm(
@@ -25,6 +27,7 @@ class Small(Column):
         return convert_batch_norm(layers)
 
     def batch(self, size: int, device: str = "meta") -> tuple[Tensor, Tensor]:
+        """Return a mini-batch of zeros."""
         if self.num_filters is None:
             tokens = torch.zeros(size, 64, dtype=torch.int64, device=device)
             return tokens, tokens
@@ -33,3 +36,4 @@ class Small(Column):
 
 
 IMAGES, TEXT = Small("Pipeline-2", 3, 32, 2), Small("Pipeline-8", 6, None, 4)
+COLUMNS = IMAGES, TEXT

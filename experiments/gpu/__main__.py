@@ -1,0 +1,57 @@
+"""Test the device path on this machine's GPUs, measure what is labelled "not run", and render the pages.
+
+    make gpu
+
+Runs the steps of steps.py one after the other, each in a process of its own with a limit of time: half an hour on one
+H100. Several GPUs also measure Tables 2 and 3, for up to two hours. A step that fails does not stop the others. The
+same command again goes on: it runs what is not done. runs/gpu has the log of each step; remove it to begin anew.
+Clones torchgpipe's repository, whose AmoebaNet is measured beside ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from experiments.gpu.progress import Progress
+from experiments.gpu.publication import publish
+from experiments.gpu.steps import TORCHGPIPE, list_steps
+from reproductions import ROOT
+
+
+def main() -> None:
+    """Run all steps, then publish; exit with status 1 if one failed."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu", help="of the steps; default: runs/gpu")
+    parser.add_argument("--torchgpipe", default=TORCHGPIPE[0], help="the repository to clone; default: %(default)s")
+    parser.add_argument("--small", action="store_true", help="rehearse with tiny models; needs --pages")
+    parser.add_argument("--pages", type=Path, default=ROOT, help="a copy of the repository whose pages are rendered")
+    options = parser.parse_args()
+    if options.small and options.pages == ROOT:
+        parser.error("--small needs --pages FOLDER, a copy of the repository: tiny models do not belong on its pages.")
+    if (num_gpus := torch.cuda.device_count()) == 0:
+        raise SystemExit("not run: torch finds no GPU here; make gpu tests and measures on a machine that has one.")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and end the step that is under way
+    listed = list_steps(small=options.small, torchgpipe=(options.torchgpipe, TORCHGPIPE[1]))
+    steps = [step for step in listed if step.num_gpus <= num_gpus]
+    progress = Progress(options.folder, ROOT)
+    ends = list(progress.run(steps))
+    # Only now: records of a repository with changed files would say so.
+    for step, end in ends:
+        if step.claim is not None and end.failure is None and not end.is_published:
+            publish(step, progress.folder / step.name, options.pages)
+            progress.note_end(step, replace(end, is_published=True))
+    failed = [step.name for step, end in ends if end.failure is not None]
+    print(f"{len(ends) - len(failed)} of {len(ends)} steps are done, and their records are on the pages.")
+    if failed:
+        raise SystemExit(f"error: {', '.join(failed)} failed: see the logs, then run make gpu again.")
+
+
+if __name__ == "__main__":
+    main()

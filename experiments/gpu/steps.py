@@ -1,0 +1,105 @@
+"""What is run on GPUs: the tests of the device path, and every measurement that needs some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+TORCHGPIPE = "https://github.com/kakaobrain/torchgpipe", "v0.0.7"
+"""The repository and the version of the code that ours is measured beside."""
+
+_CLONE = "torchgpipe"
+_TESTS = "-m", "pytest", "tests/simulated_cuda/test_steps.py", "-p", "no:cacheprovider", "-k"
+# It takes what any GPU computes for work of the current one.
+_SANITIZER = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": "0"}
+_TABLES = "train.py", "-m"
+_SMALL_TABLES = (
+    "+experiment=table2_amoebanet_d_laptop", "pipeline.num_stages=2", "pipeline.num_microbatches=2",
+    "trainer.max_steps=2", "trainer.num_untimed_steps=1", "trainer.timeline_every_steps=null", "model.num_layers=3",
+    "model.num_filters=8", "data.image_size=32", "launch.device=cuda", "launch.pin_cores=false",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, which starts anew where it did not end; a sweep goes on.
+
+    Attributes:
+        name: of the step, and of its folder.
+        words: the program and its arguments; {folder} is the step's folder, and {steps} the folder of all.
+        minutes: after which it is ended.
+        claim: the folder of reproductions/ that its records go to; None if it makes none.
+        sweep: the experiment's name, where the step is a sweep.
+        num_gpus: how many it needs at least.
+        variables: of its environment, beside those of this process.
+        is_python: whether the program is Python's.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    minutes: float
+    claim: str | None = None
+    sweep: str | None = None
+    num_gpus: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
+    is_python: bool = True
+
+
+def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list[Step]:
+    """Return the steps in their order: on one GPU they take half an hour at most.
+
+    Args:
+        small: take sizes that a test can afford, and no torch.compile.
+        torchgpipe: the repository to clone, and the version.
+    """
+    repository, version = torchgpipe
+    clone = "git", "clone", "--quiet", "--depth", "1", "--branch", version, repository, "{folder}/clone"
+    tests = (*_TESTS, "real and (autocast or checkpoint)" if small else "real")
+    sizes = ["--layers", "1", "--batch", "2", "--sequence", "16", "--no-compile", "--rounds", "1"] if small else []
+    rounds = ("--rounds", "1") if small else ()
+    return [
+        Step("tests", tests, 3),
+        Step("tests_with_sanitizer", tests, 3, variables=_SANITIZER),
+        _study("table1_capacity", "table1_model_size", 9, "--measure-only", *(["--small"] if small else [])),
+        _study("transformer_utilization", "table2_throughput", 4, *sizes),
+        _study(
+            "checkpoint_cost", "bubble", 3, "--device", "cuda", *(["--width", "32"] if small else []), *rounds
+        ),
+        Step(_CLONE, clone, 1, is_python=False),
+        _study(
+            "image_throughput", "table4_imagenet_and_transfer", 7, "--no-compile", "--torchgpipe",
+            f"{{steps}}/{_CLONE}/clone", *(["--small", "--warm-up", "0"] if small else []), *rounds,
+        ),
+        *_list_sweeps(small=small),
+    ]  # fmt: skip
+
+
+def _study(name: str, claim: str, minutes: float, *options: str) -> Step:
+    """Return the step of one of the other studies of this folder."""
+    words = "-m", f"experiments.{name}", "--record", "{folder}", *options
+    return Step(name, words, minutes, claim)
+
+
+def _list_sweeps(*, small: bool) -> list[Step]:
+    """Return the measured cells of Tables 2 and 3; those that need more GPUs than there are count as not run."""
+    if small:
+        return [_sweep("table2", "table2_throughput", 3, *_SMALL_TABLES)]
+    grid = "name=table3_slow_links", "pipeline.num_stages=2,4,8", "pipeline.num_microbatches=32"
+    through_host = {"NCCL_P2P_DISABLE": "1"}
+    return [
+        _sweep("table2", "table2_throughput", 40, "+experiment=table2_throughput"),
+        _sweep("table2_equal", "table2_throughput", 40, "+experiment=table2_throughput", "trainer.batch_size=128"),
+        _sweep(
+            "table3_amoebanet", "table3_slow_links", 20,
+            "+experiment=table2_amoebanet_d", "model.num_filters=128", *grid, **through_host,
+        ),
+        _sweep(
+            "table3_transformer", "table3_slow_links", 20,
+            "+experiment=table2_transformer_lm", "model.num_layers=24", *grid, **through_host,
+        ),
+    ]  # fmt: skip
+
+
+def _sweep(name: str, claim: str, minutes: float, *overrides: str, **variables: str) -> Step:
+    words = *_TABLES, *overrides, "tracking=disabled", "hydra.sweep.dir={folder}/jobs"
+    return Step(name, words, minutes, claim, claim, 2, variables)

@@ -1,0 +1,71 @@
+"""What an optimizer keeps and allocates, per byte of parameters, found by trying it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_NUM_PARAMETERS = 64  # so many that what an update allocates for one of them hardly counts
+_UPDATES_ALL_AT_ONCE = SGD, Adam  # on a GPU, by torch's own choice (torch.optim.optimizer, foreach)
+
+
+class OptimizerMemory(NamedTuple):
+    """Bytes per byte of trainable parameters.
+
+    Attributes:
+        kept: between updates.
+        update: that an update allocates beside that, at most at once.
+    """
+
+    kept: float
+    update: float
+
+
+def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer], *, on_gpu: bool) -> OptimizerMemory:
+    """Return what an optimizer needs, on a GPU or on a CPU; it is tried on a CPU.
+
+    make: from names and parameters.
+    """
+    parameters = [nn.Parameter(torch.zeros(64, 16)) for _ in range(_NUM_PARAMETERS)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([(f"layers.0.{number}", parameter) for number, parameter in enumerate(parameters)])
+    for group in optimizer.param_groups:
+        if on_gpu and isinstance(optimizer, _UPDATES_ALL_AT_ONCE):
+            group["foreach"] = True
+    optimizer.step()  # makes the state
+    state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, Tensor)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with _Allocations([*parameters, *gradients, *state]) as allocations:
+        optimizer.step()
+    num_bytes = sum(parameter.nbytes for parameter in parameters)
+    return OptimizerMemory(
+        sum(value.nbytes for value in state if value.ndim > 0) / num_bytes, allocations.peak_bytes / num_bytes
+    )
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that operations in the body make; `known` were there before."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._held: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._held:
+                self._held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._held.pop, storage._cdata)
+                self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
+        return result

@@ -1,0 +1,133 @@
+"""Replicas that share out the optimizer's state train and save what replicas do that each keep all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gpipe
+from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
+from gpipe.training.checkpoints import wrap_optimizer
+from gpipe.training.optimizers import OPTIMIZERS, build_optimizer, optimizer_state
+from gpipe.training.tracking import Tracker
+from tests.support.process_pool import ProcessPool
+from tests.training.small_run import NUM_LAYERS, small_trainer
+
+Numbers = dict[str, np.ndarray]
+
+
+class Gated(nn.Module):
+    """A linear layer that replica 1 leaves out; the strides of its weight are those of the transposed one."""
+
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.replica = replica
+        self.linear = nn.Linear(6, 6)
+        self.linear.weight = nn.Parameter(self.linear.weight.detach().t().contiguous().t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.replica == 1 else x + self.linear(x)
+
+
+def make_pipeline(num_stages: int) -> gpipe.Pipeline:
+    mesh = init_device_mesh("cpu", (2, num_stages), mesh_dim_names=("replica", "stage"))
+    replica = torch.distributed.get_rank() // num_stages
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 9), nn.Sequential(nn.Linear(9, 6), nn.Tanh()), Gated(replica), nn.Linear(6, 5))
+    layers[1][0].weight.requires_grad_(False)
+    partitions = [4] if num_stages == 1 else [2, 2]
+    return gpipe.Pipeline(layers, nn.functional.cross_entropy, partitions, 2, mesh=mesh, timeout_seconds=10)
+
+
+def train(rank: int, num_stages: int, name: str, shards: bool) -> tuple[Numbers, Numbers, int]:
+    """Return the weights, the whole state and how many numbers of it this process keeps."""
+    pipeline = make_pipeline(num_stages)
+    optimizer = build_optimizer(name, pipeline.named_parameters(), 0.1, weight_decay=0.01)
+    if shards:
+        optimizer = ShardedOptimizer(optimizer, pipeline.job)
+    generator = torch.Generator().manual_seed(pipeline.job.replica_index)
+    for step in range(3):
+        inputs, targets = torch.randn(5, 6, generator=generator), torch.randint(5, (5,), generator=generator)
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.zero_grad()
+        pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
+        gradients = [parameter.grad for parameter in pipeline.parameters()]
+        optimizer.step()
+        assert all(one is two.grad for one, two in zip(gradients, pipeline.parameters(), strict=True))
+    state = wrap_optimizer(optimizer).read()
+    kept = sum(one.numel() for one in optimizer_state(optimizer).values() if one.ndim)
+    weights = {key: one.detach().numpy().copy() for key, one in pipeline.named_parameters()}
+    pipeline.close()
+    return weights, {key: one.numpy().copy() for key, one in state.items()}, kept
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_the_whole_state_are_those_of_replicas_that_keep_all(
+    name: str, num_stages: int, processes: ProcessPool
+) -> None:
+    full = processes.run(2 * num_stages, train, num_stages, name, False)
+    shared = processes.run(2 * num_stages, train, num_stages, name, True)
+    for rank, ((weights, state, _), (expected, expected_state, _)) in enumerate(zip(shared, full, strict=True)):
+        assert list(weights) == list(expected) and list(state) == list(expected_state)
+        assert all(np.array_equal(weights[key], expected[key]) for key in weights), rank
+        assert all(np.array_equal(state[key], expected_state[key]) for key in state), rank
+    for stage in range(num_stages):
+        kept = [shared[stage + replica * num_stages][2] for replica in range(2)]
+        assert sum(kept) == full[stage][2] and max(kept) < full[stage][2]
+
+
+def save(rank: int, folder: Path, shards: bool, num_steps: int) -> None:
+    """Train from the folder's checkpoint, if there is one, and save."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    tracker = Tracker(folder, enabled=rank == 0, mode="disabled")
+    trainer = small_trainer(folder, [NUM_LAYERS - 2, 2], mesh=mesh, tracker=tracker, max_steps=num_steps)
+    if shards:
+        trainer = replace(trainer, optimizer=ShardedOptimizer(trainer.optimizer, trainer.pipeline.job))
+    assert trainer.resume() == (folder / "checkpoints").exists()
+    trainer.train()
+    trainer.pipeline.close()
+
+
+def read_files(folder: Path, step: int) -> dict[str, bytes]:
+    (checkpoint,) = (folder / "checkpoints").glob(f"step-*{step}")
+    return {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+
+
+def test_a_checkpoint_is_the_same_files_and_either_run_reads_it(tmp_path: Path, processes: ProcessPool) -> None:
+    for name, order in {"full": (False, False), "shared": (True, True), "first": (True, False)}.items():
+        processes.run(4, save, tmp_path / name, order[0], 4)
+        first = read_files(tmp_path / name, 4)
+        processes.run(4, save, tmp_path / name, order[1], 6)
+        if name == "full":
+            expected = first, read_files(tmp_path / name, 6)
+            assert {"optimizer-0.safetensors", "optimizer-1.safetensors"} <= first.keys()
+        found = first, read_files(tmp_path / name, 6)
+        for files, others in zip(found, expected, strict=True):
+            assert files.keys() == others.keys()
+            assert not [file for file in files if file.endswith(".safetensors") and files[file] != others[file]]
+
+
+def leave(rank: int) -> str:
+    """Let replica 1 fail between a step and its update."""
+    pipeline = make_pipeline(1)
+    optimizer = ShardedOptimizer(build_optimizer("adamw", pipeline.named_parameters(), 0.1), pipeline.job)
+    batch: Any = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
+    pipeline.train_step(batch)
+    if rank == 1:
+        pipeline.job.abort(OSError("the disk is gone"))
+        return ""
+    with pytest.raises(gpipe.PipelineError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_replica_that_fails_before_its_update_is_named(processes: ProcessPool) -> None:
+    assert "OSError: the disk is gone" in processes.run(2, leave)[0]
