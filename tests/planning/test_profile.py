@@ -150,6 +150,22 @@ def test_autocast_halves_what_products_keep() -> None:
     assert half[1].input_bytes * 2 == full[1].input_bytes
 
 
+def test_what_autocast_makes_of_weights_is_there_once_and_no_part_of_a_graph() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False).requires_grad_(False))
+    example = (torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.float(), targets)
+
+    full = profile_layers(layers, loss, example)
+    half = profile_layers(layers, loss, example, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    weight = 64 * 64 * 2
+    assert [profile.converted_bytes for profile in full] == [0] * 4
+    assert [profile.converted_bytes for profile in half] == [weight + 64 * 2, 0, 0, 0]
+    assert half[0].kept_bytes < weight // 4
+    assert half[2].kept_bytes >= weight  # a frozen one is converted each time
+
+
 class Looks(nn.Module):
     """Looks at the values of its input."""
 

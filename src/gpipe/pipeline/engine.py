@@ -43,7 +43,7 @@ from gpipe.pipeline.schedule import (
 )
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
-from gpipe.pipeline.stage import Stage, uncached_autocast
+from gpipe.pipeline.stage import Stage, step_autocast_cache
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
 from gpipe.pipeline.timeline import Clock, Timeline
 from gpipe.pipeline.transfer import MiniBatch
@@ -522,12 +522,13 @@ class Pipeline:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
+        """Leave the generators alone, convert weights once; on an error clean up and tell the other processes."""
         for stage in self.stages.values():
             refuse_replaced_layers(self.layers, stage.layers)
         if self._compilation is not None:
             self._compilation.start()
-        with self.job.guard(), preserved_generators(self.job.devices.values()), uncached_autocast():
+        converted = step_autocast_cache(is_kept=not self.shards_replicas)
+        with self.job.guard(), preserved_generators(self.job.devices.values()), converted:
             yield
 
     def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> tuple[MiniBatch, list[Payload]]:

@@ -419,19 +419,22 @@ def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: b
 
 
 @contextmanager
-def uncached_autocast() -> Iterator[None]:
-    """Make autocast convert a weight anew at each use.
+def step_autocast_cache(*, is_kept: bool) -> Iterator[None]:
+    """Let autocast convert each weight once in the body, where it asks autocast to keep what it has converted.
 
-    Its cache may hold a weight that was converted without a graph, as in an evaluation, which would then get no
-    gradient; or before the last update.
+    What was converted before may be older than the last update. All micro-batches' graphs then share one copy, whose
+    gradients become float32 before they are added up: the bits are those of a copy per micro-batch.
+
+    is_kept: False converts at each use, as for weights that are there only while a layer runs.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(enabled and is_kept)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
 
 
 @contextmanager
