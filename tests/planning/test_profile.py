@@ -166,6 +166,14 @@ def test_what_autocast_makes_of_weights_is_there_once_and_no_part_of_a_graph() -
     assert half[2].kept_bytes >= weight  # a frozen one is converted each time
 
 
+def test_what_the_next_layer_converts_crosses_a_boundary_converted() -> None:
+    example = (torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+    for following, itemsize in ((nn.Linear(64, 3), 2), (nn.Sequential(nn.Tanh(), nn.Linear(64, 3)), 4)):
+        layers = nn.Sequential(nn.Embedding(10, 64), following)
+        found = profile_layers(layers, F.cross_entropy, example, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+        assert found[1].input_bytes == found[1].arrivals[0].size == 8 * 64 * itemsize
+
+
 class Looks(nn.Module):
     """Looks at the values of its input."""
 

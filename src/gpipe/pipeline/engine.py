@@ -20,6 +20,7 @@ from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.job.topology import Devices, join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
+from gpipe.pipeline.low_precision import wants_low_precision
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
@@ -69,8 +70,10 @@ class Pipeline:
 
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
-            lists and dicts of tensors and None. Layers on the meta device get their memory and initial weights here,
-            those of other processes never. Batch norms must have gone through `convert_batch_norm`.
+            lists and dicts of tensors and None. Under autocast a layer with the attribute `wants_low_precision` gets
+            its float32 inputs in autocast's type, and so they travel. Layers on the meta device get their memory and
+            initial weights here, those of other processes never. Batch norms must have gone through
+            `convert_batch_norm`.
             A parameter that several layers share becomes one copy per layer, in place. All copies get the values of the
             first and, in each step, the sum of all their gradients, so that any optimizer keeps them equal.
         loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
@@ -182,8 +185,9 @@ class Pipeline:
         owners = [self.job.process_of(k) for k, part in enumerate(ranges) for _ in part]
         self._tied = TiedGradients(tied.groups, own, owners, self.job)
         self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
+        lowered = frozenset(i for i, layer in enumerate(layers) if wants_low_precision(layer))
         self.stages: Mapping[int, Stage] = {
-            k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed) for k, device in self.job.devices.items()
+            k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered) for k, device in self.job.devices.items()
         }
         if check_recomputation:
             for stage in self.stages.values():

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
+from gpipe.pipeline.low_precision import lower, wants_low_precision
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
@@ -277,6 +278,9 @@ class _Chain:
             ledger.converted_bytes = 0
             ledger.reset_peak()
             payload = self._run(layer, payload, targets)
+            following = self.layers[index + 1] if layer is not None else None
+            if following is not None and wants_low_precision(following):
+                payload = lower(payload)
             self.peaks[kind][index] = ledger.peak_bytes - before
             self.work[kind][index] = ledger.take_work()
             self.live_after[index] = ledger.live_bytes
