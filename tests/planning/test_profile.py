@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.structure import structure
 from gpipe.planning.profile import Arrival, Input, LayerProfile, profile_layers
-from gpipe.planning.repeats import Shortened, structure
+from gpipe.planning.repeats import Shortened
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -310,8 +310,12 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
     if run.trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
     if run.trainer.compile:
-        # Cells of one code and many shapes would be compiled for symbolic sizes, on which inductor fails.
-        pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=False)
+        if workload.final_drop_path:
+            set_drop_path(pipeline.layers, workload.final_drop_path)  # masks from the first step on: one variant less
+        # Layers for sentences are compiled for any length, once there is a second one; inductor fails on AmoebaNet's
+        # cells for images of any number.
+        dynamic = None if workload.varies_in_length else False
+        pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=dynamic)
     return pipeline
 
 
