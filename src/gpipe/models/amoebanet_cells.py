@@ -45,6 +45,8 @@ class DropPath(drop.DropPath):
     Once the rate has been above 0 a mask is drawn, also at rate 0.
     """
 
+    keep_probability: Tensor
+
     def __init__(self, rate: float) -> None:
         nn.Module.__init__(self)
         self.scale_by_keep = True

@@ -283,12 +283,12 @@ def _state_ratio(run: RunConfig) -> float:
 
 def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
-    precision = run.trainer.float32_matmul_precision
+    precision, workload = run.trainer.float32_matmul_precision, workload_of(run)
     set_numerics(
         deterministic=bool(run.trainer.deterministic),
         float32_matmul_precision="highest" if precision is None else precision.value,
+        tries_kernels=not workload.varies_in_length,
     )
-    workload = workload_of(run)
     pipeline = Pipeline(
         layers,
         workload.loss(),
