@@ -44,8 +44,9 @@ from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
-from gpipe.programs.calibration_files import find_calibration, precision_of
+from gpipe.programs.calibration_files import find_calibration
 from gpipe.programs.chosen_checkpoint import find_checkpoint, find_kindred, newest_manifest, refuse_other_files
+from gpipe.programs.precision import precision_of, settle_precision
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
@@ -195,6 +196,7 @@ def build_planner(
         memory: measures operations; None plans without.
         calibration: corrects planned seconds; None takes them as they are.
     """
+    run = settle_precision(run, accelerator)
     settings = run.pipeline
     partition_by = settings.partition_by.value.removeprefix("measured_")
     is_measured = partition_by != settings.partition_by.value
@@ -492,7 +494,8 @@ def _build_optimizer(
 
 
 def build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context of forward passes in a precision."""
+    """Return what makes the context of forward passes in a precision, once it is settled."""
+    assert precision is not Autocast.auto
     if precision is Autocast.none:
         return nullcontext
     return partial(torch.autocast, device_type, getattr(torch, precision.value))

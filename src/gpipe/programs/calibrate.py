@@ -11,7 +11,8 @@ from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Speed, detect_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.programs.build import build_layers, measure_seconds, profile_run
-from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path, precision_of
+from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path
+from gpipe.programs.precision import precision_of, settle_precision
 from gpipe.programs.train import describe_processes
 from gpipe.programs.workloads import workload_of
 
@@ -27,6 +28,7 @@ def calibrate(run: RunConfig) -> None:
 def _measure(place: Place, _: Path, run: RunConfig) -> None:
     place.share("calibration", "begins")
     accelerator = detect_accelerator(place.device_type)
+    run = settle_precision(run, accelerator)
     layers = build_layers(run)
     measured = measure_seconds(run, layers, place.device_type, lambda _: None, splits=True)
     if not place.is_main:

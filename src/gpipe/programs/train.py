@@ -61,11 +61,14 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     Raises:
         SystemExit: with status 75, when this session was asked to stop.
     """
+    from gpipe.planning.accelerator import detect_accelerator
     from gpipe.planning.report import compare_with_plan, print_plan
     from gpipe.programs import build, outcome
     from gpipe.programs.chosen_checkpoint import check_earlier
+    from gpipe.programs.precision import settle_precision
 
     garbage_collection.resume()
+    run = settle_precision(run, detect_accelerator(place.device_type))
     check_earlier(run, folder)
     layers = build.build_layers(run)
     layout = build.share_layout(run, layers, place)
