@@ -140,7 +140,8 @@ def measure_seconds(
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
     device = torch.empty(0, device=device_type).device
     example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
-    with build_autocast(run.trainer.autocast, device_type)():
+    settled = settle_precision(run, detect_accelerator(device_type))
+    with build_autocast(settled.trainer.autocast, device_type)():
         timings = LayerTimer(device, _TIMED_RUNS, splits=splits).time(layers, workload.loss(), example, on_layer)
     return [timing.seconds for timing in timings]
 
@@ -309,7 +310,7 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
         synchronize_batch_norm=run.pipeline.synchronize_batch_norm,
         check_recomputation=bool(run.pipeline.check_recomputation),
     )
-    if run.trainer.channels_last:
+    if settle_precision(run, detect_accelerator(place.device_type)).trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
     if run.trainer.compile:
         if workload.final_drop_path:
@@ -401,6 +402,9 @@ def build_trainer(
     if (earlier := newest_manifest(folder)) is not None:
         refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
     workload.keep(folder if place.is_main else None)
+    settled = settle_precision(
+        run, detect_accelerator(place.device_type)
+    ).trainer  # checkpoints keep what was asked for
     trainer = Trainer(
         pipeline=pipeline,
         optimizer=_build_optimizer(run.optimizer, pipeline.named_parameters(), rate),
@@ -423,9 +427,9 @@ def build_trainer(
         seed=run.seed,
         ema=None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay, warm_up=run.ema.warm_up),
         max_gradient_norm=run.optimizer.clip_norm,
-        autocast=build_autocast(settings.autocast, place.device_type),
-        evaluation_autocast=build_autocast(settings.evaluation.autocast, place.device_type),
-        scaler=GradientScaler() if settings.autocast is Autocast.float16 else None,
+        autocast=build_autocast(settled.autocast, place.device_type),
+        evaluation_autocast=build_autocast(settled.evaluation.autocast, place.device_type),
+        scaler=GradientScaler() if settled.autocast is Autocast.float16 else None,
         set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,

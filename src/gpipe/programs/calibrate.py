@@ -28,14 +28,13 @@ def calibrate(run: RunConfig) -> None:
 def _measure(place: Place, _: Path, run: RunConfig) -> None:
     place.share("calibration", "begins")
     accelerator = detect_accelerator(place.device_type)
-    run = settle_precision(run, accelerator)
     layers = build_layers(run)
     measured = measure_seconds(run, layers, place.device_type, lambda _: None, splits=True)
     if not place.is_main:
         return
     workload = workload_of(run)
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
-    planned = Speed.of(accelerator, precision_of(run)).seconds(profile_run(run, size))
+    planned = Speed.of(accelerator, precision_of(settle_precision(run, accelerator))).seconds(profile_run(run, size))
     found = Calibration(describe_origin(run, accelerator), size, measured, planned)
     path = find_path(run, accelerator)
     found.write(path)

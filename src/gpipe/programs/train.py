@@ -68,7 +68,6 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     from gpipe.programs.precision import settle_precision
 
     garbage_collection.resume()
-    run = settle_precision(run, detect_accelerator(place.device_type))
     check_earlier(run, folder)
     layers = build.build_layers(run)
     layout = build.share_layout(run, layers, place)
@@ -92,7 +91,8 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
             summary = trainer.train()
             if plan is not None:
                 timeline = timelines[-1] if timelines else None
-                outcome.record_outcome(folder, run, plan, summary, timeline, place, overrides, tracker, hints=hints)
+                settled = settle_precision(run, detect_accelerator(place.device_type))
+                outcome.record_outcome(folder, settled, plan, summary, timeline, place, overrides, tracker, hints=hints)
     except Stopped as stopped:
         if place.is_main:
             print(stopped, flush=True)
