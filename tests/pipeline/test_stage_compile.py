@@ -274,6 +274,24 @@ def test_a_layer_that_needs_too_many_variants_is_an_error_with_a_remedy() -> Non
     assert pipeline.step == 32
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"backend": "cudagraphs"},
+        {"options": {"triton.cudagraphs": True}},
+    ],
+    ids=str,
+)
+def test_cuda_graphs_are_refused_by_name(options: dict[str, Any]) -> None:
+    pipeline = pipeline_of(compilable())
+    with pytest.raises(
+        ValueError, match=rf"^{next(iter(options))} is .*, which makes CUDA graphs, and these overwrite"
+    ):
+        pipeline.compile(**options)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_compiles_a_layers_backward_together_with_its_forward() -> None:

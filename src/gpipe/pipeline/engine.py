@@ -26,6 +26,7 @@ from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
+    refuse_cuda_graphs,
     refuse_history,
     refuse_own_behaviour,
     refuse_parameters_of_loss,
@@ -501,15 +502,19 @@ class Pipeline:
     def compile(self, asked_to_stop: Callable[[], Any] = lambda: None, **options: Any) -> None:
         """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
 
-        A layer is compiled at its first run, and again for other shapes. That counts as progress, however long it
-        takes. Batch norms that are synchronised over replicas run uncompiled between two graphs: no fullgraph=True with
-        them.
+        A layer is compiled at its first run, and again for other shapes; equal layers share what was compiled. That
+        counts as progress, however long it takes. Batch norms that are synchronised over replicas run uncompiled
+        between two graphs: no fullgraph=True with them.
 
         Args:
             asked_to_stop: on any process, returns something true once the training is to stop. A training step that
                 learns of it while it compiles compiles no further layer and raises StepAbandoned.
-            options: of torch.compile.
+            options: of torch.compile, but for CUDA graphs.
+
+        Raises:
+            ValueError: the options ask for CUDA graphs, or the replicas share out their weights.
         """
+        refuse_cuda_graphs(options)
         if self.shards_replicas:
             raise ValueError(
                 "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
