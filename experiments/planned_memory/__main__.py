@@ -68,10 +68,11 @@ def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list
     )
     optimizer = torch.optim.RMSprop(pipeline.parameters())
     batch = model.batch(MICROBATCH_SIZE * setting.num_microbatches)
-    pipeline.train_step(batch)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return Accounting(pipeline, optimizer, ProcessorAllocator()).step(batch)
+    with model.autocast():
+        pipeline.train_step(batch)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return Accounting(pipeline, optimizer, ProcessorAllocator()).step(batch)
 
 
 def main() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +22,27 @@ MICROBATCH_SIZE = 4
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model with its loss; `batch` makes a mini-batch of a given size."""
+    """A model with its loss; `batch` makes a mini-batch of a given size, `autocast` the context of steps."""
 
     title: str
     layers: nn.Sequential
     loss: Callable[[Tensor, Tensor], Tensor]
     batch: Callable[[int], tuple[Tensor, Tensor]]
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @cached_property
     def profiles(self) -> list[LayerProfile]:
         """The profiles of its layers with micro-batches of `MICROBATCH_SIZE`, its operations measured."""
-        return profile_layers(self.layers, self.loss, self.batch(MICROBATCH_SIZE), measured=OperationMemory())
+        return self._profile(OperationMemory())
 
     @cached_property
     def described(self) -> list[LayerProfile]:
         """The same with nothing measured, as for a device that is not here."""
-        return profile_layers(self.layers, self.loss, self.batch(MICROBATCH_SIZE))
+        return self._profile(None)
+
+    def _profile(self, measured: OperationMemory | None) -> list[LayerProfile]:
+        example = self.batch(MICROBATCH_SIZE)
+        return profile_layers(self.layers, self.loss, example, autocast=self.autocast, measured=measured)
 
 
 def make_image_model() -> SmallModel:

@@ -38,6 +38,8 @@ TIMELINE = "step_timeline"
 _TIMELINE_PROGRAM = f"python -m experiments.{TIMELINE}"
 NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F is an estimate
 LOSS_BYTES, LOSS_SECONDS = "loss_bytes", "loss_seconds"
+WEIGHT_COPIES = "weight_copies"
+_COPIES_PROGRAM = f"python -m experiments.{WEIGHT_COPIES}"
 _LOSS_PROGRAM = "python -m experiments.loss_cost"
 _UTILIZATION_PROGRAM = "python -m experiments.transformer_utilization, which needs a GPU"
 _LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
@@ -277,6 +279,26 @@ def loss_seconds_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, LOSS_SECONDS), _LOSS_PROGRAM)
 
 
+def weight_copies(records: Sequence[Record]) -> str:
+    """Return what steps under autocast convert, move, hold and send: a copy of each weight per use or per step."""
+    record = newest(records, WEIGHT_COPIES)
+    if record is None:
+        return not_run(_COPIES_PROGRAM)
+    sizes = "converted_bytes_moved", "bytes_moved", "peak_bytes", "sent_bytes"
+    rows = []
+    for row in record.results["rows"]:
+        conversions, moved, peak, sent = (f"{row[name] / 1e6:,.1f}" for name in sizes)
+        counts = f"{row['conversions']:,}", conversions, f"{row['operations']:,}", moved, peak, sent
+        rows.append([row["model"], row["rematerialize"], row["way"], *counts])
+    header = ["model", "re-materialisation", "way", "conversions of weights", "MB moved by them", "operations"]
+    return markdown([*header, "MB moved by all", "peak MB beside weights", "MB over the boundary"], rows)
+
+
+def weight_copies_run(records: Sequence[Record]) -> str:
+    """Return the provenance of those counts."""
+    return provenance(newest(records, WEIGHT_COPIES), _COPIES_PROGRAM)
+
+
 TABLES = (
     table2,
     table2_other_settings,
@@ -297,5 +319,7 @@ TABLES = (
     loss_bytes,
     loss_seconds,
     loss_seconds_run,
+    weight_copies,
+    weight_copies_run,
     *peers.TABLES,
 )

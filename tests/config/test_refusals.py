@@ -189,15 +189,6 @@ def test_a_wrong_value_of_a_transformer_or_of_tokens_gets_one_sentence(override:
     assert sentence in refusal_of("model=transformer_lm_small", "data=random_tokens", override)
 
 
-def test_a_rate_that_changes_at_every_step_is_not_compiled() -> None:
-    assert not run_of("model.drop_path=0.2").trainer.compile
-    assert run_of("model.drop_path=0", "trainer.compile=true").trainer.compile
-    message = refusal_of("model.drop_path=0.2", "trainer.compile=true")
-    assert message.startswith(
-        "trainer.compile is true, expected false with model.drop_path=0.2, a rate that changes at"
-    )
-
-
 def test_checkpoints_that_are_asked_for_and_forbidden_are_refused() -> None:
     message = refusal_of("trainer.checkpoints.keep=null", "trainer.checkpoints.every_steps=5")
     assert "trainer.checkpoints.every_steps is 5, expected null where trainer.checkpoints.keep is null" in message

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpipe
 
@@ -104,3 +106,87 @@ def test_evaluation_has_the_plain_models_outputs() -> None:
     pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 1)
     with mixed(), torch.no_grad():
         assert torch.equal(pipeline.evaluate(batch()[0]), layers(batch()[0]))
+
+
+class Conversions(TorchDispatchMode):
+    """Counts the conversions of each of some tensors."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = dict.fromkeys(map(id, tensors), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and id(args[0]) in self.counts:
+            self.counts[id(args[0])] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("is_cached", "expected"), [(True, {1}), (False, {"always": {8}, "except_last": {7}})])
+def test_each_weight_is_converted_once_per_step_where_autocast_may_cache(
+    mode: str, is_cached: bool, expected: Any
+) -> None:
+    layers = build()
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 4, rematerialize=mode)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=is_cached),
+        Conversions(list(layers.parameters())) as found,
+    ):
+        pipeline.train_step(batch())
+    assert set(found.counts.values()) == (expected if is_cached else expected.get(mode, {4}))
+
+
+def test_an_evaluation_converts_each_weight_once() -> None:
+    layers = build()
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 4)
+    with mixed(), Conversions(list(layers.parameters())) as found:
+        pipeline.evaluate(batch()[0])
+    assert set(found.counts.values()) == {1}
+
+
+def test_one_copy_of_a_weight_gives_the_gradients_of_a_copy_per_micro_batch() -> None:
+    found = []
+    for is_cached in (True, False):
+        layers = build()
+        pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 4, rematerialize="except_last")
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=is_cached):
+            pipeline.train_step(batch())
+        assert all(parameter.grad.dtype == torch.float32 for parameter in layers.parameters())  # type: ignore[union-attr]
+        found.append([parameter.grad for parameter in layers.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_step_and_an_evaluation_see_the_weights_after_an_update_in_the_same_region() -> None:
+    layers = build()
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, [2, 3], 2)
+    with mixed():
+        pipeline.train_step(batch())
+        torch.optim.SGD(layers.parameters(), lr=0.5).step()
+        expected = build()
+        expected.load_state_dict(layers.state_dict())
+        for found in (layers(batch()[0]), pipeline.evaluate(batch()[0])):
+            assert torch.equal(found, expected(batch()[0]))
+        layers.zero_grad()
+        pipeline.train_step(batch())
+        other = gpipe.Pipeline(expected, F.cross_entropy, [2, 3], 2)
+        other.train_step(batch())
+    assert_equal(layers, [parameter.grad for parameter in expected.parameters()])
+
+
+class LooksAhead(nn.Linear):
+    """Uses its weight first without a graph."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            ahead = super().forward(value)
+        return super().forward(value) + ahead
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_that_is_used_first_without_a_graph_gets_its_gradient(mode: str) -> None:
+    layers, expected = (nn.Sequential(LooksAhead(4, 6), nn.Linear(6, 3)) for _ in range(2))
+    expected.load_state_dict(layers.state_dict())
+    with mixed():
+        F.cross_entropy(expected(batch()[0]), batch()[1]).backward()
+        gpipe.Pipeline(layers, F.cross_entropy, [1, 1], 1, rematerialize=mode).train_step(batch())
+    assert_equal(layers, [parameter.grad for parameter in expected.parameters()])

@@ -15,6 +15,7 @@ from torch._dynamo.callback import CallbackTrigger, on_compile_start
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.models import amoebanet_d, set_drop_path, transformer_lm
 from gpipe.pipeline.job.errors import StepAbandoned
 
 MODES = ("except_last", "never")  # the first has every kind of run that there is
@@ -43,9 +44,34 @@ class Graphs:
         self.count += 1
         return graph
 
+    def boxed(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        """Do the same for a graph of one pass."""
+        return make_boxed_func(self(graph, inputs))
 
-def pipeline_of(layers: nn.Sequential, **options: Any) -> gpipe.Pipeline:
-    return gpipe.Pipeline(layers, F.cross_entropy, [1] * len(layers), **{"num_microbatches": 3} | options)
+
+def pipeline_of(layers: nn.Sequential, *, loss: Any = F.cross_entropy, **options: Any) -> gpipe.Pipeline:
+    return gpipe.Pipeline(layers, loss, [1] * len(layers), **{"num_microbatches": 3} | options)
+
+
+def transformer(num_layers: int) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformer_lm(
+            num_layers, vocabulary_size=24, model_size=8, feedforward_size=16, num_heads=2, dropout=0.2
+        )
+
+
+def of_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def cells(num_layers: int) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = amoebanet_d(num_layers, 16, 10, image_size=32, auxiliary_head=False, drop_path=0.4)
+    converted = gpipe.convert_batch_norm(layers)
+    assert isinstance(converted, nn.Sequential)
+    return converted
 
 
 # torch.compile looks at the .grad of every input, also between two layers of a plain model.
@@ -91,6 +117,67 @@ def test_every_layer_is_compiled_however_many_are_of_one_class() -> None:
     pipeline.compile(backend=(graphs := Graphs()))
     pipeline.evaluate(torch.zeros(3, 4))
     assert graphs.count == len(widths) - 1
+
+
+@about_grad
+def test_equal_layers_share_what_was_compiled_and_train_as_the_others_do() -> None:
+    counts = set()
+    for num_layers in (3, 48):
+        plain, layers = (transformer(num_layers) for _ in range(2))
+        pipelines = [pipeline_of(model, loss=of_tokens, rematerialize="always") for model in (plain, layers)]
+        torch._dynamo.reset()
+        graphs = Graphs()
+        pipelines[1].compile(backend=aot_autograd(fw_compiler=graphs.boxed, bw_compiler=graphs.boxed))
+        tokens = torch.arange(24).view(3, 8)
+        for pipeline in pipelines:
+            pipeline.train_step((tokens, tokens))
+        for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad)
+        counts.add(graphs.count)
+    assert counts == {6}  # three kinds of layers, forward and backward
+
+
+@about_grad
+def test_layers_are_compiled_for_any_length_of_text_once_there_is_a_second_one() -> None:
+    torch._dynamo.reset()
+    pipeline = pipeline_of(transformer(4), loss=of_tokens, num_microbatches=1)
+    pipeline.compile(backend=(graphs := Graphs()), dynamic=None)
+    counts = []
+    for length in (7, 9, 12, 8, 31):
+        tokens = torch.arange(4 * length).view(4, length) % 24
+        pipeline.train_step((tokens, tokens))
+        counts.append(graphs.count)
+    assert counts == [3, 6, 6, 6, 6]
+
+
+@about_grad
+def test_a_drop_path_rate_that_changes_compiles_nothing_more() -> None:
+    torch._dynamo.reset()
+    plain, layers = (cells(3) for _ in range(2))
+    pipelines = [pipeline_of(model, num_microbatches=2, rematerialize="always") for model in (plain, layers)]
+    pipelines[1].compile(backend=(graphs := Graphs()), dynamic=False)
+    inputs, counts = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), set()
+    for rate in (0.0, 0.2, 0.4):
+        for pipeline in pipelines:
+            set_drop_path(pipeline.layers, rate)
+            pipeline.train_step((inputs, torch.arange(4)))
+        counts.add(graphs.count)
+    assert len(counts) == 1, counts
+    for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+@pytest.mark.slow
+@about_grad
+def test_equal_cells_share_what_was_compiled() -> None:
+    counts = set()
+    for num_layers in (9, 12):
+        torch._dynamo.reset()
+        pipeline = pipeline_of(cells(num_layers), num_microbatches=1, rematerialize="never")
+        pipeline.compile(backend=(graphs := Graphs()), dynamic=False)
+        pipeline.train_step((torch.randn(2, 3, 32, 32), torch.arange(2)))
+        counts.add(graphs.count)
+    assert len(counts) == 1, counts
 
 
 @about_grad
@@ -185,6 +272,24 @@ def test_a_layer_that_needs_too_many_variants_is_an_error_with_a_remedy() -> Non
     with pytest.raises(gpipe.PipelineError, match=r"layer 0 \(Linear\), .*: TooManyVariants: .* in 32 variants"):
         train()
     assert pipeline.step == 32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune"},
+        {"backend": "cudagraphs"},
+        {"options": {"triton.cudagraphs": True}},
+    ],
+    ids=str,
+)
+def test_cuda_graphs_are_refused_by_name(options: dict[str, Any]) -> None:
+    pipeline = pipeline_of(compilable())
+    with pytest.raises(
+        ValueError, match=rf"^{next(iter(options))} is .*, which makes CUDA graphs, and these overwrite"
+    ):
+        pipeline.compile(**options)
 
 
 @pytest.mark.slow

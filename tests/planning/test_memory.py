@@ -1,8 +1,10 @@
 """Planned memory, with operations measured, beside what a real step allocates, stage by stage."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
 
 from experiments.planned_memory.__main__ import NUM_MICROBATCHES, compare
 from experiments.planned_memory.small_models import SmallModel, make_image_model, make_text_model
@@ -39,6 +41,15 @@ def test_a_stages_planned_peak_is_within_a_tenth_of_the_allocators(
 ) -> None:
     found = compare(model, Setting(num_stages, NUM_MICROBATCHES, mode, schedule))
     assert len(found["planned_bytes"]) == num_stages
+    assert found["planned_bytes"] == pytest.approx(found["measured_bytes"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", [Rematerialize.ALWAYS, Rematerialize.NEVER])
+def test_copies_of_weights_that_autocast_makes_are_planned_once_per_step(
+    model: SmallModel, mode: Rematerialize
+) -> None:
+    mixed = replace(model, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    found = compare(mixed, Setting(2, NUM_MICROBATCHES, mode))
     assert found["planned_bytes"] == pytest.approx(found["measured_bytes"], rel=TOLERANCE)
 
 

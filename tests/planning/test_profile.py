@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.structure import structure
 from gpipe.planning.profile import Arrival, Input, LayerProfile, profile_layers
-from gpipe.planning.repeats import Shortened, structure
+from gpipe.planning.repeats import Shortened
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -148,6 +149,30 @@ def test_autocast_halves_what_products_keep() -> None:
         autocast=lambda: torch.autocast("cpu", torch.bfloat16),
     )
     assert half[1].input_bytes * 2 == full[1].input_bytes
+
+
+def test_what_autocast_makes_of_weights_is_there_once_and_no_part_of_a_graph() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False).requires_grad_(False))
+    example = (torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.float(), targets)
+
+    full = profile_layers(layers, loss, example)
+    half = profile_layers(layers, loss, example, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    weight = 64 * 64 * 2
+    assert [profile.converted_bytes for profile in full] == [0] * 4
+    assert [profile.converted_bytes for profile in half] == [weight + 64 * 2, 0, 0, 0]
+    assert half[0].kept_bytes < weight // 4
+    assert half[2].kept_bytes >= weight  # a frozen one is converted each time
+
+
+def test_what_the_next_layer_converts_crosses_a_boundary_converted() -> None:
+    example = (torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+    for following, itemsize in ((nn.Linear(64, 3), 2), (nn.Sequential(nn.Tanh(), nn.Linear(64, 3)), 4)):
+        layers = nn.Sequential(nn.Embedding(10, 64), following)
+        found = profile_layers(layers, F.cross_entropy, example, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+        assert found[1].input_bytes == found[1].arrivals[0].size == 8 * 64 * itemsize
 
 
 class Looks(nn.Module):

@@ -95,10 +95,12 @@ def device_memory(
             gradients += stage.gradient_bytes if task.stage not in begun else 0
             begun.add(task.stage)
     fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
+    converted = sum(stage.converted_bytes for stage in stages.values())
     return DeviceMemory(
         parameter_bytes=fixed + gradients,
         gradient_bytes=gradients,
         stash_bytes=most_stash,
-        activation_bytes=most_activations,
-        peak_bytes=fixed + max(most, gradients),  # the update: all gradients, no activations
+        activation_bytes=converted + most_activations,
+        peak_bytes=fixed + max(converted + most, gradients),  # the update: all gradients, no activations
+        converted_bytes=converted,
     )

@@ -14,6 +14,7 @@ from tests.simulated_cuda.machine import Machine
 from tests.simulated_cuda.saves import save
 from tests.simulated_cuda.steps import SYNCHRONISATIONS, Setting, assert_same_bits, train, train_each
 from tests.simulated_cuda.streams import NUM_DEVICES
+from tests.simulated_cuda.updates import update
 
 Layout = tuple[str, int, int]
 MODES = ("always", "except_last", "never")
@@ -99,6 +100,14 @@ def test_autocast_reaches_every_device(machine: Machine) -> None:
     (outcomes,) = machine.run(1, train_each, settings)
     for setting, outcome in zip(settings, outcomes, strict=True):
         assert_same_bits(outcome, train_one_stage(machine, setting), str(setting))
+
+
+@on_all_machines
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_fused_updates_and_resumed_ones_are_those_of_the_cpu(name: str, machine: Machine) -> None:
+    (found,), (expected,) = (machine.run(1, update, name, device) for device in ("cuda", "cpu"))
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
 
 
 @on_all_machines

@@ -21,7 +21,7 @@ def scatter() -> None:
 
 
 def test_deterministic_refuses_what_has_no_kernel_of_that_kind() -> None:
-    set_numerics(deterministic=True, float32_matmul_precision="highest")
+    set_numerics(deterministic=True, float32_matmul_precision="highest", tries_kernels=True)
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         scatter()
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
@@ -29,6 +29,12 @@ def test_deterministic_refuses_what_has_no_kernel_of_that_kind() -> None:
     set_numerics(deterministic=False, float32_matmul_precision="highest")
     scatter()
     assert not torch.backends.cudnn.deterministic
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_cudnn_tries_kernels_where_it_may(tries: bool) -> None:
+    set_numerics(deterministic=False, float32_matmul_precision="highest", tries_kernels=tries)
+    assert torch.backends.cudnn.benchmark is tries
 
 
 @pytest.mark.parametrize(("precision", "has_tf32"), [("highest", False), ("high", True), ("medium", True)])

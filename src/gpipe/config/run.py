@@ -125,11 +125,6 @@ class RunConfig:
             require(size % (2 * replicas) == 0, "trainer.batch_size", size, pairs)
         if isinstance(self.model, AmoebaNetConfig):
             self._check_microbatches(self.model.min_microbatch_size)
-            if self.trainer.compile and self.model.drop_path > 0:
-                raise ConfigError(
-                    f"trainer.compile is true, expected false with model.drop_path={self.model.drop_path:g}, a rate "
-                    "that changes at every step, for which each layer would be compiled anew: set model.drop_path=0."
-                )
 
     def _check_microbatches(self, least: int) -> None:
         """Refuse micro-batches that leave batch norm fewer than `least` images; every mini-batch is full."""

@@ -18,8 +18,12 @@ class Decay(Enum):
 
 
 class Autocast(Enum):
-    """The precision of products and convolutions; weights are float32 in any case."""
+    """The precision of products and convolutions; weights are float32 in any case.
 
+    auto is bfloat16 on a device with units for it, none on others.
+    """
+
+    auto = "auto"
     none = "none"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -286,7 +290,7 @@ class TrainerConfig:
         profile_step: the step, from 0, that torch's profiler records on every process; null records none.
         autocast: the precision of the forward and backward pass in training; float16 scales the loss, so that gradients
             do not vanish, and skips the update of a step whose gradients overflow.
-        channels_last: store images and kernels with their channels last.
+        channels_last: store images and kernels with their channels last; null does on GPUs.
         compile: compile each layer with torch.compile.
         deterministic: use only kernels that give the same bits each time, which are slower; null is false.
         float32_matmul_precision: the precision of products and convolutions of float32; null is highest.
@@ -308,7 +312,7 @@ class TrainerConfig:
     overfit_batches: int | None = MISSING
     profile_step: int | None = MISSING
     autocast: Autocast = MISSING
-    channels_last: bool = MISSING
+    channels_last: bool | None = MISSING
     compile: bool = MISSING
     deterministic: bool | None = MISSING
     float32_matmul_precision: MatmulPrecision | None = MISSING

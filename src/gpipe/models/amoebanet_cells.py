@@ -5,7 +5,7 @@ The payload between cells is `(state, previous_state)`, the outputs of the last 
 """
 
 import torch
-from timm.layers.drop import DropPath
+from timm.layers import drop
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,8 +35,47 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
     """
     check_probability("drop_path", rate)
     for submodule in module.modules():
-        if isinstance(submodule, DropPath):
+        if isinstance(submodule, drop.DropPath):
             submodule.drop_prob = rate
+
+
+class DropPath(drop.DropPath):
+    """Timm's, with the rate in a buffer: a compiled layer reads it there, whatever it is.
+
+    Once the rate has been above 0 a mask is drawn, also at rate 0.
+    """
+
+    keep_probability: Tensor
+
+    def __init__(self, rate: float) -> None:
+        nn.Module.__init__(self)
+        self.scale_by_keep = True
+        self._draws = False
+        self.register_buffer("keep_probability", torch.empty(()), persistent=False)
+        self.drop_prob = rate
+
+    @property
+    def drop_prob(self) -> float:
+        """The rate."""
+        return self._rate
+
+    @drop_prob.setter
+    def drop_prob(self, rate: float) -> None:
+        self._rate = rate
+        self._draws = self._draws or rate > 0
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the buffer."""
+        self.keep_probability.fill_(1 - self._rate)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if not (self._draws and self.training):
+            return value
+        drawn = torch.rand(len(value), *[1] * (value.ndim - 1), device=value.device)
+        mask = (drawn < self.keep_probability) / self.keep_probability
+        return value * mask.to(value.dtype)
 
 
 class CellTerm(nn.Module):

@@ -22,6 +22,8 @@ def fill_normal(weight: Tensor, variance: float) -> None:
 class Linear(nn.Linear):
     """Fully connected layer with bias; weights of variance scale^2 / fan-in, bias 0."""
 
+    wants_low_precision = True
+
     def __init__(self, in_features: int, out_features: int, scale: float = 1.0) -> None:
         self.scale = scale  # nn.Linear draws the weights
         super().__init__(in_features, out_features)
@@ -40,6 +42,8 @@ class Softmax(nn.Linear):
     Deviation: AmoebaNet's softmax layer starts with weights of variance 1 / fan-in; the public TPU code takes 2 /
     fan-out. With few classes, that starts at a loss far above chance.
     """
+
+    wants_low_precision = True
 
     def reset_parameters(self) -> None:
         """Redraw the weights and zero the bias."""

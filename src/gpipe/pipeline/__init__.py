@@ -30,7 +30,8 @@ Beside them, for when you need them:
     job/             the processes: agreement, failures      initialization.py    weights of layers on the meta device
     step_report.py   what a step reports                     gradient_norm.py     the norm of all gradients
     compilation.py   layers through torch.compile            gradient_scaler.py   the loss is scaled for float16
-    refusals.py      what would be ignored              recomputation_check.py   forwards beside recomputations
+    low_precision.py what travels in 16 bits            recomputation_check.py   forwards beside recomputations
+    structure.py     which layers do the same work           refusals.py           what would be ignored
 
 Torch's own checkpointing (torch.utils.checkpoint) is not used: it recomputes inside backward, when the gradient has
 arrived. Here recomputation is a task, which runs while the gradient is awaited. `stage.py` has the other reasons.

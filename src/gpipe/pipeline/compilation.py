@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import nn
 
 from gpipe.pipeline._compat import noting_compilation
 from gpipe.pipeline.job.watch import Activity
+from gpipe.pipeline.structure import structure
 
 
 class Compilation:
     """Runs layers compiled. It tells which one is being compiled, which takes seconds to minutes for each.
+
+    Layers that do the same work share what was compiled: it takes their weights as arguments.
 
     A request to stop that comes meanwhile cannot wait for the layers that are left. They run uncompiled then, so that
     all processes reach the end of the step, and the step is abandoned: its numbers are not those of compiled layers.
@@ -37,10 +41,13 @@ class Compilation:
         asked_to_stop: Callable[[], Any],
         options: Mapping[str, Any],
     ) -> None:
-        self._compiled = {
-            layer: _compile(layer, index, options, self._note, f"compiling layer {index + 1} of {num_layers}")
-            for index, layer in layers.items()
-        }
+        shared: dict[Hashable, Callable[[nn.Module, Any], Any]] = {}
+        self._compiled: dict[nn.Module, Callable[[Any], Any]] = {}
+        for index, layer in layers.items():
+            if (kind := structure(layer)) not in shared:
+                shared[kind] = _compile(index, options)
+            doing = f"compiling layer {index + 1} of {num_layers}"
+            self._compiled[layer] = partial(self._run, shared[kind], layer, doing)
         self._activity, self._asked_to_stop = activity, asked_to_stop
         self.start()
 
@@ -55,29 +62,25 @@ class Compilation:
         self.is_abandoned = self.is_abandoned or bool(self._has_compiled and self._asked_to_stop())
         return layer if self.is_abandoned else self._compiled[layer]
 
+    def _run(self, run: Callable[[nn.Module, Any], Any], layer: nn.Module, doing: str, value: Any) -> Any:
+        with noting_compilation(lambda begins: self._note(doing if begins else None)):
+            return run(layer, value)
+
     def _note(self, doing: str | None) -> None:
         self._has_compiled = True
         self._activity.compiling = doing
 
 
-def _compile(
-    layer: nn.Module, index: int, options: Mapping[str, Any], note: Callable[[str | None], None], doing: str
-) -> Callable[[Any], Any]:
-    """Return the layer through torch.compile; what the model holds stays as it is. `note(doing)` while it compiles.
+def _compile(index: int, options: Mapping[str, Any]) -> Callable[[nn.Module, Any], Any]:
+    """Return what runs a layer of one kind through torch.compile; what the model holds stays as it is.
 
-    `nn.Module.compile` silently compiles nothing where the layer's class is one of torch's own. And torch.compile gives
-    up, as silently, after a few variants of one code object, which all layers of a class would share: each layer gets
-    its own.
+    `nn.Module.compile` silently compiles nothing where the layer's class is one of torch's own. And torch.compile
+    counts the variants of one code object, which layers of all kinds would share: each kind gets its own.
     """
 
-    def run(value: Any) -> Any:
+    def run(layer: nn.Module, value: Any) -> Any:
         return layer(value)
 
     run.__code__ = run.__code__.replace(co_name=f"layer_{index}")
-    compiled = torch.compile(run, **options)
-
-    def run_compiled(value: Any) -> Any:
-        with noting_compilation(lambda begins: note(doing if begins else None)):
-            return compiled(value)
-
-    return run_compiled
+    compiled: Callable[[nn.Module, Any], Any] = torch.compile(run, **options)
+    return compiled

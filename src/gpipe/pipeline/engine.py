@@ -20,11 +20,13 @@ from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.job.topology import Devices, join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
+from gpipe.pipeline.low_precision import wants_low_precision
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
+    refuse_cuda_graphs,
     refuse_history,
     refuse_own_behaviour,
     refuse_parameters_of_loss,
@@ -43,7 +45,7 @@ from gpipe.pipeline.schedule import (
 )
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
-from gpipe.pipeline.stage import Stage, uncached_autocast
+from gpipe.pipeline.stage import Stage, step_autocast_cache
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
 from gpipe.pipeline.timeline import Clock, Timeline
 from gpipe.pipeline.transfer import MiniBatch
@@ -69,8 +71,10 @@ class Pipeline:
 
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
-            lists and dicts of tensors and None. Layers on the meta device get their memory and initial weights here,
-            those of other processes never. Batch norms must have gone through `convert_batch_norm`.
+            lists and dicts of tensors and None. Under autocast a layer with the attribute `wants_low_precision` gets
+            its float32 inputs in autocast's type, and so they travel. Layers on the meta device get their memory and
+            initial weights here, those of other processes never. Batch norms must have gone through
+            `convert_batch_norm`.
             A parameter that several layers share becomes one copy per layer, in place. All copies get the values of the
             first and, in each step, the sum of all their gradients, so that any optimizer keeps them equal.
         loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar tensor; or (loss, {name: scalar tensor}),
@@ -185,8 +189,9 @@ class Pipeline:
         owners = [self.job.process_of(k) for k, part in enumerate(ranges) for _ in part]
         self._tied = TiedGradients(tied.groups, own, owners, self.job)
         self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
+        lowered = frozenset(i for i, layer in enumerate(layers) if wants_low_precision(layer))
         self.stages: Mapping[int, Stage] = {
-            k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed) for k, device in self.job.devices.items()
+            k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered) for k, device in self.job.devices.items()
         }
         if check_recomputation:
             for stage in self.stages.values():
@@ -507,15 +512,19 @@ class Pipeline:
     def compile(self, asked_to_stop: Callable[[], Any] = lambda: None, **options: Any) -> None:
         """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
 
-        A layer is compiled at its first run, and again for other shapes. That counts as progress, however long it
-        takes. Batch norms that are synchronised over replicas run uncompiled between two graphs: no fullgraph=True with
-        them.
+        A layer is compiled at its first run, and again for other shapes; equal layers share what was compiled. That
+        counts as progress, however long it takes. Batch norms that are synchronised over replicas run uncompiled
+        between two graphs: no fullgraph=True with them.
 
         Args:
             asked_to_stop: on any process, returns something true once the training is to stop. A training step that
                 learns of it while it compiles compiles no further layer and raises StepAbandoned.
-            options: of torch.compile.
+            options: of torch.compile, but for CUDA graphs.
+
+        Raises:
+            ValueError: the options ask for CUDA graphs, or the replicas share out their weights.
         """
+        refuse_cuda_graphs(options)
         if self.shards_replicas:
             raise ValueError(
                 "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
@@ -532,12 +541,13 @@ class Pipeline:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Leave the generators and autocast's cache alone; on an error clean up and tell the other processes."""
+        """Leave the generators alone, convert weights once; on an error clean up and tell the other processes."""
         for stage in self.stages.values():
             refuse_replaced_layers(self.layers, stage.layers)
         if self._compilation is not None:
             self._compilation.start()
-        with self.job.guard(), preserved_generators(self.job.devices.values()), uncached_autocast():
+        converted = step_autocast_cache(is_kept=not self.shards_replicas)
+        with self.job.guard(), preserved_generators(self.job.devices.values()), converted:
             yield
 
     def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> tuple[MiniBatch, list[Payload]]:

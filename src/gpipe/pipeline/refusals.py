@@ -77,6 +77,28 @@ def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) 
             )
 
 
+def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
+    """Refuse to compile into CUDA graphs: a graph's outputs and what it keeps lie where its next run writes.
+
+    Meanwhile an output may still be on its way to the next stage, and other micro-batches wait for their backward.
+    Torch begins to reuse that memory with the first forward after a backward, which in 1F1B is in the midst of a step.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    asked = {
+        "mode": options.get("mode") in ("reduce-overhead", "max-autotune"),
+        "backend": options.get("backend") == "cudagraphs",
+        "options": (options.get("options") or {}).get("triton.cudagraphs", False),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(
+                f"{name} is {options[name]!r}, which makes CUDA graphs, and these overwrite what other micro-batches "
+                "still need; use mode='default' or 'max-autotune-no-cudagraphs'"
+            )
+
+
 def refuse_sharded(layers: nn.Sequential) -> None:
     """Refuse layers that torch's fully_shard has changed: replicas would average parts, of full gradients.
 

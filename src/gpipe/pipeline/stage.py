@@ -22,7 +22,7 @@ Why not torch.utils.checkpoint:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -36,6 +36,7 @@ from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch
 from gpipe.pipeline.buffers import Buffers, Snapshot
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError, caused_by
+from gpipe.pipeline.low_precision import lower
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_generators
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
@@ -92,6 +93,11 @@ class _Kept:
 class Stage:
     """A partition bound to a device: some layers, by their index in the model.
 
+    Args:
+        layers: of this stage.
+        seed: of the run.
+        lowered: the layers of the model, by index, that want their input in autocast's precision.
+
     Attributes:
         averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
@@ -101,7 +107,14 @@ class Stage:
         step: the number of the step, which seeds the masks.
     """
 
-    def __init__(self, index: int, layers: Mapping[int, nn.Module], device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        layers: Mapping[int, nn.Module],
+        device: torch.device,
+        seed: int,
+        lowered: Container[int] = (),
+    ) -> None:
         self.index, self.layers, self.device = index, dict(layers), device
         self.averaging: Averaging | Sharding | None = None
         self.exchange: StatisticsExchange | None = None
@@ -110,6 +123,7 @@ class Stage:
         self.loss: Loss | None = None
         self.step = 0
         self.seed = seed
+        self._lowered = lowered
         self._final_micro_batch = 0
         self._needs_saved_tensors = False  # in a forward that will be recomputed
         self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
@@ -312,6 +326,9 @@ class Stage:
         is_guarded = is_stored or (bool(inputs.shared) and not torch.is_inference_mode_enabled())
         versions = [tensor._version for tensor in inputs.tensors] if is_guarded else []
         for index, layer in layers.items():
+            if index in self._lowered:
+                payload = lower(payload)
+                value = payload.value()
             self._enter(micro_batch, index, layer)
             passed_by = [tensor.grad_fn for tensor in payload.tensors]
             run = layer if self.compilation is None or look is not None else self.compilation.compiled(layer)
@@ -326,6 +343,8 @@ class Stage:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
             if announce and (index < self._last or self.loss is not None):
                 self._announce_backward(payload, passed_by, index, layer)
+        if self._last + 1 in self._lowered:  # the next stage's first layer
+            payload = lower(payload)
         payload.find_shared(inputs)
         return payload
 
@@ -419,19 +438,22 @@ def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: b
 
 
 @contextmanager
-def uncached_autocast() -> Iterator[None]:
-    """Make autocast convert a weight anew at each use.
+def step_autocast_cache(*, is_kept: bool) -> Iterator[None]:
+    """Let autocast convert each weight once in the body, where it asks autocast to keep what it has converted.
 
-    Its cache may hold a weight that was converted without a graph, as in an evaluation, which would then get no
-    gradient; or before the last update.
+    What was converted before may be older than the last update. All micro-batches' graphs then share one copy, whose
+    gradients become float32 before they are added up: the bits are those of a copy per micro-batch.
+
+    is_kept: False converts at each use, as for weights that are there only while a layer runs.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(enabled and is_kept)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class EvaluationPlanner:
         for stage, (first, end) in enumerate(pairwise(accumulate(partitions, initial=0))):
             memory, device = stage_memory(self._profiles[sizes[0]], first, end), setting.placement[stage]
             held[device] += memory.parameter_bytes + int(memory.gradient_bytes * setting.kept_ratio)
+            held[device] += memory.converted_bytes
             held[device] += memory.input_bytes * len(sizes) if stage == 0 else 0
             received = memory.input_bytes if stage > 0 else 0
             peaks[device] = max(peaks[device], received + memory.quiet_peak_bytes)

@@ -35,6 +35,7 @@ class Ledger(TorchDispatchMode):
     Args:
         elsewhere: tensors that outlive the ledger and are counted by somebody else, such as parameters.
         measured: measures what operations take inside of themselves; None measures nothing.
+        converted: the type that autocast gives weights, which it then keeps for the whole step; None without autocast.
 
     Attributes:
         live_bytes: now.
@@ -44,12 +45,19 @@ class Ledger(TorchDispatchMode):
         own_peak_bytes: the most without what was set aside.
         own_peak_with_added_bytes: likewise with `added_bytes`.
         work: of each operation since `take_work`.
+        converted_bytes: of what autocast made of trainable weights; counted here alone.
         on_free: what to call when the storage with an id dies, once.
     """
 
-    def __init__(self, elsewhere: Iterable[Tensor] = (), measured: OperationMemory | None = None) -> None:
+    def __init__(
+        self,
+        elsewhere: Iterable[Tensor] = (),
+        measured: OperationMemory | None = None,
+        converted: torch.dtype | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._measured = measured
+        self._measured, self._converted = measured, converted
+        self.converted_bytes = 0
         self._elsewhere = {tensor.untyped_storage()._cdata for tensor in elsewhere}
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -61,6 +69,7 @@ class Ledger(TorchDispatchMode):
         self.on_free: dict[int, Callable[[], None]] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._aside: dict[int, int] = {}  # living storages, and their bytes
+        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what autocast keeps
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made outside, such as a mini-batch, as alive."""
@@ -100,6 +109,10 @@ class Ledger(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not outputs:
             return result
+        if self._is_conversion(func, args[:1], outputs[0]):
+            self._set_elsewhere(outputs[0].untyped_storage())
+            self.converted_bytes += outputs[0].nbytes
+            return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._measured is not None and inputs and not func.is_view:
             taken = self._measured.measure(func, args, kwargs)
@@ -111,6 +124,25 @@ class Ledger(TorchDispatchMode):
         for tensor in outputs:
             self._see(tensor)
         return result
+
+    def _is_conversion(self, func: Any, source: tuple[Any, ...], result: Tensor) -> bool:
+        """Return whether autocast converts a weight and keeps the result, as it does for weights with a gradient.
+
+        A layer that converts one by itself looks the same here. It does so each time.
+        """
+        if func is not _aten._to_copy.default or result.dtype != self._converted or not source[0].requires_grad:
+            return False
+        return source[0].untyped_storage()._cdata in self._elsewhere
+
+    def _set_elsewhere(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+
+        def free(_: Any) -> None:
+            self._elsewhere.discard(key)
+            self._kept.pop(key, None)
+
+        self._elsewhere.add(key)
+        self._kept[key] = weakref.ref(storage, free)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -3,6 +3,7 @@
 A device walks through its tasks; between two of them it holds, of each of its stages,
 
     weights, buffers, optimiser state      always
+    low-precision copies of weights        throughout the step, where autocast makes them
     gradients                              from the first backward on, or the first gradients of weights
     the boundary inputs (stash)            of each micro-batch between its forward and its backward
     the graph                              of those that were kept, or are just recomputed
@@ -45,6 +46,7 @@ class StageMemory:
         split_peak_bytes: of a backward that leaves them for later.
         weights_peak_bytes: of making them, above what was held.
         bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
+        converted_bytes: of the copies of weights that autocast makes once per step.
     """
 
     parameter_bytes: int
@@ -60,6 +62,7 @@ class StageMemory:
     split_peak_bytes: int
     weights_peak_bytes: int
     bucket_bytes: int = 0
+    converted_bytes: int = 0
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -76,7 +79,9 @@ class DeviceMemory:
             RMSProp in float32.
         gradient_bytes: those of them that are gradients.
         stash_bytes: the most boundary inputs at once.
-        activation_bytes: the most of everything that is not parameters: stash, graphs, what computing takes.
+        activation_bytes: the most of everything that is not parameters: stash, graphs, what computing takes, copies of
+            weights.
+        converted_bytes: those of them that are the copies of weights, which autocast makes once per step.
         peak_bytes: the most at once of all; below the sum where the peak comes before all gradients are there.
     """
 
@@ -85,6 +90,7 @@ class DeviceMemory:
     stash_bytes: int
     activation_bytes: int
     peak_bytes: int
+    converted_bytes: int = 0
 
 
 def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> StageMemory:
@@ -139,6 +145,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         split_peak_bytes=given + split,
         weights_peak_bytes=_weights_peak(own),
         bucket_bytes=min(gradients, max(BUCKET_BYTES, *(profile.largest_gradient_bytes for profile in own))),
+        converted_bytes=sum(profile.converted_bytes for profile in own),
     )
 
 
@@ -262,6 +269,7 @@ class Walk:
         sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
         fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
         gradients = sum(stage.gradient_bytes for stage in stages.values())
+        converted = sum(stage.converted_bytes for stage in stages.values())
         stash, activations, most = (
             int((counts @ sizes).max().item()) for counts in (self.stash, self.activations, self.all)
         )
@@ -269,9 +277,10 @@ class Walk:
             parameter_bytes=fixed + gradients,
             gradient_bytes=gradients,
             stash_bytes=stash,
-            activation_bytes=activations,
+            activation_bytes=converted + activations,
             # The update: all gradients, no activations.
-            peak_bytes=fixed + max(most, gradients + int(gradients * update_ratio)),
+            peak_bytes=fixed + max(converted + most, gradients + int(gradients * update_ratio)),
+            converted_bytes=converted,
         )
 
 

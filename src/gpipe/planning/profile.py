@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
+from gpipe.pipeline.low_precision import lower, wants_low_precision
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
@@ -101,6 +102,7 @@ class LayerProfile:
         last_first_backward_peak_bytes: likewise in the first backward pass of a step.
         tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
         largest_gradient_bytes: the size of the largest parameter that gets a gradient.
+        converted_bytes: of the copies of its weights that autocast makes once per step; nothing else here counts them.
     """
 
     parameters: int
@@ -125,6 +127,7 @@ class LayerProfile:
     last_first_backward_peak_bytes: int
     tied_parameters: int = 0
     largest_gradient_bytes: int = 0
+    converted_bytes: int = 0
 
     @cached_property
     def forward_flops(self) -> int:
@@ -257,6 +260,7 @@ class _Chain:
         self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in self.peaks}
         self.weight_gradients: list[list[Work]] = [[] for _ in self.layers]
         self.gradient_sizes: list[list[int]] = [[] for _ in self.layers]
+        self.converted_bytes = [0] * len(self.layers)
         # What waits for them: storages, which may be gone by now, and their bytes.
         self.deferred: list[list[tuple[weakref.ref[torch.UntypedStorage], int]]] = [[] for _ in self.layers]
 
@@ -271,11 +275,16 @@ class _Chain:
                 self.input_bytes.append(self._follow(index, payload))
                 payload = self._cross(index, payload)
             before = ledger.live_bytes
+            ledger.converted_bytes = 0
             ledger.reset_peak()
             payload = self._run(layer, payload, targets)
+            following = self.layers[index + 1] if layer is not None else None
+            if following is not None and wants_low_precision(following):
+                payload = lower(payload)
             self.peaks[kind][index] = ledger.peak_bytes - before
             self.work[kind][index] = ledger.take_work()
             self.live_after[index] = ledger.live_bytes
+            self.converted_bytes[index] = ledger.converted_bytes
         return payload.tensors[0]
 
     def forward_quietly(self, value: Any, targets: Any) -> None:
@@ -419,7 +428,10 @@ def _profile(
 ) -> list[LayerProfile]:
     with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
         fakes = nn.ModuleList(_fake_copy(layer) for layer in layers).train(training)
-        chain_ = _Chain(fakes, loss, Ledger(chain(fakes.parameters(), fakes.buffers()), measured))
+        with autocast():
+            converted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        ledger = Ledger(chain(fakes.parameters(), fakes.buffers()), measured, converted)
+        chain_ = _Chain(fakes, loss, ledger)
         for parameter in fakes.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(chain_.let_go)
@@ -466,6 +478,7 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         last_backward_peak_bytes=chain_.peaks["last_backward"][index],
         last_first_backward_peak_bytes=chain_.peaks["last_first_backward"][index],
         largest_gradient_bytes=max((each.nbytes for each in parameters if each.requires_grad), default=0),
+        converted_bytes=chain_.converted_bytes[index],
     )
 
 

@@ -178,7 +178,7 @@ class Plan:
         timeline: the simulated tasks.
         averaging_seconds: by how much the averaging of gradients over the replicas outlasts the tasks. That of a device
             begins when its last task ends, and goes on while others work.
-        update_seconds: of the optimiser, on the slowest device.
+        update_seconds: of the optimiser, and of the copies that autocast then makes, on the slowest device.
         utilization: FLOPs of the model, without recomputation, over what all devices could do meanwhile at their peak.
         tied_parameters: by how many the parameters of all stages exceed the model's: stages have copies of tied ones.
         auxiliary_parameters: how many of the model's only training uses.
@@ -291,8 +291,10 @@ def plan_step(
     schedule = [sequential(setting.tasks)] if setting.is_sequential else setting.tasks
     timeline = simulate(schedule, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
-    if layer_update_seconds is None:  # the optimiser reads and writes all that belongs to parameters
-        updates = [2 * device.parameter_bytes / speed.bytes_per_second for device in memory]
+    if layer_update_seconds is None:
+        # The optimiser reads and writes all that belongs to parameters. Autocast reads weights, and writes half of it.
+        moved = (2 * device.parameter_bytes + 3 * device.converted_bytes for device in memory)
+        updates = [size / speed.bytes_per_second for size in moved]
     else:
         updates = [0.0] * len(memory)
         for device, (first, end) in zip(setting.placement, bounds, strict=True):

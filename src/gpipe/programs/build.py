@@ -46,8 +46,9 @@ from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
-from gpipe.programs.calibration_files import find_calibration, precision_of
+from gpipe.programs.calibration_files import find_calibration
 from gpipe.programs.chosen_checkpoint import find_checkpoint, find_kindred, newest_manifest, refuse_other_files
+from gpipe.programs.precision import precision_of, settle_precision
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
@@ -141,7 +142,8 @@ def measure_seconds(
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
     device = torch.empty(0, device=device_type).device
     example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
-    with build_autocast(run.trainer.autocast, device_type)():
+    settled = settle_precision(run, detect_accelerator(device_type))
+    with build_autocast(settled.trainer.autocast, device_type)():
         timings = LayerTimer(device, _TIMED_RUNS, splits=splits).time(layers, workload.loss(), example, on_layer)
     return [timing.seconds for timing in timings]
 
@@ -201,6 +203,7 @@ def build_planner(
         memory: measures operations; None plans without.
         calibration: corrects planned seconds; None takes them as they are.
     """
+    run = settle_precision(run, accelerator)
     settings = run.pipeline
     partition_by = settings.partition_by.value.removeprefix("measured_")
     is_measured = partition_by != settings.partition_by.value
@@ -279,12 +282,12 @@ def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
 
 def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place: Place) -> Pipeline:
     """Build this process's part of the pipeline, with its weights in the settings' memory format."""
-    precision = run.trainer.float32_matmul_precision
+    precision, workload = run.trainer.float32_matmul_precision, workload_of(run)
     set_numerics(
         deterministic=bool(run.trainer.deterministic),
         float32_matmul_precision="highest" if precision is None else precision.value,
+        tries_kernels=not workload.varies_in_length,
     )
-    workload = workload_of(run)
     pipeline = Pipeline(
         layers,
         workload.loss(),
@@ -304,11 +307,15 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
         synchronize_batch_norm=run.pipeline.synchronize_batch_norm,
         check_recomputation=bool(run.pipeline.check_recomputation),
     )
-    if run.trainer.channels_last:
+    if settle_precision(run, detect_accelerator(place.device_type)).trainer.channels_last:
         pipeline.layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the stub lacks it
     if run.trainer.compile:
-        # Cells of one code and many shapes would be compiled for symbolic sizes, on which inductor fails.
-        pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=False)
+        if workload.final_drop_path:
+            set_drop_path(pipeline.layers, workload.final_drop_path)  # masks from the first step on: one variant less
+        # Layers for sentences are compiled for any length, once there is a second one; inductor fails on AmoebaNet's
+        # cells for images of any number.
+        dynamic = None if workload.varies_in_length else False
+        pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=dynamic)
     return pipeline
 
 
@@ -395,6 +402,8 @@ def build_trainer(
     optimizer = _build_optimizer(run.optimizer, pipeline.named_parameters(), rate)
     if run.launch.shard_optimizer and pipeline.job.num_replicas > 1:
         optimizer = ShardedOptimizer(optimizer, pipeline.job)
+    # Checkpoints keep what was asked for.
+    settled = settle_precision(run, detect_accelerator(place.device_type)).trainer
     trainer = Trainer(
         pipeline=pipeline,
         optimizer=optimizer,
@@ -417,9 +426,9 @@ def build_trainer(
         seed=run.seed,
         ema=None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay, warm_up=run.ema.warm_up),
         max_gradient_norm=run.optimizer.clip_norm,
-        autocast=build_autocast(settings.autocast, place.device_type),
-        evaluation_autocast=build_autocast(settings.evaluation.autocast, place.device_type),
-        scaler=GradientScaler() if settings.autocast is Autocast.float16 else None,
+        autocast=build_autocast(settled.autocast, place.device_type),
+        evaluation_autocast=build_autocast(settled.evaluation.autocast, place.device_type),
+        scaler=GradientScaler() if settled.autocast is Autocast.float16 else None,
         set_drop_path=None if workload.final_drop_path is None else partial(set_drop_path, pipeline.layers),
         final_drop_path=workload.final_drop_path or 0.0,
         examples=workload.examples,
@@ -488,7 +497,8 @@ def _build_optimizer(
 
 
 def build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context of forward passes in a precision."""
+    """Return what makes the context of forward passes in a precision, once it is settled."""
+    assert precision is not Autocast.auto
     if precision is Autocast.none:
         return nullcontext
     return partial(torch.autocast, device_type, getattr(torch, precision.value))

@@ -11,7 +11,8 @@ from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Speed, detect_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.programs.build import build_layers, measure_seconds, profile_run
-from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path, precision_of
+from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path
+from gpipe.programs.precision import precision_of, settle_precision
 from gpipe.programs.train import describe_processes
 from gpipe.programs.workloads import workload_of
 
@@ -33,7 +34,7 @@ def _measure(place: Place, _: Path, run: RunConfig) -> None:
         return
     workload = workload_of(run)
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
-    planned = Speed.of(accelerator, precision_of(run)).seconds(profile_run(run, size))
+    planned = Speed.of(accelerator, precision_of(settle_precision(run, accelerator))).seconds(profile_run(run, size))
     found = Calibration(describe_origin(run, accelerator), size, measured, planned)
     path = find_path(run, accelerator)
     found.write(path)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from gpipe.config import Autocast, RunConfig, to_plain
+from gpipe.config import RunConfig, to_plain
 from gpipe.pipeline.microbatch import Payload
 from gpipe.planning.accelerator import Accelerator
 from gpipe.planning.calibration import Calibration
+from gpipe.programs.precision import precision_of, settle_precision
 from gpipe.programs.workloads import workload_of
 from gpipe.records import describe_hardware
 
@@ -47,13 +48,8 @@ def describe_origin(run: RunConfig, accelerator: Accelerator) -> dict[str, Any]:
         "examples": [[*tensor.shape[1:], str(tensor.dtype)] for tensor in example],
         "device": accelerator.name,
         "torch": torch.__version__,
-        "precision": precision_of(run),
+        "precision": precision_of(settle_precision(run, accelerator)),
     }
     if accelerator.name == "cpu":
         origin |= {"processor": describe_hardware()["cpu"], "num_threads": run.launch.num_threads}
     return origin
-
-
-def precision_of(run: RunConfig) -> str:
-    """Return the type of data of a run's products."""
-    return "float32" if run.trainer.autocast is Autocast.none else run.trainer.autocast.value

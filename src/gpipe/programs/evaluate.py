@@ -45,13 +45,16 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     Batch norms have the statistics that were saved. Raises CheckpointError for a damaged checkpoint, or a foreign one.
     """
     from gpipe.checkpoint.read import load_checkpoint
+    from gpipe.planning.accelerator import detect_accelerator
     from gpipe.programs import build
+    from gpipe.programs.precision import settle_precision
     from gpipe.programs.workloads import workload_of
     from gpipe.training.checkpoints import get_tensors
     from gpipe.training.ema import Ema
     from gpipe.training.evaluation import evaluate_on_all
 
     garbage_collection.resume()
+    run = settle_precision(run, detect_accelerator(place.device_type))
     layers = build.build_layers(run)
     layout = build.share_layout(run, layers, place)
     pipeline = build.build_pipeline(run, layers, layout, place)

@@ -61,9 +61,11 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     Raises:
         SystemExit: with status 75, when this session was asked to stop.
     """
+    from gpipe.planning.accelerator import detect_accelerator
     from gpipe.planning.report import compare_with_plan, print_plan
     from gpipe.programs import build, outcome
     from gpipe.programs.chosen_checkpoint import check_earlier
+    from gpipe.programs.precision import settle_precision
 
     garbage_collection.resume()
     check_earlier(run, folder)
@@ -89,7 +91,8 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
             summary = trainer.train()
             if plan is not None:
                 timeline = timelines[-1] if timelines else None
-                outcome.record_outcome(folder, run, plan, summary, timeline, place, overrides, tracker, hints=hints)
+                settled = settle_precision(run, detect_accelerator(place.device_type))
+                outcome.record_outcome(folder, settled, plan, summary, timeline, place, overrides, tracker, hints=hints)
     except Stopped as stopped:
         if place.is_main:
             print(stopped, flush=True)

@@ -7,7 +7,7 @@ import torch
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def set_numerics(*, deterministic: bool, float32_matmul_precision: str) -> None:
+def set_numerics(*, deterministic: bool, float32_matmul_precision: str, tries_kernels: bool = False) -> None:
     """Set torch's choice of kernels for this process; call it before the first product on a GPU.
 
     Args:
@@ -15,11 +15,13 @@ def set_numerics(*, deterministic: bool, float32_matmul_precision: str) -> None:
             torch raises where an operation has none.
         float32_matmul_precision: highest, high (products of TF32 on a GPU) or medium, as torch has them; convolutions
             on a GPU use TF32 too unless it is highest.
+        tries_kernels: let cuDNN time the kernels of a convolution at the first input of each shape, and use the
+            fastest; not where they must be deterministic, as each process might choose another.
     """
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = tries_kernels and not deterministic
     if deterministic:
-        torch.backends.cudnn.benchmark = False  # it may choose another kernel in each process
         os.environ.setdefault(_WORKSPACE, ":4096:8")  # without, cuBLAS adds up in any order; torch checks the value
     torch.set_float32_matmul_precision(float32_matmul_precision)
     torch.backends.cudnn.allow_tf32 = float32_matmul_precision != "highest"

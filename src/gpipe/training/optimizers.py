@@ -1,6 +1,7 @@
 """Optimisers whose state is addressed by parameter names, so that it saves and loads with any partitioning."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,9 @@ def rmsprop(
 def sgd(
     named_parameters: NamedParameters, lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    """Build stochastic gradient descent with Nesterov momentum (plain descent when `momentum` is 0)."""
+    """Build stochastic gradient descent with Nesterov momentum (plain descent when `momentum` is 0); fused on GPUs."""
     groups = _decay_groups(named_parameters, weight_decay)
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=_are_on_gpus(groups))
 
 
 def adamw(
@@ -46,9 +47,9 @@ def adamw(
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Build Adam with decoupled weight decay."""
+    """Build Adam with decoupled weight decay; fused on GPUs."""
     groups = _decay_groups(named_parameters, weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon, fused=_are_on_gpus(groups))
 
 
 def adafactor(
@@ -101,16 +102,22 @@ def build_optimizer(
     return OPTIMIZERS[name](named_parameters, lr, **settings)
 
 
-def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, object]]:
+def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
     """Split parameters into kernels, which decay, and one-dimensional biases and norms, which do not."""
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     kernels = [(name, parameter) for name, parameter in trained if parameter.ndim > 1]
     others = [(name, parameter) for name, parameter in trained if parameter.ndim <= 1]
-    groups: list[dict[str, object]] = [
+    groups: list[dict[str, Any]] = [
         {"params": part, "weight_decay": decay} for part, decay in ((kernels, weight_decay), (others, 0.0)) if part
     ]
     # torch refuses an empty list, and an empty group beside others; a stage without parameters still has an optimiser.
     return groups or [{"params": [], "weight_decay": 0.0}]
+
+
+def _are_on_gpus(groups: list[dict[str, Any]]) -> bool:
+    """Return whether all parameters are where torch can update them in one kernel; timm's RMSProp has none."""
+    parameters = [parameter for group in groups for _, parameter in group["params"]]
+    return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
 
 
 def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -144,17 +151,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
     """Replace the whole state by what `optimizer_state` returned for the parameters of this optimiser.
 
-    0-dimensional tensors (step counts) stay on the CPU, as in torch and timm; the rest goes to its parameter's device.
+    0-dimensional tensors (step counts) stay on the CPU, as in torch and timm, except those of fused optimisers; the
+    rest goes to its parameter's device.
 
     Raises:
         KeyError: the optimiser lacks a parameter.
     """
     parameters = named_parameters_of(optimizer)
+    fused = {parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]}
     optimizer.state.clear()
     for key, value in state.items():
         name, slot = key.rsplit("/", 1)
         parameter = parameters[name]
-        device = parameter.device if value.ndim > 0 else torch.device("cpu")
+        device = parameter.device if value.ndim > 0 or parameter in fused else torch.device("cpu")
         optimizer.state[parameter][slot] = value.to(device, copy=True)
 
 

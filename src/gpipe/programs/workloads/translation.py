@@ -29,6 +29,7 @@ class Translation(Workload):
     _languages: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
     _warnings: list[str] = field(default_factory=list, init=False)
     examples = "sentences"
+    varies_in_length = True
 
     @property
     def loss_weight(self) -> LossWeight:

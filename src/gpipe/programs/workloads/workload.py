@@ -23,11 +23,13 @@ class Workload(ABC):
     Attributes:
         examples: what they are called, in the plural.
         has_batch_norm: whether the model has batch norms.
+        varies_in_length: whether the examples of one mini-batch are longer than those of another.
     """
 
     run: RunConfig
     examples: ClassVar[str]
     has_batch_norm: ClassVar[bool] = False
+    varies_in_length: ClassVar[bool] = False
 
     @property
     def final_drop_path(self) -> float | None:

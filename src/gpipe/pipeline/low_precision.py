@@ -1,0 +1,50 @@
+"""What travels between layers in the low precision of autocast, where the layer that takes it wants that.
+
+    layer 3 --- float32 --- conversion --- bfloat16 ---> layer 4      with every cut, also with none
+    [layer 3 --- float32 --- conversion] === bfloat16 ===> [layer 4]  half the bytes over the boundary, both ways
+
+A fully connected layer or a convolution converts its input first of all, so that a conversion before it changes no bit.
+Other layers say that they want it: what they add to their input, for one, is then rounded too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.pipeline.microbatch import Payload
+
+_CONVERT_FIRST = {
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+}  # fmt: skip
+
+
+def wants_low_precision(layer: nn.Module) -> bool:
+    """Return whether a layer wants its input in autocast's precision: as its attribute of this name says, if it has it.
+
+    Else those layers do that convert their input themselves before they do anything else with it.
+    """
+    if (said := getattr(layer, "wants_low_precision", None)) is not None:
+        return bool(said)
+    if type(layer) is nn.Sequential and len(layer) > 0:
+        return not _has_hooks(layer) and wants_low_precision(layer[0])
+    # Padding that repeats values adds up their gradients, in the precision that it has.
+    is_plain = getattr(layer, "padding_mode", "zeros") == "zeros" and "forward" not in vars(layer)
+    return type(layer) in _CONVERT_FIRST and is_plain and not _has_hooks(layer)
+
+
+def lower(payload: Payload) -> Payload:
+    """Return a payload whose float32 tensors have the type that autocast computes in, where it is on."""
+    return payload.replace([_lower(tensor) for tensor in payload.tensors])
+
+
+def _lower(tensor: Tensor) -> Tensor:
+    device_type = tensor.device.type
+    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
+        return tensor
+    dtype = torch.get_autocast_dtype(device_type)
+    return tensor.to(dtype)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)

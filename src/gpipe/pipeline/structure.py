@@ -1,0 +1,42 @@
+"""What a module is apart from its tensors' values: which layers do the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, str, type(None))
+_MODULES_OWN = ("_parameters", "_buffers", "_modules")
+
+
+def structure(module: nn.Module) -> Hashable:
+    """Return what a module is apart from the values of its tensors; equal for modules that do the same work.
+
+    A module with an attribute that is neither a plain value nor a nest of them equals no other.
+    """
+    attributes = tuple(
+        (name, _frozen(value)) for name, value in sorted(vars(module).items()) if name not in _MODULES_OWN
+    )
+    tensors = tuple(
+        (name, _described(tensor)) for own in (module._parameters, module._buffers) for name, tensor in own.items()
+    )
+    children = tuple((name, None if child is None else structure(child)) for name, child in module._modules.items())
+    return type(module), attributes, tensors, children
+
+
+def _described(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    if isinstance(value, set | frozenset):
+        return frozenset(map(_frozen, value))
+    return id(value)  # a function of a module is one object; anything else is taken to differ
