@@ -2,8 +2,9 @@
 
     python -m experiments.schedule_simulation
 
-Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times and
-the schedule's tasks, but no measurement. Any further time of a step is the engine's or the machine's. Four minutes.
+Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times, the
+schedule's tasks, and what any plan for a processor takes for a message; nothing of this run. Any further time of a step
+is the engine's or the machine's. Four minutes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate
 from experiments.program import StudyProgram
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, Task
+from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.simulation import simulate
 from gpipe.records import make_record
 from reproductions.bubble.tables import schedule_simulation, schedule_simulation_run
@@ -36,7 +38,7 @@ SHAPES = [
     ("zb_h1", 4, 1),
     ("zb_v", 4, 2),
 ]
-NUM_MICROBATCHES = 8
+NUM_MICROBATCHES, SIZE = 8, 16
 MODES = ("never", "always")
 FORWARD, BACKWARD = 0.032, 0.064  # mean seconds of a device per micro-batch
 UNEVEN = (1.0, 1.2, 0.8, 1.0)  # factors of the stages, repeated
@@ -45,18 +47,19 @@ UNEVEN = (1.0, 1.2, 0.8, 1.0)  # factors of the stages, repeated
 def make_layer(stage: int, stages_per_device: int) -> SplitSleeper:
     """Return the only layer of a stage; a device has the same work with any number of stages."""
     share = UNEVEN[stage % len(UNEVEN)] / stages_per_device
-    return SplitSleeper(16, FORWARD * share, BACKWARD / 2 * share, BACKWARD / 2 * share)
+    return SplitSleeper(SIZE, FORWARD * share, BACKWARD / 2 * share, BACKWARD / 2 * share)
 
 
 def simulate_step(name: str, num_stages: int, stages_per_device: int, mode: str) -> float:
-    """Return the seconds of a step in which only the layers take time."""
+    """Return the seconds of a step in which only layers and messages take time."""
     layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
 
     def get_seconds(task: Task) -> float:
         return layers[task.stage].seconds.of(task.kind)
 
     schedule = SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
-    return simulate(schedule, get_seconds).makespan_seconds
+    message = Speed.of(find_accelerator("cpu"), "float32").transfer_seconds(4 * SIZE)
+    return simulate(schedule, get_seconds, lambda _: message).makespan_seconds
 
 
 def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -> None:
@@ -65,7 +68,7 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_devices)
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
     calibrate()
-    batch = torch.randn(NUM_MICROBATCHES, 16), torch.randn(NUM_MICROBATCHES, 16)
+    batch = torch.randn(NUM_MICROBATCHES, SIZE), torch.randn(NUM_MICROBATCHES, SIZE)
     steps, makespans = {}, {}
     for name, _, stages_per_device in SHAPES:
         for mode in MODES:
