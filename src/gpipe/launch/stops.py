@@ -219,8 +219,9 @@ def find_reason(max_hours: float | None = None) -> str | None:
     return _listener.reason
 
 
-def exit_if_requested() -> None:
-    """Exit with status 75 if a stop was requested before anything was started."""
-    if (reason := find_reason()) is not None:
-        print(f"stopped by {reason} before the first step: {_REMEDY}.", flush=True)
+def exit_before_start(reason: str | None, *, speaks: bool = True) -> None:
+    """Exit with status 75 if there is a reason to stop before anything was started; one of several processes speaks."""
+    if reason:
+        if speaks:
+            print(f"stopped by {reason} before the first step: {_REMEDY}.", flush=True)
         raise SystemExit(STOPPED)
