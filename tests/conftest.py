@@ -61,8 +61,8 @@ def composer() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[ProcessPool]:
-    """Four processes, for pipelines of up to four stages."""
-    pool = ProcessPool(4)
+    """Six processes: for pipelines of up to six stages, or three replicas of two."""
+    pool = ProcessPool(6)
     yield pool
     pool.close()
 

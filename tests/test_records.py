@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from gpipe import records
 from gpipe.records import (
     RECORD_FILE,
     Record,
@@ -121,6 +123,15 @@ def test_pages_and_records_that_differ_do_not_make_a_record_dirty(tmp_path: Path
     for file, is_dirty in zip(files, (False, False, True), strict=True):
         file.write_text("2", encoding="utf-8")
         assert git_state(tmp_path / "src")[1] == is_dirty
+
+
+@pytest.mark.parametrize("script", ["exec sleep 60", "printf '\\377\\n'; kill -9 $$", "exit 128"])
+def test_a_git_that_does_not_answer_ends_no_run(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (git := tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(records, "_GIT_SECONDS", 0.3)
+    assert git_state(Path()) == (None, None)
 
 
 def test_the_hardware_has_no_host_name() -> None:

@@ -300,10 +300,15 @@ def _parse(text: str, place: str) -> Record:
         raise ValueError(f"{place}: {error}") from error
 
 
+_GIT_SECONDS = 5.0  # a folder on a network may hang; a run must not, for its commit
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         command = ["git", "-C", str(folder), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(
+            command, capture_output=True, check=True, timeout=_GIT_SECONDS, encoding="utf-8", errors="replace"
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,36 +1,58 @@
 """Every setting, with values that make no sense: refused in a line, or fine for a stated reason."""
 
+import importlib
+import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
+from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe.config import ConfigError, to_run
+from gpipe import config
+from gpipe.config import ConfigError, predict, register_schemas, to_run, translate
+from gpipe.config.plan import PlanConfig
 from tests.config.composition import composed
 
 pytestmark = pytest.mark.usefixtures("composer")
 # Together they have every dataclass of settings.
 BASES = (
-    ("optimizer=rmsprop",),
-    ("model=transformer_lm_small", "data=random_tokens", "optimizer=adafactor"),
-    ("model=translation_small", "data=multilingual_embedded", "optimizer=adamw"),
-    ("optimizer=sgd", "model=timm", "data=image_folder"),
+    ("train", "optimizer=rmsprop"),
+    ("train", "model=transformer_lm_small", "data=random_tokens", "optimizer=adafactor"),
+    ("train", "model=translation_small", "data=multilingual_embedded", "optimizer=adamw"),
+    ("train", "model=timm", "data=image_folder", "optimizer=sgd"),
+    ("train", "model=timm", "data=image_table"),
+    ("train", "model=transformers", "data=text_folder"),
+    ("plan",),
+    ("predict", "checkpoint=here", "images=here"),
+    ("translate", "checkpoint=here", "text=Hallo"),
 )
 ZERO, NEGATIVE, HUGE, INFINITE, NONE = ("0",), ("-1",), ("100000000000000000000", "1e20"), ("inf", "nan"), ("null",)
 EMPTY, LIST, WORD = ("''",), ("[1,2]",), ("word",)
 VALUES = (*ZERO, *NEGATIVE, *HUGE, *INFINITE, *NONE, *EMPTY, *LIST, *WORD)
 TEXTS = (*ZERO, *NEGATIVE, *HUGE, *INFINITE, *EMPTY, *WORD)
+# Of each program: what tells Hydra the shape of its settings, and what checks them.
+PROGRAMS: dict[str, tuple[Callable[[], None], Callable[[DictConfig], Any]]] = {
+    "train": (register_schemas, to_run),
+    "plan": (lambda: register_schemas(PlanConfig), to_run),
+    "predict": (predict.register_schema, predict.to_settings),
+    "translate": (translate.register_schema, translate.to_settings),
+}
+# They declare what others share.
+ABSTRACT = {"DataConfig", "ImagesConfig", "TokensConfig", "ModelConfig", "OptimizerConfig"}
 # Which of them a setting takes, and why.
 FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "a folder, a file or a name that is looked up before anything is built, or written beside the figures",
-        r"init_from|evaluate|reproduction|data\.(name|root|tokenizer|cache)|trainer\.resume_from|tracking\.project",
+        (
+            r"init_from|evaluate|reproduction|data\.(name|root|tokenizer|cache)|trainer\.resume_from|tracking\.project"
+            r"|device|checkpoint|images|output|grid"
+        ),
         TEXTS,
     ),
     (
@@ -38,11 +60,14 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         r"name|model\.name",
         (*ZERO, "100000000000000000000", *INFINITE, *WORD),
     ),
+    ("a sentence", r"text", (*ZERO, *NEGATIVE, *HUGE, *INFINITE, *WORD)),
+    ("a name that transformers is asked for", r"model\.name", NEGATIVE),
     (
         "yes or no, for which YAML has numbers too",
         (
             r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.(flip|keep_aspect)|model\.pretrained|pipeline\.synchronize_batch_norm"
             r"|pipeline\.check_recomputation|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|deterministic|dry_run)|launch\.(pin_cores|debug|shard_optimizer)"
+            r"|data\.several_labels|calibrate|debug"
         ),
         (*ZERO, *NEGATIVE, "100000000000000000000"),
     ),
@@ -53,6 +78,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             r"|data\.(color_jitter|cutout|mixup|cutmix|random_erasing|num_workers|max_broken_images)"
             r"|optimizer\.(weight_decay|decay|momentum|beta1|beta2)|schedule\.warm_up_epochs|ema\.decay"
             r"|trainer\.(label_smoothing|num_untimed_steps|profile_step|non_finite\.max_skipped_steps)|launch\.max_restarts"
+            r"|length_penalty|max_length_a"
         ),
         ZERO,
     ),
@@ -66,6 +92,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from|channels_last|deterministic|float32_matmul_precision)|pipeline\.check_recomputation"
             r"|trainer\.evaluation\.(every_epochs|every_steps|max_batches|statistics_batches|patience)"
             r"|trainer\.checkpoints\.(every_steps|keep)|launch\.(num_threads|gpus_per_node)"
+            r"|data\.(vocabulary_size|several_labels)|memory_gib|link_gb_per_second|find|num_devices|output|grid|file"
         ),
         NONE,
     ),
@@ -83,13 +110,13 @@ def settings_of(settings: Any, place: str = "") -> Iterator[tuple[str, str]]:
             yield f"{place}{field.name}", type(settings).__name__
 
 
-def refusal_of(settings: DictConfig, place: str, value: str) -> str | None:
-    """Return the message with which a value is refused, None where it is taken."""
+def refusal_of(program: str, settings: DictConfig, place: str, value: str) -> str | None:
+    """Return the message with which a program refuses a value, None where it is taken."""
     (override,) = OverridesParser.create().parse_overrides([f"{place}={value}"])
     changed = settings.copy()
     try:
         OmegaConf.update(changed, place, override.value())
-        to_run(changed)
+        PROGRAMS[program][1](changed)
     except (ConfigError, OmegaConfBaseException, HydraException) as error:
         return str(error)
     return None
@@ -98,19 +125,23 @@ def refusal_of(settings: DictConfig, place: str, value: str) -> str | None:
 def test_a_value_is_refused_in_a_line_that_names_the_setting_or_is_fine() -> None:
     found: dict[str, set[str]] = {}
     tried: set[tuple[str, str]] = set()
-    for base in BASES:
-        settings = composed(*base)
-        for place, kind in settings_of(to_run(settings)):
+    for program, *words in BASES:
+        register, check = PROGRAMS[program]
+        register()
+        settings = compose(program, overrides=words)
+        for place, kind in settings_of(check(settings)):
             if (place, kind) in tried:
                 continue
             tried.add((place, kind))
-            messages = {value: refusal_of(settings, place, value) for value in VALUES}
+            messages = {value: refusal_of(program, settings, place, value) for value in VALUES}
             found.setdefault(place, set()).update(value for value, message in messages.items() if message is None)
             for value, message in messages.items():
                 if message is not None:  # OmegaConf says the place in a line of its own
                     assert place in message, (value, message)
                     assert "\n" not in message or f"full_key: {place}" in message, (value, message)
-    assert len(tried) > 140
+    modules = [importlib.import_module(f"gpipe.config.{each.name}") for each in pkgutil.iter_modules(config.__path__)]
+    declared = {name for m in modules for name, c in vars(m).items() if is_dataclass(c) and c.__module__ == m.__name__}
+    assert {kind for _, kind in tried} | ABSTRACT == declared
     for place, taken in found.items():
         assert taken == {value for _, known, values in FINE if re.fullmatch(known, place) for value in values}, place
 
@@ -124,7 +155,7 @@ def test_a_value_is_refused_in_a_line_that_names_the_setting_or_is_fine() -> Non
 )  # fmt: skip
 def test_a_number_that_would_bring_the_machine_down_or_end_every_run_is_refused(word: str) -> None:
     place, _, value = word.partition("=")
-    message = refusal_of(composed(), place, value)
+    message = refusal_of("train", composed(), place, value)
     assert (
         message is not None and message.startswith(f"{place} is ") and message.endswith(f"set {place}=... accordingly.")
     )

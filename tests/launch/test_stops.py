@@ -179,6 +179,19 @@ def test_nothing_is_started_after_a_request(tmp_path: Path, capsys: pytest.Captu
     assert list(tmp_path.iterdir()) == []
 
 
+def test_processes_that_hear_of_a_request_while_they_start_run_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stops.listening() as listener:
+        listener.request("SIGHUP")
+        monkeypatch.setattr(stops, "exit_before_start", lambda _: None)  # here, as if the request came a moment later
+        with pytest.raises(SystemExit) as left:
+            run(note_place, two(tmp_path), "never")
+    assert left.value.code == stops.STOPPED
+    assert capfd.readouterr() == ("stopped by SIGHUP before the first step: the same command again goes on.\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_time_is_a_request_of_its_own() -> None:
     with stops.listening():
         assert stops.find_reason(max_hours=1.0) is None

@@ -55,9 +55,29 @@ def test_a_sequence_with_a_forward_of_its_own_is_refused() -> None:
     build(Named(nn.Linear(3, 3), nn.Linear(3, 3))).train_step(batch())
 
 
+def test_a_sequence_with_a_forward_put_on_it_is_refused() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers.forward = layers[1].forward
+    with refused("Sequential has a forward of its own, but stages run its layers one after the other; put"):
+        build(layers)
+
+
+def test_a_sequence_that_is_called_in_its_own_way_is_refused() -> None:
+    class Called(nn.Sequential):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * 2
+
+    with refused("Called has a forward of its own, but stages run its layers one after the other; put"):
+        build(Called(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
 @pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-)
+    "register",
+    [
+        "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+        "register_state_dict_post_hook", "register_load_state_dict_post_hook",
+    ],
+)  # fmt: skip
 def test_a_sequence_with_a_hook_is_refused(register: str) -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     getattr(layers, register)(lambda *_: None)
@@ -77,6 +97,27 @@ def test_a_loss_that_learns_is_refused() -> None:
     with refused("the loss has the parameter scale, which the pipeline would not train; put it into the last layer"):
         build(loss=Temperature())
     build(loss=Temperature().requires_grad_(False)).train_step(batch())
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_loss_that_hides_what_it_learns_is_refused_in_its_first_step(mode: str) -> None:
+    temperature = Temperature()
+    for loss in (temperature.forward, lambda outputs, targets: temperature(outputs * 2, targets)):
+        pipeline = build(loss=loss, rematerialize=mode)
+        place = f"stage 1, micro-batch {1 if mode == 'always' else 0}, the loss, loss"
+        with refused(f"{place}: ValueError: the loss depends on a tensor of shape () that requires a gradient and"):
+            pipeline.train_step(batch())
+    temperature.requires_grad_(False)
+    pipeline = build(loss=temperature.forward, rematerialize=mode)
+    assert pipeline.train_step(batch()).step == 0
+
+
+def test_a_loss_may_depend_on_weights_of_layers() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipeline = build(layers, lambda outputs, targets: F.cross_entropy(outputs, targets) + layers[1].weight.sum())
+    pipeline.train_step(batch())
+    alone = build(loss=lambda _, __: torch.ones(()))
+    assert alone.train_step(batch()).loss == 1
 
 
 def test_inputs_and_targets_that_require_gradients_are_refused() -> None:
@@ -110,6 +151,14 @@ def test_a_layer_that_was_replaced_is_refused() -> None:
     pipeline.layers["1"] = nn.Linear(3, 3)
     for run in (lambda: pipeline.train_step(batch()), lambda: pipeline.evaluate(batch()[0])):
         with refused("layer 1 of pipeline.layers is not the one that the pipeline was made with, so it would not"):
+            run()
+
+
+def test_a_layer_that_was_added_is_refused() -> None:
+    pipeline = build()
+    pipeline.layers["2"] = nn.Linear(3, 3)
+    for run in (lambda: pipeline.train_step(batch()), lambda: pipeline.evaluate(batch()[0])):
+        with refused("layer 2 of pipeline.layers was added after the pipeline was made, so it would not be trained"):
             run()
 
 

@@ -430,6 +430,12 @@ def test_a_users_schedule_is_refused_with_the_reason(schedule: StepSchedule, mes
         choose_schedule(lambda *_: schedule, 2, 2, ALWAYS, 1)
 
 
+@pytest.mark.parametrize("returned", [None, 3, ["F0 B0", "F0 B0"], [None, None], [[("forward", 0, 0)], []]])
+def test_what_is_no_schedule_is_refused(returned: object) -> None:
+    with pytest.raises(TypeError, match=r"^the schedule returned .{1,80}; it must be a list with a list of tasks "):
+        choose_schedule(lambda *_: returned, 2, 2, ALWAYS, 1)
+
+
 def test_an_unknown_schedule_is_refused_with_the_names_of_those_that_there_are() -> None:
     with pytest.raises(
         ValueError,

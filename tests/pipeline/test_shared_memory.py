@@ -167,6 +167,20 @@ def test_without_recomputation_a_first_layer_may_change_each_micro_batch_in_plac
         assert torch.equal(gradient, expected)
 
 
+@pytest.mark.parametrize("partitions", [[3], [1, 2]])
+def test_a_number_that_is_not_finite_is_found_behind_a_layer_that_works_in_place(partitions: list[int]) -> None:
+    layers = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(inplace=True), nn.Linear(SIZE, 3))
+    with torch.no_grad():
+        layers[2].weight[0, 0] = torch.nan
+    inputs, targets = torch.randn(4, SIZE), torch.arange(4) % 3
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, partitions, 2, rematerialize="never")
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step((inputs, targets))
+    found = pipeline.first_non_finite((inputs, targets))
+    assert found is not None
+    assert (found.layer, found.micro_batch) == (2, 0)
+
+
 def test_tensors_that_share_memory_are_found() -> None:
     whole = torch.zeros(4, 6)
 

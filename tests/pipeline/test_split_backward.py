@@ -40,6 +40,10 @@ def offloaded(x: Tensor, module: nn.Module) -> Tensor:
     return out
 
 
+def as_complex(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.view_as_real(function(torch.complex(x, 2 - x))).flatten(-2)
+
+
 # A layer, the shape of its input, and the parameters that wait.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4), {"weight", "bias"}),
@@ -55,6 +59,16 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
         lambda: Of(lambda x, m: torch.addmm(m.bias, x, m.weight.t(), alpha=2.0), nn.Linear(4, 3)),
         (5, 4),
         set(),
+    ),
+    "complex": (
+        lambda: Of(as_complex, nn.Linear(4, 3, dtype=torch.complex64)),
+        (5, 4),
+        {"parts.0.weight", "parts.0.bias"},
+    ),
+    "complex weight to the right": (
+        lambda: Of(lambda x, m: as_complex(x, lambda z: z @ m.weight), nn.Linear(3, 4, dtype=torch.complex64)),
+        (5, 4),
+        {"parts.0.weight"},
     ),
     "used twice": (lambda: Of(lambda x, m: m(m(x).relu()), nn.Linear(4, 4)), (5, 4), set()),
     "in a row": (

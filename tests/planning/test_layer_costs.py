@@ -86,6 +86,37 @@ def test_a_nested_payload_is_followed_and_a_tensor_in_it_twice_counts_once() -> 
     assert second.output_bytes == 4 * 2 * 7
 
 
+class Masked(nn.Module):
+    """Attends with a mask and positions that it makes in each forward, or made before."""
+
+    def __init__(self, makes: Callable[[int], tuple[Tensor, Tensor]] | None) -> None:
+        super().__init__()
+        self.makes, self.linear = makes, nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(3, 3))
+        self.register_buffer("positions", torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, positions = (self.mask, self.positions) if self.makes is None else self.makes(x.shape[1])
+        attended: Tensor = (x @ x.transpose(1, 2) + mask).softmax(-1) @ self.linear(x + positions)
+        return attended
+
+
+@pytest.mark.parametrize(
+    "makes",
+    [
+        lambda length: (torch.ones(length, length).tril().log(), torch.arange(length)[:, None] * torch.tensor(0.5)),
+        lambda length: (torch.full((length, length), -1.0).triu(1), torch.linspace(0, 1, length)[:, None]),
+        lambda length: (torch.eye(length), torch.randn(length, 4)),
+    ],
+)
+def test_a_layer_that_makes_tensors_of_its_own_costs_what_one_that_keeps_them_does(
+    makes: Callable[[int], tuple[Tensor, Tensor]],
+) -> None:
+    found, expected = (analyze_layers(nn.Sequential(Masked(how)), torch.zeros(2, 3, 4)) for how in (makes, None))
+    assert found == expected
+    assert found[0].flops > 2 * 2 * 3 * 4 * 4
+
+
 def test_integer_inputs_are_described() -> None:
     (cost,) = analyze_layers(nn.Sequential(nn.Embedding(10, 4)), torch.zeros(2, 3, dtype=torch.int64))
     assert (cost.flops, cost.output_bytes) == (0, 4 * 2 * 3 * 4)

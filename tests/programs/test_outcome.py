@@ -2,11 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose
 
 from gpipe.config import RunConfig, to_run
+from gpipe.pipeline.schedule import Rematerialize
+from gpipe.pipeline.timeline import Event, Timeline
+from gpipe.planning.step import Setting
+from gpipe.programs import outcome
 from gpipe.programs.outcome import suggest
 from gpipe.training.summary import Summary, Totals
 
@@ -17,6 +22,25 @@ TRANSLATION = ("model=translation_small", "data=multilingual_embedded")
 
 def run_of(*overrides: str) -> RunConfig:
     return to_run(compose("train", overrides=[*overrides]))
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("Key backend: 'nonsense' is not a valid value\nfor backend")
+
+    monkeypatch.setattr(outcome, "plot", fail)
+    setting = Setting(2, 1, Rematerialize.NEVER)
+    events = [Event(task, 0.0, 1.0) for tasks in setting.tasks for task in tasks]
+    plan = SimpleNamespace(setting=setting, bubble=None)
+    found = outcome._write_timeline(tmp_path, plan, Timeline(tuple(events), 2, (0, 1)))
+    assert found == ("", False)
+    assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
+    assert capsys.readouterr().err == (
+        "warning: timeline.png was not drawn (ValueError: Key backend: 'nonsense' is not a valid value): the run is "
+        "complete without it.\n"
+    )
 
 
 def summary_of(num_steps: int, num_epochs: int) -> Summary:

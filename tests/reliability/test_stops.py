@@ -88,15 +88,17 @@ def test_a_signal_to_all_processes_is_one_request(
 
 
 @pytest.mark.parametrize("launch", ["one process", "launched"])
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize(
+    ("seconds", "number"), [(0.0, signal.SIGTERM), (0.5, signal.SIGQUIT), (2.0, signal.SIGHUP), (4.0, signal.SIGQUIT)]
+)
 def test_a_signal_before_anything_is_there_leaves_nothing(
-    begin: Callable[..., Session], launch: str, seconds: float
+    begin: Callable[..., Session], launch: str, seconds: float, number: signal.Signals
 ) -> None:
     session = begin(launch, anew=True)
     time.sleep(0.3 + seconds)  # Python itself starts
-    session.send(signal.SIGTERM)
+    session.send(number)
     assert session.status() == 75, session.said()
-    assert "stopped by SIGTERM before the first step: the same command again goes on." in session.said()
+    assert f"stopped by {number.name} before the first step: the same command again goes on." in session.said()
 
 
 def test_a_run_that_is_paused_at_random_moments_still_hears(begin: Callable[..., Session]) -> None:

@@ -181,6 +181,17 @@ class ComplexWeight(nn.Module):
         return torch.view_as_real(torch.fft.rfft(x) * self.weight).flatten(-2)[..., :SIZE]
 
 
+class ComplexLinear(nn.Module):
+    """A fully connected layer of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.fft.irfft(self.linear(torch.fft.rfft(x)), n=SIZE)
+
+
 class Residual(nn.Module):
     """Adds what a module makes of a tensor."""
 
@@ -523,6 +534,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "joined": Joined,
     "spectrum": Spectrum,
     "complex weight": lambda: On(ComplexWeight()),
+    "complex linear": lambda: On(ComplexLinear()),
     "transposed": lambda: On(Function(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))),
     "windows": lambda: On(Function(windows)),
     "in place": lambda: On(Function(in_place)),

@@ -123,7 +123,9 @@ def _sentence(error: Exception) -> str:
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
-        message = "\n".join((message, str(error.__cause__).partition("\n")[0])).strip()
+        reason = str(error.__cause__).partition("\n")[0]
+        word = message.removeprefix("Error merging override ")
+        message = f"{word}: {reason}" if word != message else f"{message}\n{reason}".strip()
     return message if is_sentence and message else f"{type(error).__name__}: {message}"
 
 

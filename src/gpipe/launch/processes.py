@@ -156,7 +156,7 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
         if is_adopted():
             _work(function, processes, args)
             return
-        stops.exit_if_requested()
+        stops.exit_before_start(stops.find_reason())
         if processes.num_processes == 1 and not processes.pin_cores and not processes.max_restarts:
             with report_errors(debug=processes.debug):
                 forget_errors(processes.folder)
@@ -231,6 +231,8 @@ def _work(
             num_cores = len(own_cores())
             _set_threads(processes)
             place = replace(_join(processes, began), num_cores=num_cores)
+            # Data, model and plan would take seconds, and all would be for nothing.
+            stops.exit_before_start(place.share("stop", stops.find_reason() or ""), speaks=place.is_main)
             if note is None and place.is_main:
                 forget_errors(processes.folder)
             folder = Path(place.share("folder", str(processes.folder)))

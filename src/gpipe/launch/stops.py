@@ -4,6 +4,7 @@ A request is only noted; training reads the note between two steps, on all proce
 
     signal                     effect
     SIGTERM, SIGINT (Ctrl-C)   save at the next step boundary, exit status 75; the same command resumes the run
+    SIGQUIT                    the same
     SIGUSR1, SIGUSR2           the same; schedulers such as SLURM send them before a time limit
     SIGHUP (a closed window)   the same; no effect if it was ignored before, as under nohup
     a second SIGINT            exit at once with status 130, nothing is saved
@@ -23,7 +24,7 @@ from types import FrameType
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 INTERRUPTED = 128 + signal.SIGINT
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 _POLL_SECONDS = 0.1
 _SAME_SECONDS = 1.0  # the terminal and torchrun both send Ctrl-C to torchrun's processes
 _REMEDY = "the same command again goes on"
@@ -219,8 +220,9 @@ def find_reason(max_hours: float | None = None) -> str | None:
     return _listener.reason
 
 
-def exit_if_requested() -> None:
-    """Exit with status 75 if a stop was requested before anything was started."""
-    if (reason := find_reason()) is not None:
-        print(f"stopped by {reason} before the first step: {_REMEDY}.", flush=True)
+def exit_before_start(reason: str | None, *, speaks: bool = True) -> None:
+    """Exit with status 75 if there is a reason to stop before anything was started; one of several processes speaks."""
+    if reason:
+        if speaks:
+            print(f"stopped by {reason} before the first step: {_REMEDY}.", flush=True)
         raise SystemExit(STOPPED)

@@ -9,7 +9,7 @@ Batch norms have their own way, in `batch_norm.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
+from gpipe.pipeline.nothing import NOTHING
 
 Place: TypeAlias = tuple[int, str]
 """Where a buffer is: the identity of its module, and its name there."""
@@ -46,8 +47,7 @@ class Buffers:
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
         self._moving, self._start = None, {}
 
-    @contextmanager
-    def moved(self, *, for_recomputation: bool) -> Iterator[Snapshot]:
+    def moved(self, *, for_recomputation: bool) -> AbstractContextManager[Snapshot]:
         """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.
 
         After an error in the body they are as they were.
@@ -56,9 +56,10 @@ class Buffers:
             ValueError: a buffer changed that did not in the step's first micro-batch, so that nobody knows its value
                 before: the forward cannot be repeated, as a recomputation has to.
         """
-        if not self._places:
-            yield {}
-            return
+        return self._moved(for_recomputation=for_recomputation) if self._places else nullcontext({})
+
+    @contextmanager
+    def _moved(self, *, for_recomputation: bool) -> Iterator[Snapshot]:
         is_first = self._moving is None
         before = self._current(self._places)
         versions = {place: buffer._version for place, buffer in before.items()}
@@ -86,12 +87,12 @@ class Buffers:
                 "one; let it change in all micro-batches or in none, or set rematerialize='never'"
             )
 
-    @contextmanager
-    def replaced(self, snapshot: Snapshot) -> Iterator[None]:
+    def replaced(self, snapshot: Snapshot) -> AbstractContextManager[None]:
         """Let the body, which runs a forward again, see and change copies of a snapshot in place of the buffers."""
-        if not snapshot:
-            yield
-            return
+        return self._replaced(snapshot) if snapshot else NOTHING
+
+    @contextmanager
+    def _replaced(self, snapshot: Snapshot) -> Iterator[None]:
         before = self._current(snapshot)
         self._put(_copy(snapshot))
         try:

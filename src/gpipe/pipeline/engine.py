@@ -22,6 +22,7 @@ from gpipe.pipeline.job.topology import Devices, join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.low_precision import wants_low_precision
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
+from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.recomputation_check import RecomputationCheck
@@ -165,6 +166,7 @@ class Pipeline:
         self._output_dimension = output_dimension
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight, prepare_inputs
+        self._is_loss_known = False  # whether the graph of one was looked through
         self._compilation: Compilation | None = None
 
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
@@ -188,6 +190,7 @@ class Pipeline:
         own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)
         owners = [self.job.process_of(k) for k, part in enumerate(ranges) for _ in part]
         self._tied = TiedGradients(tied.groups, own, owners, self.job)
+        self._own = own
         self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
         lowered = frozenset(i for i, layer in enumerate(layers) if wants_low_precision(layer))
         self.stages: Mapping[int, Stage] = {
@@ -270,12 +273,12 @@ class Pipeline:
         """
         begin = time.perf_counter()
         inputs, targets = _unpack(batch)
-        clock = Clock(cuda=record_timeline)
+        clock = Clock() if record_timeline else None
         with self._step():
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
             outputs: dict[int, Payload] | None = {} if return_outputs else None
-            loss = self._minibatch_loss(targets, mini_batch, scale, outputs) if self.is_last else None
+            loss = self._training_loss(targets, mini_batch, scale, outputs) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
             self._tied.start_step()
             if scaler is not None:
@@ -297,7 +300,9 @@ class Pipeline:
                     stage.recompute(micro_batch)
                 return None
 
-            self._run(tasks, parts, train, clock)
+            with torch.enable_grad():
+                self._run(tasks, parts, train, clock)
+            self._is_loss_known = True
             self._await_gradients()
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
@@ -313,7 +318,7 @@ class Pipeline:
                 self.step += 1
             for stage in self.stages.values():
                 stage.finish_step()
-            timeline = self._gather_timeline(clock) if record_timeline else None
+            timeline = None if clock is None else self._gather_timeline(clock)
             merged = self._merge(outputs, mini_batch)
         return StepReport(
             step=step,
@@ -469,7 +474,8 @@ class Pipeline:
         with self._step():
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=False)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
-            self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, probe)
+            with torch.enable_grad():
+                self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, probe)
             rows = [row for part in self.job.gather_all(sorted(found)[:1]) for row in part]
         return FirstNonFinite(*min(rows)) if rows else None
 
@@ -542,8 +548,7 @@ class Pipeline:
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Leave the generators alone, convert weights once; on an error clean up and tell the other processes."""
-        for stage in self.stages.values():
-            refuse_replaced_layers(self.layers, stage.layers)
+        refuse_replaced_layers(self.layers, self._own)
         if self._compilation is not None:
             self._compilation.start()
         converted = step_autocast_cache(is_kept=not self.shards_replicas)
@@ -572,12 +577,11 @@ class Pipeline:
 
         `parts` are the inputs of each micro-batch, in the first stage. Messages call a task `doing`, else by its kind.
         """
-        clock = clock or Clock(cuda=False)
         for task in tasks:
             self._run_task(task, parts, work, clock, doing or task.kind.words)
 
     # A function of its own, so that what was received and sent is released before the next task.
-    def _run_task(self, task: Task, parts: list[Payload], work: Work, clock: Clock, doing: str) -> None:
+    def _run_task(self, task: Task, parts: list[Payload], work: Work, clock: Clock | None, doing: str) -> None:
         kind, k, micro_batch = task
         stage, job = self.stages[k], self.job
         job.check()
@@ -587,17 +591,18 @@ class Pipeline:
         elif kind.makes_gradients and k < self.num_stages - 1:
             received = job.transfer.receive(task)
         job.activity.start(stage.describe, micro_batch, doing)
-        mark = clock.start(stage.device)
+        mark = None if clock is None else clock.start(stage.device)
         try:
-            with job.replicas.exchange() if self.shards_replicas else nullcontext():
+            with job.replicas.exchange() if self.shards_replicas else NOTHING:
                 result = work(stage, task, received)
         except (PipelineError, LostPeer):
             raise
         except Exception as error:
             raise stage.locate(error, micro_batch, doing) from error
-        clock.stop(task, stage.device, mark)
+        if clock is not None:
+            clock.stop(task, stage.device, mark)
         job.activity.stop()
-        job.device_work.add(stage.device, f"stage {k}, micro-batch {micro_batch}, {doing}", k, micro_batch)
+        job.device_work.add(stage.device, doing, k, micro_batch)
         if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
             job.transfer.send(task, result)
 
@@ -644,6 +649,13 @@ class Pipeline:
         sizes = self._check_targets(targets, mini_batch)
         device = self.stages[self.num_stages - 1].device
         return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, scale, outputs)
+
+    def _training_loss(
+        self, targets: Any, mini_batch: MiniBatch, scale: float, outputs: dict[int, Payload] | None
+    ) -> MiniBatchLoss:
+        loss = self._minibatch_loss(targets, mini_batch, scale, outputs)
+        loss.known = None if self._is_loss_known else list(self.parameters())
+        return loss
 
     def _conclude(
         self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None, *, may_skip: bool, max_norm: float | None

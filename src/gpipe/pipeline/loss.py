@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe.pipeline.microbatch import Payload, split
+from gpipe.pipeline.refusals import refuse_leaves_of_loss
 from gpipe.pipeline.shared.replicas import Replicas
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
@@ -29,6 +30,9 @@ class MiniBatchLoss:
         scale: by which gradients will be too large.
         outputs: where to put the outputs of each micro-batch; None: nowhere.
 
+    Attributes:
+        known: the parameters that the next loss may depend on; None: any.
+
     Raises:
         ValueError: the weights are not positive in sum.
     """
@@ -45,6 +49,7 @@ class MiniBatchLoss:
         outputs: dict[int, Payload] | None = None,
     ) -> None:
         self._scale, self._outputs = scale, outputs
+        self.known: list[nn.Parameter] | None = None
         self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
         weights = [
@@ -64,12 +69,16 @@ class MiniBatchLoss:
 
         Raises:
             TypeError: the loss function returned something other than a scalar, or than a scalar and scalars by name.
-            ValueError: a metric is called "loss", or another micro-batch had other metrics.
+            ValueError: a metric is called "loss", another micro-batch had other metrics, or the loss depends on
+                something to train that nobody would.
         """
         if self._outputs is not None:
             self._outputs[micro_batch] = Payload.of(outputs).detach()
         targets = self._targets[micro_batch].to(self._device)
         scalars = _check_scalars(self._function(outputs, targets.value()))
+        if self.known is not None:
+            refuse_leaves_of_loss(scalars["loss"], Payload.of(outputs), self.known)
+            self.known = None
         if scalars.keys() != (known := next(iter(self._values.values()), scalars)).keys():
             raise ValueError(
                 f"the loss returned the metrics {[*scalars][1:]}, but {[*known][1:]} for another micro-batch; return "

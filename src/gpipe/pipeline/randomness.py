@@ -13,21 +13,28 @@ import torch
 from torch import nn
 
 _MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
 
 
-def derive_seed(*keys: int) -> int:
+def derive_seed(*keys: int, state: int = _START) -> int:
     """Return a seed of 32 bits that is a pure function of the keys, in their order.
+
+    state: what `mix_keys` made of the keys before them.
 
     Torch's CPU generator reads no more than 32 bits of a seed. The mixing is the finaliser of SplitMix64 (Steele et
     al., OOPSLA 2014), once per key.
     """
-    state = 0x9E3779B97F4A7C15
+    return mix_keys(*keys, state=state) >> 32
+
+
+def mix_keys(*keys: int, state: int = _START) -> int:
+    """Return the state of 64 bits that some keys lead to, for seeds that begin with the same ones."""
     for key in keys:
         state = (state + (key & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return state >> 32
+    return state
 
 
 def seed_generators(seed: int, device: torch.device, *, others: bool = True) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe.pipeline.initialization import is_meta
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, StepSchedule
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
 def refuse_own_behaviour(layers: nn.Sequential) -> None:
@@ -22,7 +25,8 @@ def refuse_own_behaviour(layers: nn.Sequential) -> None:
         ValueError: it has hooks, parameters or buffers of its own.
     """
     name = type(layers).__name__
-    if type(layers).forward is not nn.Sequential.forward:
+    is_plain = type(layers).forward is nn.Sequential.forward and type(layers).__call__ is nn.Sequential.__call__
+    if not is_plain or "forward" in layers.__dict__:
         raise TypeError(
             f"{name} has a forward of its own, but stages run its layers one after the other; put what it does into "
             "layers, and give nn.Sequential(*layers)"
@@ -50,6 +54,31 @@ def refuse_parameters_of_loss(loss: Any) -> None:
             )
 
 
+def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tensor]) -> None:
+    """Refuse a loss that depends on something to train, wherever it is: in a closure, in another module.
+
+    loss: of a micro-batch, with its graph down to the `outputs`.
+    known: this process's parameters.
+
+    Raises:
+        ValueError: such as above.
+    """
+    stack: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {*stack, *(tensor.grad_fn for tensor in outputs.tensors)}
+    own = set(map(id, (*known, *outputs.tensors)))
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad" and id(leaf := node.variable) not in own:
+            raise ValueError(
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient and belongs to no "
+                "layer of the last stage, so the pipeline would not train it; put it into the last layer, or freeze it "
+                "(requires_grad_(False))"
+            )
+        following = [edge for edge, _ in node.next_functions if edge is not None and edge not in seen]
+        seen.update(following)
+        stack += following
+
+
 def refuse_history(value: Any, what: str) -> None:
     """Refuse inputs or targets that want a gradient: none comes back to them.
 
@@ -64,11 +93,16 @@ def refuse_history(value: Any, what: str) -> None:
 
 
 def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) -> None:
-    """Refuse layers that were put in the place of those that the stages run.
+    """Refuse layers that were put in the place of those that the stages run, or beside them.
 
     Raises:
         ValueError: naming the first one.
     """
+    if others := [name for name in layers._modules if name not in map(str, own)]:
+        raise ValueError(
+            f"layer {others[0]} of pipeline.layers was added after the pipeline was made, so it would not be trained; "
+            "make a new Pipeline of all layers"
+        )
     for index, layer in own.items():
         if layers._modules.get(str(index)) is not layer:
             raise ValueError(

@@ -26,20 +26,18 @@ class Kind(StrEnum):
     INPUT_GRADIENTS = "input_gradients"  # the part of a backward that the stage before waits for
     WEIGHT_GRADIENTS = "weight_gradients"  # the other part
 
-    @property
-    def makes_gradients(self) -> bool:
-        """Whether the stage before gets gradients from it."""
-        return self is Kind.BACKWARD or self is Kind.INPUT_GRADIENTS
+    # Attributes, as they are read several times per task.
+    makes_gradients: bool  # whether the stage before gets gradients from it
+    words: str  # its name in a sentence
+
+    def __init__(self, value: str) -> None:
+        self.makes_gradients = value in ("backward", "input_gradients")
+        self.words = value.replace("_", " ")
 
     @property
     def direction(self) -> Kind:
         """In which direction its result travels: FORWARD to the next stage, or BACKWARD to the one before."""
         return Kind.BACKWARD if self.makes_gradients else Kind.FORWARD
-
-    @property
-    def words(self) -> str:
-        """Its name in a sentence."""
-        return self.value.replace("_", " ")
 
 
 class Rematerialize(StrEnum):
@@ -274,9 +272,16 @@ def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: in
     """Refuse tasks that no engine could run, or that leave something out.
 
     Raises:
+        TypeError: they are no lists of tasks.
         ValueError: naming the first stage and micro-batch.
     """
     num_devices = num_stages // stages_per_device
+    rows = schedule if isinstance(schedule, Sequence) else [None]
+    if not all(isinstance(own, Sequence) and all(isinstance(task, Task) for task in own) for own in rows):
+        raise TypeError(
+            f"the schedule returned {schedule!r:.80}; it must be a list with a list of tasks "
+            "(gpipe.pipeline.schedule.Task) per device"
+        )
     if len(schedule) != num_devices:
         raise ValueError(f"the schedule has the tasks of {len(schedule)} devices; {num_devices} were expected")
     tasks: dict[tuple[int, int], list[Task]] = {(k, m): [] for k in range(num_stages) for m in range(num_microbatches)}

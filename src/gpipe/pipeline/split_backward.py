@@ -230,6 +230,7 @@ def _prepare_product(node: Any, _: Sequence[int]) -> Differentiate:
 def _differentiate_product(inputs: Tensor, node: Any) -> Callable[[Tensor], Tensor]:
     """Return what makes the gradient of the weight in inputs @ weight, as torch does: in the weight's memory layout."""
     strides, sizes = node._saved_mat2_sym_strides, node._saved_mat2_sym_sizes
+    inputs = inputs.conj()  # does nothing to real numbers
     if strides[0] == 1 and strides[1] == sizes[0]:
         return lambda gradient: gradient.t().mm(inputs).t()
     return lambda gradient: inputs.t().mm(gradient)

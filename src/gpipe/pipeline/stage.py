@@ -23,7 +23,7 @@ Why not torch.utils.checkpoint:
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,8 @@ from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.low_precision import lower
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_generators
+from gpipe.pipeline.nothing import NOTHING
+from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ class Stage:
         recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
         loss: set in the last stage for the time of a training step.
-        step: the number of the step, which seeds the masks.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Stage:
         self.compilation: Compilation | None = None
         self.recomputation_check: RecomputationCheck | None = None
         self.loss: Loss | None = None
-        self.step = 0
         self.seed = seed
         self._lowered = lowered
+        self.step = 0
         self._final_micro_batch = 0
-        self._needs_saved_tensors = False  # in a forward that will be recomputed
+        self._needs_whole_graph = False  # in a forward that will be recomputed
         self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
         self._buffers = Buffers(self.layers)
         self._batch_norms = converted_batch_norms(self.layers.values())
@@ -134,6 +134,16 @@ class Stage:
         self._waiting: dict[int, WeightGradients] = {}
         self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
         self._last = max(self.layers)
+
+    @property
+    def step(self) -> int:
+        """The number of the step, which seeds the masks."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self._masks = mix_keys(MASKS, self.seed, step)
 
     def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
         """Prepare for training step number `step`, which the gradients of `final_micro_batch` end."""
@@ -170,9 +180,10 @@ class Stage:
         try:
             return self._forward(micro_batch, inputs, keep_graph=keep_graph)
         except Exception as error:
-            if keep_graph or self._needs_saved_tensors or not wants_saved_tensors(error):
+            is_graphs = wants_saved_tensors(error) or _wants_no_leaf(error)
+            if keep_graph or self._needs_whole_graph or not is_graphs:
                 raise
-        self._needs_saved_tensors = True
+        self._needs_whole_graph = True
         for norm in self._batch_norms:
             norm.__dict__["fresh"] = ()
         return self._forward(micro_batch, inputs, keep_graph=False)
@@ -223,7 +234,7 @@ class Stage:
         again = microbatch_phase(
             self._batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
         )
-        averaged = nullcontext() if splits else self._averaged(micro_batch)
+        averaged = NOTHING if splits else self._averaged(micro_batch)
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
         found = iter(kept.gradients)
@@ -239,7 +250,7 @@ class Stage:
     def _averaged(self, micro_batch: int, waiting: WeightGradients | None = None) -> AbstractContextManager[None]:
         """Average gradients over the replicas where the body makes the last of them, or those that are `waiting`."""
         if self.averaging is None or micro_batch != self._final_micro_batch:
-            return nullcontext()
+            return NOTHING
         return self.averaging.reducing(None if waiting is None else waiting.parameters())
 
     def _note_position(self, position: tuple[int, nn.Module | None]) -> None:
@@ -294,16 +305,17 @@ class Stage:
 
     def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
         """Run the layers as with a graph, so that torch picks the same kernels, but let go of it."""
-        with torch.enable_grad(), nullcontext() if self._needs_saved_tensors else without_saved_tensors():
-            outputs = self._run(micro_batch, _enter_graph(inputs, []), self.layers, is_stored=True, look=look)
-        return outputs.detach()
+        is_stored = look is None
+        # Leaves are the cheapest beginning of a graph, but no layer may change one in place.
+        entered = _enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else _as_leaves(inputs)
+        with NOTHING if self._needs_whole_graph else without_saved_tensors():
+            return self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept) -> Payload:
-        with torch.enable_grad():
-            outputs = self._run(micro_batch, _enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
-            if self.loss is not None:
-                self.enter_loss(micro_batch)
-                outputs = Payload.of(self.loss(outputs.value(), micro_batch))
+        outputs = self._run(micro_batch, _enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
+        if self.loss is not None:
+            self.enter_loss(micro_batch)
+            outputs = Payload.of(self.loss(outputs.value(), micro_batch))
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
         return outputs
 
@@ -330,12 +342,12 @@ class Stage:
                 payload = lower(payload)
                 value = payload.value()
             self._enter(micro_batch, index, layer)
-            passed_by = [tensor.grad_fn for tensor in payload.tensors]
+            passed_by = [tensor.grad_fn for tensor in payload.tensors] if announce else []
             run = layer if self.compilation is None or look is not None else self.compilation.compiled(layer)
             value = run(value)
             # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
             payload = Payload.of(value)
-            if is_guarded:
+            if is_guarded and [tensor._version for tensor in inputs.tensors] != versions:
                 _refuse_changed_inputs(inputs, versions, is_stored=is_stored)
             if (check := self.recomputation_check) is not None and look is None and (is_stored or announce):
                 (check.note if is_stored else check.compare)(micro_batch, index, payload.tensors)
@@ -350,7 +362,7 @@ class Stage:
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
         self._position = (index, layer)
-        seed = derive_seed(MASKS, self.seed, self.step, micro_batch, index)
+        seed = derive_seed(micro_batch, index, state=self._masks)
         seed_generators(seed, self.device, others=not self._is_torch_all_random.get(index))
 
     def _announce_backward(self, outputs: Payload, passed_by: list[Node | None], index: int, layer: nn.Module) -> None:
@@ -387,12 +399,21 @@ def _modules_below(layer: nn.Module) -> list[nn.Module]:
 
 def _enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
     """Return a boundary input as the beginning of a graph; its backward fills `gradients`."""
-    wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
-    if not wanted:
+    if not any(inputs.differentiable):
         return inputs
+    wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
     entered = iter(_Entry.apply(gradients, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
     tensors = [
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
+    ]
+    return inputs.replace(tensors)
+
+
+def _as_leaves(inputs: Payload) -> Payload:
+    """Return a boundary input as the beginning of a graph without a backward."""
+    tensors = [
+        tensor.detach().requires_grad_() if is_wanted else tensor
+        for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]
     return inputs.replace(tensors)
 
@@ -405,12 +426,15 @@ def _refuse_to_restore(_: Any) -> Tensor:
     raise _NotSavedError("a layer differentiates in its forward, whose graph keeps no tensors")
 
 
+_WITHOUT_SAVED_TENSORS = saved_tensors_hooks(id, _refuse_to_restore)
+
+
 def without_saved_tensors() -> AbstractContextManager[None]:
     """Let graphs that the body makes keep no tensors, so that a forward takes the memory of one without a graph.
 
     Layers that differentiate in their forward then fail with an error that `wants_saved_tensors` knows.
     """
-    return saved_tensors_hooks(id, _refuse_to_restore)
+    return _WITHOUT_SAVED_TENSORS
 
 
 def wants_saved_tensors(error: BaseException | None) -> bool:
@@ -419,6 +443,11 @@ def wants_saved_tensors(error: BaseException | None) -> bool:
         return False
     is_refused = isinstance(error, _NotSavedError) or "support saved tensor hooks" in str(error)  # torch.func's words
     return is_refused or wants_saved_tensors(error.__cause__)
+
+
+def _wants_no_leaf(error: Exception) -> bool:
+    """Return whether a forward failed because a layer changes its input in place, which torch forbids for leaves."""
+    return "leaf Variable that requires grad" in str(error)
 
 
 def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: bool) -> None:
@@ -456,11 +485,6 @@ def step_autocast_cache(*, is_kept: bool) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-@contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Run backward outside of autocast, as torch asks for: its operations remember the types of the forward."""
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING

@@ -116,24 +116,18 @@ class Clock:
     On the CPU it reads the host's clock; on CUDA it leaves events in the stream, and nothing waits for them before
     `events` is called. Times are seconds since the epoch, so that those of several processes can stand side by side (of
     several hosts, as well as their clocks agree).
-
-    Args:
-        cuda: whether to leave events on CUDA devices; without, tasks there are not timed.
     """
 
-    def __init__(self, *, cuda: bool) -> None:
-        self._cuda = cuda
+    def __init__(self) -> None:
         self._offset = time.time() - time.perf_counter()
         self._host: list[tuple[Task, float, float]] = []
         self._device: list[tuple[Task, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
 
-    def start(self, device: torch.device) -> float | torch.cuda.Event | None:
+    def start(self, device: torch.device) -> float | torch.cuda.Event:
         """Return a mark of when a task begins on a device, for `stop`."""
         if device.type != "cuda":
             return time.perf_counter()
-        if not self._cuda:
-            return None
         if device not in self._origins:
             torch.cuda.synchronize(device)
             self._origins[device] = time.perf_counter(), self._mark(device)
@@ -143,7 +137,8 @@ class Clock:
         """Note that a task ends, which began at a mark."""
         if isinstance(mark, float):
             self._host.append((task, mark, time.perf_counter()))
-        elif mark is not None:
+        else:
+            assert mark is not None
             self._device.append((task, device, mark, self._mark(device)))
 
     def events(self) -> list[Event]:

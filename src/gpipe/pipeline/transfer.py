@@ -56,7 +56,7 @@ class LocalTransfer:
         The tensors have no history: they share no graph with the sender's. Gradients come as a tuple, with None where
         there is none.
         """
-        payload, event = self._mail.pop(task._replace(kind=task.kind.direction))
+        payload, event = self._mail.pop(Task(task.kind.direction, task.stage, task.micro_batch))
         if event is not None:
             stream = torch.cuda.current_stream(self.devices[task.stage])
             stream.wait_event(event)

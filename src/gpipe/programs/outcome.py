@@ -63,7 +63,7 @@ def record_outcome(
         tracker: gets the picture and the table of the outcome.
         hints: whether to say what to try next.
     """
-    bubbles = "" if timeline is None else _write_timeline(folder, plan, timeline)
+    bubbles, has_picture = ("", False) if timeline is None else _write_timeline(folder, plan, timeline)
     num_gpus = torch.cuda.device_count() if place.device_type == "cuda" else 0
     record = make_record(
         kind="measured",
@@ -84,30 +84,40 @@ def record_outcome(
         num_cores=place.num_cores,
     )
     write_record(folder / RECORD_FILE, record)
-    if timeline is not None:
+    if has_picture:
         tracker.log_picture(summary.num_steps, "timeline", folder / PICTURE_FILE)
     tracker.log_outcome(summary.num_steps, _flatten(summary.as_dict()))
     more = f"\n{suggest(folder, run, summary, overrides)}" if hints else ""
     print(f"\n{_describe(run.name, summary)}{bubbles}{more}", flush=True)
 
 
-def _write_timeline(folder: Path, plan: Plan, measured: Timeline) -> str:
-    """Write a step as a trace for Perfetto, and as a picture above its simulation; return a line on its bubble.
+def _write_timeline(folder: Path, plan: Plan, measured: Timeline) -> tuple[str, bool]:
+    """Write a step as a trace for Perfetto, and as a picture above its simulation.
 
     In the simulation every task takes its measured mean time, each stage has a device, and transfers take no time.
+
+    Returns:
+        A line on its bubble, and whether there is a picture: one that cannot be drawn is a warning.
     """
     num_microbatches = 1 + max(event.task.micro_batch for event in measured.events)
     schedule = replace(plan.setting, num_microbatches=num_microbatches).tasks
     simulated = simulate(schedule, measured.mean_seconds())
-    with replacing(folder / TRACE_FILE) as trace, replacing(folder / PICTURE_FILE) as picture:
+    with replacing(folder / TRACE_FILE) as trace:
         measured.write_trace(trace)
-        plot({"measured": measured, "simulated": simulated}, picture)
+    files = [f"{TRACE_FILE} opens in ui.perfetto.dev"]
+    try:
+        with replacing(folder / PICTURE_FILE) as picture:
+            plot({"measured": measured, "simulated": simulated}, picture)
+        files.insert(0, PICTURE_FILE)
+    except Exception as error:  # noqa: BLE001 - matplotlib's own settings may be wrong, in the environment or in files
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(f"warning: {PICTURE_FILE} was not drawn ({reason}): the run is complete without it.", file=sys.stderr)
     if plan.bubble is None:  # the stages take turns in one process
-        return ""
+        return "", len(files) > 1
     return (
         f"\nPlanned {describe_bubble(plan)}; {simulated.bubble:.1%} simulated from the tasks' measured seconds, "
-        f"{measured.bubble:.1%} measured ({PICTURE_FILE}; {TRACE_FILE} opens in ui.perfetto.dev)."
-    )
+        f"{measured.bubble:.1%} measured ({'; '.join(files)})."
+    ), len(files) > 1
 
 
 def _flatten(results: Mapping[str, Any]) -> dict[str, Any]:

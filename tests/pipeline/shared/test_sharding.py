@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +23,7 @@ from gpipe.pipeline.schedule import SPLIT_SCHEDULES
 from tests.support.gate import Gate
 from tests.support.process_pool import ProcessPool
 
+Weights = dict[str, np.ndarray]
 MODES = ("always", "except_last", "never")
 LAYOUTS = (
     (1, (5,), "gpipe"),
@@ -47,7 +51,7 @@ def make_layers(seed: int = 0, *, depends: bool = True) -> nn.Sequential:
 @dataclass(frozen=True)
 class Case:
     mode: str
-    sizes: tuple[int, int] = (8, 8)
+    sizes: tuple[int, ...] = (8, 8)
     gated: tuple[int, ...] = ()
     num_steps: int = 2
     max_norm: float | None = None
@@ -72,7 +76,7 @@ def whole(tensor: Tensor) -> np.ndarray:
 def train(
     rank: int, num_devices: int, partitions: tuple[int, ...], schedule: str, cases: list[Case]
 ) -> list[tuple[Outcome, Outcome]]:
-    mesh = init_device_mesh("cpu", (2, num_devices), mesh_dim_names=("replica", "stage"))
+    mesh = init_device_mesh("cpu", (len(cases[0].sizes), num_devices), mesh_dim_names=("replica", "stage"))
 
     def run(case: Case, *, shards: bool) -> Outcome:
         layers = make_layers(0 if case.same_weights else rank, depends=case.depends)
@@ -114,7 +118,7 @@ def layout(request: pytest.FixtureRequest) -> tuple[int, tuple[int, ...], str]:
 def run_all(
     processes: ProcessPool, layout: tuple[int, tuple[int, ...], str], cases: list[Case]
 ) -> list[tuple[Case, Outcome, Outcome]]:
-    answers = processes.run(2 * layout[0], train, *layout, cases)
+    answers = processes.run(len(cases[0].sizes) * layout[0], train, *layout, cases)
     return [(case, *pair) for answer in answers for case, pair in zip(cases, answer, strict=True)]
 
 
@@ -130,6 +134,40 @@ def test_two_replicas_that_share_out_have_the_bits_of_two_with_all_weights(
             assert all(np.array_equal(ours[name], theirs[name]) for name in ours), case
         assert shared.weights.keys() == full.weights.keys()
         assert all(np.array_equal(shared.weights[name], full.weights[name]) for name in full.weights), case
+
+
+def train_alone(case: Case) -> list[dict[str, np.ndarray]]:
+    """Return the gradients of each replica's mini-batch by itself, in the first step."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(sum(case.sizes), 6, generator=generator, dtype=torch.float64)
+    targets = torch.randint(5, (sum(case.sizes),), generator=generator)
+    found = []
+    for batch in zip(inputs.split(case.sizes), targets.split(case.sizes), strict=True):
+        pipeline = gpipe.Pipeline(make_layers(), nn.functional.cross_entropy, [5], 4)
+        pipeline.train_step(batch)
+        found.append({name: p.grad.numpy() for name, p in pipeline.named_parameters() if p.grad is not None})
+    return found
+
+
+# R - 1 sums and a division, each rounded once, in whatever order: 2 R roundings between any two ways.
+@pytest.mark.parametrize(("num_replicas", "num_devices"), [(3, 1), (4, 1), (3, 2)])
+def test_the_sums_of_more_replicas_differ_by_rounding_alone(
+    num_replicas: int, num_devices: int, processes: ProcessPool
+) -> None:
+    layouts = [layout for layout in LAYOUTS if layout[0] == num_devices and layout[2] != "1f1b"]
+    cases = [Case(mode, sizes=(8,) * num_replicas) for mode in ("always", "never")]
+    alone = train_alone(cases[0])
+    roundings = 2 * num_replicas * np.finfo(np.float64).eps
+    for layout in layouts:
+        for case, full, shared in run_all(processes, layout, cases):
+            assert shared.losses[0] == full.losses[0]
+            assert shared.losses == pytest.approx(full.losses, rel=1e-12)
+            assert shared.held < full.held / num_replicas + 60, "rows are not cut: an uneven share has one more"
+            for name, gradient in full.gradients[0].items():
+                bound = roundings * np.mean([np.abs(one[name]) for one in alone], axis=0)
+                assert (np.abs(shared.gradients[0][name] - gradient) <= bound).all(), (case, name)
+                mean = np.mean([one[name] for one in alone], axis=0)
+                assert (np.abs(shared.gradients[0][name] - mean) <= bound).all(), (case, name)
 
 
 def test_each_replica_holds_its_part(layout: tuple[int, tuple[int, ...], str], processes: ProcessPool) -> None:
@@ -228,3 +266,60 @@ def test_what_cannot_be_shared_out_is_refused_by_name(processes: ProcessPool) ->
         assert said["sharded"].startswith("layer 0 has parameters that fully_shard shares out")
         assert "do not compile" in said["compile"]
         assert "save the parts with torch.distributed.checkpoint" in said["save"]
+
+
+def save_and_go_on(rank: int, layout: tuple[int, tuple[int, ...], str], folder: str) -> tuple[Weights, Weights]:
+    """Return the weights after four steps, and after two more steps from what was saved after two."""
+    num_devices, partitions, schedule = layout
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size() // num_devices, num_devices), mesh_dim_names=("replica", "stage")
+    )
+    per_device = len(partitions) // num_devices
+
+    def make(seed: int) -> tuple[gpipe.Pipeline, torch.optim.Optimizer]:
+        pipeline = gpipe.Pipeline(
+            make_layers(seed), nn.functional.cross_entropy, partitions, 4, schedule=schedule,
+            stages_per_device=per_device, mesh=mesh, timeout_seconds=30, shard_replicas=True,
+        )  # fmt: skip
+        return pipeline, torch.optim.Adam(pipeline.parameters(), lr=0.01)
+
+    def step(pipeline: gpipe.Pipeline, optimizer: torch.optim.Optimizer) -> None:
+        generator = torch.Generator().manual_seed(10 * pipeline.step + pipeline.job.replica_index)
+        inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        pipeline.train_step((inputs, torch.randint(5, (8,), generator=generator)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def read(pipeline: gpipe.Pipeline) -> Weights:
+        pipeline.close()
+        return {name: whole(value) for name, value in pipeline.layers.state_dict().items()}
+
+    pipeline, optimizer = make(0)
+    for _ in range(2):
+        step(pipeline, optimizer)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter: stages have other groups
+    model, state = get_state_dict(pipeline.layers, optimizer, options=flat)
+    checkpoint.save({"model": model, "optimizer": state, "step": pipeline.step}, checkpoint_id=folder)
+    for _ in range(2):
+        step(pipeline, optimizer)
+    unbroken = read(pipeline)
+
+    pipeline, optimizer = make(1)
+    model, state = get_state_dict(pipeline.layers, optimizer, options=flat)
+    loaded = {"model": model, "optimizer": state, "step": 0}
+    checkpoint.load(loaded, checkpoint_id=folder)
+    set_state_dict(pipeline.layers, optimizer, model_state_dict=model, optim_state_dict=state, options=flat)
+    pipeline.step = loaded["step"]
+    for _ in range(2):
+        step(pipeline, optimizer)
+    return unbroken, read(pipeline)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_parts_that_torch_saved_go_on_as_if_nothing_had_been(
+    layout: tuple[int, tuple[int, ...], str], num_replicas: int, processes: ProcessPool, tmp_path: Path
+) -> None:
+    for unbroken, resumed in processes.run(num_replicas * layout[0], save_and_go_on, layout, str(tmp_path)):
+        assert unbroken.keys() == resumed.keys()
+        assert all(np.array_equal(unbroken[name], resumed[name]) for name in unbroken)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,14 +30,6 @@ from tests.pipeline.shared.synchronized_case import (
 from tests.support.process_pool import ProcessPool
 from tests.support.random_layers import build as random_layers
 
-
-@pytest.fixture(scope="module")
-def six() -> Iterator[ProcessPool]:
-    pool = ProcessPool(6)
-    yield pool
-    pool.close()
-
-
 GPIPE = (Layout((8,)), Layout((2, 6)), Layout((1, 3, 4)))
 ONE_FORWARD_ONE_BACKWARD = (
     Layout((8,), "1f1b"),
@@ -52,13 +43,13 @@ ONE_FORWARD_ONE_BACKWARD = (
 
 @pytest.mark.parametrize("layouts", [GPIPE, ONE_FORWARD_ONE_BACKWARD], ids=["gpipe", "1f1b"])
 def test_gradients_are_those_of_one_process_and_the_same_bits_for_every_cut(
-    layouts: tuple[Layout, ...], six: ProcessPool
+    layouts: tuple[Layout, ...], processes: ProcessPool
 ) -> None:
     # Behind the pooling, some micro-batches of the second replica have one value per channel; in the last case all do.
     cases = [*(Case((7, 4), mode=mode) for mode in MODES), Case((1, 3), 2)]
     expected: dict[tuple[Any, ...], State] = {}
     for layout in layouts:
-        answers = six.run(NUM_REPLICAS * layout.num_devices, train, layout, cases)
+        answers = processes.run(NUM_REPLICAS * layout.num_devices, train, layout, cases)
         for number, case in enumerate(cases):
             for replica, found in enumerate(join_answers(answers, number, layout)):
                 what = f"{case}, {layout}, replica {replica}"

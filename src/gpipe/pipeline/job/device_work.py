@@ -63,10 +63,11 @@ class DeviceWork:
         self.num_done = 0
         self.since = time.monotonic()
 
-    def add(self, device: torch.device, text: str, stage: int | None = None, micro_batch: int | None = None) -> None:
+    def add(self, device: torch.device, doing: str, stage: int | None = None, micro_batch: int | None = None) -> None:
         """Note all that the current stream of a device was given so far; a CPU has done it already."""
         if device.type == "cuda":
             event = torch.cuda.current_stream(device).record_event()
+            text = doing if stage is None else f"stage {stage}, micro-batch {micro_batch}, {doing}"
             self._append(DeviceStep(event, text, stage, micro_batch))
 
     def expect(self, arrived: torch.cuda.Event, rank: int) -> None:
