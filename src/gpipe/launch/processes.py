@@ -30,6 +30,7 @@ from gpipe.launch.agent import Agent, End, choose_start_method
 from gpipe.launch.devices import is_adopted, own_cores, pin
 from gpipe.launch.errors import ERROR_FILE, forget_errors, report_errors
 from gpipe.launch.rendezvous import choose_interface, join_store
+from gpipe.launch.scratch import scratch_folder
 
 # A process waits for the others for the time-out, or for this many times its own start-up time, whichever is longer:
 # processes start at different speeds, above all on a slow machine.
@@ -153,6 +154,8 @@ def run(function: Callable[..., None], processes: Processes, *args: Any) -> None
         SystemExit: with status 1 after a failure; with status 75 if all processes raised that, asked to stop.
     """
     with stops.listening():
+        with report_errors(debug=processes.debug):
+            scratch_folder()
         if is_adopted():
             _work(function, processes, args)
             return
@@ -172,7 +175,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
     error_file = processes.folder / ERROR_FILE
     garbage_collection.resume()
     with (
-        tempfile.TemporaryDirectory(prefix="gpipe-") as logs,
+        tempfile.TemporaryDirectory(dir=scratch_folder()) as logs,
         choose_start_method(processes.modules) as method,
         _silence_agent(),
     ):
