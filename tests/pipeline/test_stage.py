@@ -277,7 +277,7 @@ class FirstOfTwo(Job):
         self.transfer = LoggedTransfer(log)
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, {"totals": {"loss": 0.0}, "fault": [], "note": [None, False]}]
+        return [value, {"totals": {"loss": 0.0}, "fault": [], "norms": [], "note": [None, False]}]
 
 
 def test_a_stage_recomputes_before_it_asks_for_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

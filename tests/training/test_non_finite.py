@@ -148,7 +148,8 @@ def first_fault(
     trainer = small_trainer(folder, partitions, **settings)
     for stage in trainer.pipeline.stages.values():
         if layer in stage.layers:
-            trainer.pipeline.layers[str(layer)] = stage.layers[layer] = Fault(stage.layers[layer], layer)
+            broken = stage.layers[layer] = trainer.pipeline._own[layer] = Fault(stage.layers[layer], layer)
+            trainer.pipeline.layers[str(layer)] = broken
     with pytest.raises(NonFiniteError) as error:
         trainer.train()
     trainer.pipeline.close()

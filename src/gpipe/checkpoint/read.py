@@ -20,6 +20,7 @@ from gpipe.checkpoint.format import FileImage, TensorSpec, parse_layer, parse_pa
 from gpipe.checkpoint.manifest import Manifest, Position, TensorEntry
 from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
+from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.shared.tied_parameters import checksum
 
 _BUILD_THAT = "build the model, with the settings, that it was saved with."
@@ -120,6 +121,9 @@ def load_layers(path: Path, layers: nn.Sequential, *, averages: bool = True) -> 
         read = source.read({kind: list(own)})[kind]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): check the disk and its permissions.") from None
+    for index, module in enumerate(layers.modules()):
+        if module._non_persistent_buffers_set:  # which no checkpoint has
+            materialize(module, index, 0, torch.device("cpu"))
     # Assigned, not copied: the initial weights, which nothing needs, are never drawn. In memory of their own: in a file
     # they have any address, and by that some kernels choose in which order they add up.
     layers.load_state_dict({name: tensor.clone() for name, tensor in _rename(read).items()}, assign=True)
