@@ -50,6 +50,7 @@ def count_records(pages: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute and a half of computing, beside other tests
 def test_all_steps_run_to_the_end_and_what_is_killed_goes_on(tmp_path: Path) -> None:
     pages, folder = copy_pages(tmp_path / "pages"), tmp_path / "steps"
     before = count_records(pages)
