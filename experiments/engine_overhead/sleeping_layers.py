@@ -69,9 +69,9 @@ class SplitSleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product with the weight, after the sleep."""
-        forward, _, backward, weights = self.seconds
-        inputs = _Sleep.apply(x * self.scale, forward, backward - weights)
-        output: Tensor = inputs @ _Sleep.apply(self.weight, 0.0, weights)
+        seconds = self.seconds
+        inputs = _Sleep.apply(x * self.scale, seconds.forward, seconds.backward - seconds.weights)
+        output: Tensor = inputs @ _Sleep.apply(self.weight, 0.0, seconds.weights)
         return output
 
 
