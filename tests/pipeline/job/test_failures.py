@@ -388,7 +388,8 @@ def train_slowly(rank: int) -> float:
     """Train with a stage whose forwards take longer, in sum, than a process may be silent."""
     mesh: DeviceMesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
     layers = nn.Sequential(Layer(), nn.Sequential(Layer(), Sleep(0.3)), Layer())
-    pipeline = gpipe.Pipeline(layers, Loss(None), [1, 1, 1], 8, mesh=mesh, timeout_seconds=1.0)
+    # Twice as long as notes of progress are apart, and as long again for a busy machine.
+    pipeline = gpipe.Pipeline(layers, Loss(None), [1, 1, 1], 8, mesh=mesh, timeout_seconds=2.0)
     loss = pipeline.train_step((torch.ones(8, 4), torch.ones(8, 4))).loss
     pipeline.close()
     return loss
