@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, StepSchedule
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.training.checkpoints import wrap_optimizer
 from tests.simulated_cuda import ledger
@@ -79,7 +79,7 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
     pipeline = gpipe.Pipeline(
         layers, nn.functional.cross_entropy, CUTS[setting.num_stages], setting.num_microbatches,
         rematerialize=setting.rematerialize, schedule=setting.schedule, stages_per_device=setting.stages_per_device,
-        devices=_choose_devices(setting, num_devices, world), mesh=mesh, seed=3, timeout_seconds=10,
+        devices=_choose_devices(setting, world), mesh=mesh, seed=3, timeout_seconds=10,
         synchronize_batch_norm=setting.synchronize_batch_norm, check_recomputation=setting.checks_recomputation,
     )  # fmt: skip
     nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
@@ -132,22 +132,24 @@ def train_each(rank: int, settings: list[Setting]) -> list[dict[str, Any]]:
     return [train(rank, setting) for setting in settings]
 
 
-def _choose_devices(setting: Setting, num_devices: int, world: int) -> Any:
+def _choose_devices(setting: Setting, world: int) -> Any:
     if setting.device == "cpu":
         return "cpu"
     if world > 1:
         return f"cuda:{torch.cuda.current_device()}"
-    devices = [f"cuda:{stage % num_devices % torch.cuda.device_count()}" for stage in range(setting.num_stages)]
+    row_of = {task.stage: row for row, tasks in enumerate(_make_schedule(setting)) for task in tasks}
+    devices = [f"cuda:{row_of[stage] % torch.cuda.device_count()}" for stage in range(setting.num_stages)]
     return ["cpu", *devices[1:]] if setting.first_on_cpu else devices
+
+
+def _make_schedule(setting: Setting) -> StepSchedule:
+    mode = Rematerialize(setting.rematerialize)
+    return SCHEDULES[setting.schedule](setting.num_stages, setting.num_microbatches, mode, setting.stages_per_device)
 
 
 def _check_timeline(timeline: gpipe.Timeline, setting: Setting) -> None:
     """Check that each device ran its tasks one after the other, in the order of the schedule."""
-    mode = Rematerialize(setting.rematerialize)
-    schedule = SCHEDULES[setting.schedule](
-        setting.num_stages, setting.num_microbatches, mode, setting.stages_per_device
-    )
-    for row, tasks in enumerate(schedule):
+    for row, tasks in enumerate(_make_schedule(setting)):
         events = sorted((e for e in timeline.events if timeline.row(e.task) == row), key=lambda event: event.start)
         assert [event.task for event in events] == tasks
         assert all(before.end <= after.start for before, after in itertools.pairwise(events))

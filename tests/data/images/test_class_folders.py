@@ -3,14 +3,13 @@
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from gpipe.data import BrokenImage, DataMissing, check_image_set, open_image_set
-from tests.data.permissions import bound_by_permissions
+from tests.data.permissions import bound_by_permissions, folder_for_everybody
 
 
 @pytest.fixture
@@ -76,10 +75,10 @@ def test_a_link_that_leads_back_is_refused_by_name(imagenet_root: Path, target: 
 
 def test_a_folder_that_cannot_be_read_is_refused_by_name(imagenet_root: Path) -> None:
     open_image_set("imagenet", "train", imagenet_root)  # which loads what it needs
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
-        root = shutil.copytree(imagenet_root, folder, dirs_exist_ok=True)
-        Path(root).chmod(0o755)
-        (unreadable := Path(root) / "train" / "n01440764" / "more").mkdir(0o000)
+    with folder_for_everybody() as folder:
+        root = shutil.copytree(imagenet_root, folder / "imagenet")
+        root.chmod(0o755)
+        (unreadable := root / "train" / "n01440764" / "more").mkdir(0o000)
         message = r"cannot list \S+/n01440764/more: Permission denied; make it readable"
         with bound_by_permissions(), pytest.raises(ValueError, match=message):
             open_image_set("imagenet", "train", root)

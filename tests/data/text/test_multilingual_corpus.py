@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import lzma
-import tempfile
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +20,7 @@ from gpipe.data.text.multilingual_text import (
     read_embedded,
     read_vlc_pairs,
 )
-from tests.data.permissions import bound_by_permissions
+from tests.data.permissions import bound_by_permissions, folder_for_everybody
 from tests.data.text.small_text import embedded_tokenizer, ids, write_mo
 
 EMBEDDED = Path(str(files("gpipe.data").joinpath("embedded")))
@@ -135,13 +134,12 @@ def test_vlc_adds_to_the_embedded_pairs_under_the_same_rule(tmp_path: Path) -> N
 
 
 def test_a_catalogue_that_cannot_be_reached_is_refused_by_name() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
-        Path(folder).chmod(0o755)
+    with folder_for_everybody() as folder:
         for locale in ("de", "fr"):
-            write_mo(Path(folder) / "usr/share/locale" / locale / "LC_MESSAGES/vlc.mo", {"line": f"{locale} line"})
-        (unreadable := Path(folder) / "usr/share/locale/fr/LC_MESSAGES").chmod(0o000)
+            write_mo(folder / "usr/share/locale" / locale / "LC_MESSAGES/vlc.mo", {"line": f"{locale} line"})
+        (unreadable := folder / "usr/share/locale/fr/LC_MESSAGES").chmod(0o000)
         with bound_by_permissions(), pytest.raises(PermissionError, match=r"fr/LC_MESSAGES/vlc\.mo"):
-            list(read_vlc_pairs(Path(folder), "train", "de"))
+            list(read_vlc_pairs(folder, "train", "de"))
         unreadable.chmod(0o755)
 
 
