@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from random import Random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,69 +14,24 @@ from gpipe.pipeline.schedule import (
     SCHEDULES,
     SPLIT_SCHEDULES,
     Kind,
-    Rematerialization,
     Rematerialize,
     StepSchedule,
     Task,
-    check_schedule,
     check_stages_per_device,
-    choose_schedule,
     dependencies,
     gpipe,
     inference,
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
-    place_stages,
     sequential,
     split_gpipe,
     zero_bubble_h1,
     zero_bubble_v,
 )
 from gpipe.planning.simulation import simulate
+from tests.pipeline.schedule_shapes import Shape, shapes, tasks
 
-LETTERS = dict(zip("FRBIW", Kind, strict=True))
-STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 4), "zb_v": (2, 2)}
 ALWAYS, EXCEPT_LAST, NEVER = Rematerialize
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A schedule of P devices with v stages each, and M micro-batches."""
-
-    name: str
-    num_devices: int
-    stages_per_device: int
-    num_microbatches: int
-    mode: Rematerialization
-
-    @property
-    def num_stages(self) -> int:
-        return self.num_devices * self.stages_per_device
-
-    def schedule(self) -> StepSchedule:
-        return SCHEDULES[self.name](self.num_stages, self.num_microbatches, self.mode, self.stages_per_device)
-
-    def inference(self) -> StepSchedule:
-        return inference(self.placement, self.num_microbatches)
-
-    @property
-    def placement(self) -> tuple[int, ...]:
-        return place_stages(self.name, self.num_stages, self.stages_per_device)
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    name = draw(st.sampled_from(list(SCHEDULES)))
-    stages_per_device = draw(st.integers(*STAGES_PER_DEVICE.get(name, (1, 1))))
-    mode = draw(st.sampled_from(Rematerialize))
-    return Shape(name, draw(st.integers(1, 6)), stages_per_device, draw(st.integers(1, 14)), mode)
-
-
-def tasks(text: str, stage: int, num_devices: int = 0) -> list[Task]:
-    """Read tasks as they are drawn: F0 R0 B0; small letters are the device's second stage."""
-    return [
-        Task(LETTERS[word[0].upper()], stage + num_devices * word[0].islower(), int(word[1:])) for word in text.split()
-    ]
 
 
 @pytest.mark.parametrize(
@@ -378,67 +332,3 @@ def test_a_number_of_stages_that_a_device_cannot_have_is_refused(
         check_stages_per_device(name, num_stages, stages_per_device)
     with pytest.raises(ValueError, match=message):
         SCHEDULES[name](num_stages, 4, ALWAYS, stages_per_device)
-
-
-@given(shapes())
-def test_our_own_schedules_pass_the_check_of_a_users(shape: Shape) -> None:
-    check_schedule(shape.schedule(), shape.num_stages, shape.num_microbatches, shape.stages_per_device)
-
-
-@given(shapes(), st.randoms(use_true_random=False))
-def test_a_schedule_without_one_of_its_tasks_or_with_one_twice_is_refused(shape: Shape, random: Random) -> None:
-    for change in (list.pop, lambda tasks, i: tasks.insert(i, tasks[i])):
-        schedule = [list(tasks) for tasks in shape.schedule()]
-        tasks = random.choice(schedule)
-        position = random.randrange(len(tasks))
-        if tasks[position].kind is Kind.RECOMPUTE and change is list.pop:
-            continue  # a mode of its own
-        change(tasks, position)
-        with pytest.raises(ValueError, match=r"^the schedule has .* it must be forward, perhaps recompute, and back"):
-            check_schedule(schedule, shape.num_stages, shape.num_microbatches, shape.stages_per_device)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ([tasks("F0 B0 F1 B1", 0)], r"^the schedule has the tasks of 1 devices; 2 were expected$"),
-        (
-            [[*tasks("F0 B0", 1), *tasks("F0 B0", 0)], tasks("F0 B0", 1)],
-            r"has a forward of stage 1, micro-batch 0 on device 1; each stage of 2 belongs to one device",
-        ),
-        (
-            [tasks("F0 I0 F1 I1", 0), tasks("F0 I0 F1 I1", 1)],
-            r"has forward, input gradients for stage 0, micro-batch 0",
-        ),
-        (
-            [tasks("F0 I0 F1 I1 W1 W0", 0), tasks("F0 I0 F1 I1 W0 W1", 1)],
-            r"weight gradients of stage 0 in the order of micro-batches \[1, 0\], and .* \[0, 1\]; they",
-        ),
-        ([tasks("F0 I0 W0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"forwards and backwards of stage 0 .* splits other"),
-        ([[*tasks("F0 B0 F1 B1", 0), *tasks("", 1)], []], r"has nothing for stage 1, micro-batch 0"),
-        ([tasks("F0 B0 F2 B2", 0), tasks("F0 B0", 1)], r"has a forward of stage 0, micro-batch 2 on device 0; .* 1$"),
-        ([tasks("B0 F0 F1 B1", 0), tasks("F0 B0 F1 B1", 1)], r"has backward, forward for stage 0, micro-batch 0;"),
-        (
-            [tasks("F0 F1 B0 B1", 0), tasks("F0 F1 B1 B0", 1)],
-            r"backwards of stage 0 in the order .* \[0, 1, 0, 1\], .* \[0, 1, 1, 0\],",
-        ),
-        ([tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)], "the schedule cannot proceed"),
-    ],
-)
-def test_a_users_schedule_is_refused_with_the_reason(schedule: StepSchedule, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose_schedule(lambda *_: schedule, 2, 2, ALWAYS, 1)
-
-
-@pytest.mark.parametrize("returned", [None, 3, ["F0 B0", "F0 B0"], [None, None], [[("forward", 0, 0)], []]])
-def test_what_is_no_schedule_is_refused(returned: object) -> None:
-    with pytest.raises(TypeError, match=r"^the schedule returned .{1,80}; it must be a list with a list of tasks "):
-        choose_schedule(lambda *_: returned, 2, 2, ALWAYS, 1)
-
-
-def test_an_unknown_schedule_is_refused_with_the_names_of_those_that_there_are() -> None:
-    with pytest.raises(
-        ValueError,
-        match=rf"^schedule is '1b1f'; it must be one of {', '.join(SCHEDULES)}, or a ",
-    ):
-        choose_schedule("1b1f", 2, 2, ALWAYS, 1)

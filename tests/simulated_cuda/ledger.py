@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 # Of everything in the simulation. Nobody waits for a device while holding it.
@@ -48,11 +49,17 @@ def find_place() -> str:
     """Return where the code under test is, in this thread: a line, and the one that called it."""
     frame, found = sys._getframe(1), []
     while frame is not None and len(found) < 2:
-        file = frame.f_code.co_filename
-        if not file.startswith("<") and not any(part in file for part in _UNINTERESTING):
-            found.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}")
+        if name := _find_name(frame.f_code.co_filename):
+            found.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found) or "a thread of autograd"
+
+
+@cache  # as each operation asks
+def _find_name(file: str) -> str:
+    """Return the name of a file of code under test; of another nothing."""
+    is_uninteresting = file.startswith("<") or any(part in file for part in _UNINTERESTING)
+    return "" if is_uninteresting else file.rsplit("/", 1)[-1]
 
 
 def forget() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch import library as operators
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated_cuda import ledger, streams
 from tests.simulated_cuda.allocator import allocate, find_block
@@ -104,9 +104,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return result
         known = {id(tensor.held): tensor for tensor in tensors}
 
-        def wrap(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def wrap(leaf: Tensor) -> Tensor:
             if id(leaf) in known:
                 return known[id(leaf)]
             block = allocate(leaf, stream)
@@ -114,7 +112,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 block.use(stream, number, name, writes=True)
             return SimulatedTensor(leaf, device)
 
-        return tree_map(wrap, result)
+        return _map(wrap, result)
 
 
 def _pick(index: int, argument: Any) -> Any:
@@ -128,7 +126,7 @@ def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Sim
     Raises:
         RuntimeError: the tensors are on several devices.
     """
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = _find_tensors((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
     others = [leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor) and leaf.ndim > 0]
     devices = {tensor.device for tensor in tensors}
@@ -143,11 +141,28 @@ def _find_mutated(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     arguments = func._schema.arguments
     passed = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     written = [value for argument, value in passed if argument.alias_info is not None and argument.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, SimulatedTensor)]
+    return [leaf for leaf in _find_tensors(written) if isinstance(leaf, SimulatedTensor)]
 
 
 def _unwrap(nest: Any) -> Any:
-    return tree_map(lambda leaf: leaf.held if isinstance(leaf, SimulatedTensor) else leaf, nest)
+    return _map(lambda leaf: leaf.held if isinstance(leaf, SimulatedTensor) else leaf, nest)
+
+
+def _map(function: Callable[[Tensor], Tensor], nest: Any) -> Any:
+    """Replace the tensors of an operation's arguments or results, several times as fast as torch's tree_map."""
+    if isinstance(nest, Tensor):
+        return function(nest)
+    if isinstance(nest, list | tuple):
+        return type(nest)(_map(function, child) for child in nest)
+    if isinstance(nest, dict):
+        return {key: _map(function, child) for key, child in nest.items()}
+    return nest
+
+
+def _find_tensors(nest: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(lambda tensor: found.append(tensor) or tensor, nest)  # type: ignore[func-returns-value]
+    return found
 
 
 def _convert(source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:

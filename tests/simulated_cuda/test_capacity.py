@@ -1,6 +1,8 @@
 """The capacity of a GPU is measured as planned; where its memory runs out, that is the result."""
 
 import re
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -8,8 +10,14 @@ from tests.simulated_cuda.capacity import measure_with
 from tests.simulated_cuda.machine import Machine
 
 
+@cache
+def measure_without_limit(machine: Machine) -> dict[str, Any]:
+    (found,) = machine.run(1, measure_with, None)
+    return found
+
+
 def test_a_gpu_holds_what_was_planned(simulated: Machine) -> None:
-    (found,) = simulated.run(1, measure_with, None)
+    found = measure_without_limit(simulated)
     assert found["fits"]
     assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.15)
 
@@ -22,7 +30,7 @@ def test_a_gpu_holds_what_was_planned(simulated: Machine) -> None:
     ],
 )
 def test_a_gpu_whose_memory_runs_out_is_a_result(share: float, place: str, simulated: Machine) -> None:
-    (enough,) = simulated.run(1, measure_with, None)
-    (found,) = simulated.run(1, measure_with, int(share * max(enough["peak_bytes"])))
+    memory_bytes = int(share * max(measure_without_limit(simulated)["peak_bytes"]))
+    (found,) = simulated.run(1, measure_with, memory_bytes)
     assert re.match(place, found["out_of_memory"]), found
     assert "peak_bytes" not in found and "fits" not in found

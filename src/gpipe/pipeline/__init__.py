@@ -32,6 +32,7 @@ Beside them, for when you need them:
     compilation.py   layers through torch.compile            gradient_scaler.py   the loss is scaled for float16
     low_precision.py what travels in 16 bits            recomputation_check.py   forwards beside recomputations
     structure.py     which layers do the same work           refusals.py           what would be ignored
+    schedule_choice.py  a schedule by name, or a user's own, and what of it a process runs
 
 Torch's own checkpointing (torch.utils.checkpoint) is not used: it recomputes inside backward, when the gradient has
 arrived. Here recomputation is a task, which runs while the gradient is awaited. `stage.py` has the other reasons.

@@ -41,9 +41,8 @@ from gpipe.pipeline.schedule import (
     Rematerialize,
     ScheduleFunction,
     Task,
-    choose_schedule,
-    plan_tasks,
 )
+from gpipe.pipeline.schedule_choice import choose_schedule, plan_tasks
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage, step_autocast_cache

@@ -18,9 +18,9 @@ from gpipe.pipeline.schedule import (
     Rematerialize,
     StepSchedule,
     Task,
-    place_stages,
     sequential,
 )
+from gpipe.pipeline.schedule_choice import place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.fit import Fit, Order, fit_graphs, walk_device

@@ -32,7 +32,8 @@ from gpipe.models import count_auxiliary_parameters, set_drop_path
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.microbatch import Payload, microbatch_sizes
-from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialization, Rematerialize, place_stages
+from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialization, Rematerialize
+from gpipe.pipeline.schedule_choice import place_stages
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator

@@ -1,0 +1,156 @@
+"""A pipeline's schedule: chosen by name, or a user's own, looked at before it runs; and what of it a process runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from gpipe.pipeline.schedule import (
+    SCHEDULES,
+    Kind,
+    Rematerialization,
+    Rematerialize,
+    ScheduleFunction,
+    StepSchedule,
+    Task,
+    check_stages_divide,
+    check_stages_per_device,
+    inference,
+    sequential,
+)
+
+_WHOLE = (
+    [Kind.FORWARD, Kind.BACKWARD],
+    [Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS],
+)
+
+
+def place_stages(schedule: str, num_stages: int, stages_per_device: int) -> tuple[int, ...]:
+    """Return the device of each stage in the schedule of a name.
+
+    Raises:
+        ValueError: there is no such schedule, or it cannot have so many stages per device.
+    """
+    return choose_schedule(schedule, num_stages, 1, Rematerialize.NEVER, stages_per_device)[1]
+
+
+def choose_schedule(
+    schedule: str | ScheduleFunction,
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialization,
+    stages_per_device: int,
+) -> tuple[ScheduleFunction, tuple[int, ...]]:
+    """Return the schedule of a name, or a user's own after a look at its tasks; and the device of each stage.
+
+    Raises:
+        ValueError: there is no such schedule, it cannot have so many stages per device, or its tasks are not right.
+    """
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}, or a function")
+        check_stages_per_device(schedule, num_stages, stages_per_device)
+        function = SCHEDULES[schedule]
+        tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
+    else:
+        check_stages_divide(num_stages, stages_per_device)
+        function = schedule
+        tasks = function(num_stages, num_microbatches, rematerialize, stages_per_device)
+        check_schedule(tasks, num_stages, num_microbatches, stages_per_device)
+    placement = {task.stage: device for device, own in enumerate(tasks) for task in own}
+    return function, tuple(placement[stage] for stage in range(num_stages))
+
+
+# A step is planned once per size: behind the first stage, nothing else can be done before the first boundary input has
+# arrived, and all stages after it wait for that too.
+@functools.lru_cache(maxsize=64)
+def plan_tasks(
+    schedule: ScheduleFunction | None,
+    num_stages: int,
+    num_microbatches: int,
+    rematerialize: Rematerialization,
+    stages_per_device: int,
+    placement: tuple[int, ...],
+    device: int | None,
+) -> tuple[list[Task], set[tuple[int, int]], dict[int, int]]:
+    """Return a process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch.
+
+    The last one is that whose gradients of weights are made last.
+
+    device: that of the process; None: it plays all. Without a schedule the tasks are the forwards alone.
+    """
+    if schedule is None:
+        found = inference(placement, num_microbatches)
+    else:
+        found = schedule(num_stages, num_microbatches, rematerialize, stages_per_device)
+        if schedule not in SCHEDULES.values():
+            check_schedule(found, num_stages, num_microbatches, stages_per_device)
+    tasks = sequential(found) if device is None else found[device]
+    recomputed = {(task.stage, task.micro_batch) for task in tasks if task.kind is Kind.RECOMPUTE}
+    last = {task.stage: task.micro_batch for task in tasks if task.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS)}
+    return tasks, recomputed, last
+
+
+def check_schedule(schedule: StepSchedule, num_stages: int, num_microbatches: int, stages_per_device: int) -> None:
+    """Refuse tasks that no engine could run, or that leave something out.
+
+    Raises:
+        TypeError: they are no lists of tasks.
+        ValueError: naming the first stage and micro-batch.
+    """
+    num_devices = num_stages // stages_per_device
+    rows = schedule if isinstance(schedule, Sequence) else [None]
+    if not all(isinstance(own, Sequence) and all(isinstance(task, Task) for task in own) for own in rows):
+        raise TypeError(
+            f"the schedule returned {schedule!r:.80}; it must be a list with a list of tasks "
+            "(gpipe.pipeline.schedule.Task) per device"
+        )
+    if len(schedule) != num_devices:
+        raise ValueError(f"the schedule has the tasks of {len(schedule)} devices; {num_devices} were expected")
+    tasks: dict[tuple[int, int], list[Task]] = {(k, m): [] for k in range(num_stages) for m in range(num_microbatches)}
+    placement: dict[int, int] = {}
+    for device, own in enumerate(schedule):
+        for task in own:
+            if (task.stage, task.micro_batch) not in tasks or placement.setdefault(task.stage, device) != device:
+                raise ValueError(
+                    f"the schedule has a {task.kind.words} of stage {task.stage}, micro-batch {task.micro_batch} on "
+                    f"device {device}; each stage of {num_stages} belongs to one device, and micro-batches to 0 ... "
+                    f"{num_microbatches - 1}"
+                )
+            tasks[task.stage, task.micro_batch].append(task)
+    for (stage, micro_batch), found in tasks.items():
+        kinds = [task.kind for task in found if task.kind is not Kind.RECOMPUTE]
+        recomputes = [task.kind for task in found].index(Kind.RECOMPUTE) if len(kinds) < len(found) else 1
+        if kinds not in _WHOLE or len(found) - len(kinds) > 1 or recomputes != 1:
+            raise ValueError(
+                f"the schedule has {', '.join(task.kind.words for task in found) or 'nothing'} for stage {stage}, "
+                f"micro-batch {micro_batch}; it must be forward, perhaps recompute, and backward, or input gradients "
+                "and weight gradients in place of that, each once and in this order"
+            )
+    orders = [_find_orders(schedule[placement[stage]], stage) for stage in range(num_stages)]
+    for stage, (forwards, backwards, weights) in enumerate(orders):
+        split = [micro_batch for kind, micro_batch in backwards if kind is Kind.INPUT_GRADIENTS]
+        if weights != split:
+            raise ValueError(
+                f"the schedule makes the weight gradients of stage {stage} in the order of micro-batches {weights}, "
+                f"and the input gradients in the order {split}; they must be the same"
+            )
+        if stage > 0 and (forwards, backwards) != orders[stage - 1][:2]:
+            here, there = ([row[1] for row in orders[k][0] + orders[k][1]] for k in (stage - 1, stage))
+            raise ValueError(
+                f"the schedule runs the forwards and backwards of stage {stage - 1} in the order of micro-batches "
+                f"{here}, and those of stage {stage} in the order {there}, or splits other ones; both ends of a "
+                "boundary need the same"
+            )
+    per_device = [list(placement.values()).count(device) for device in range(num_devices)]
+    if set(per_device) != {stages_per_device}:
+        raise ValueError(f"the devices of the schedule have {per_device} stages; each needs {stages_per_device}")
+    sequential(schedule)
+
+
+def _find_orders(tasks: Sequence[Task], stage: int) -> tuple[list[tuple[Kind, int]], list[tuple[Kind, int]], list[int]]:
+    """Return the order of a stage's micro-batches: of forwards and of backwards with their kinds, of weights."""
+    own = [(task.kind, task.micro_batch) for task in tasks if task.stage == stage]
+    forwards = [row for row in own if row[0] is Kind.FORWARD]
+    backwards = [row for row in own if row[0].makes_gradients]
+    return forwards, backwards, [micro_batch for kind, micro_batch in own if kind is Kind.WEIGHT_GRADIENTS]
