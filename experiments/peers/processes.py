@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from experiments.peers.engines import Place
 from experiments.peers.workloads import SCALES, Workload
+from gpipe.launch.rendezvous import serve_store
 
 METHOD = "forkserver"  # fresh processes that need not import torch again
 
@@ -58,7 +59,7 @@ class Cell(NamedTuple):
 
 def run(function: Callable[..., Any], cell: Setting, num_processes: int, *args: Any) -> Any:
     """Run a function in new processes, and return the result of the first one."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store("127.0.0.1")
     context = torch.multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["gpipe.models", "torch.distributed.pipelining", "torchgpipe"])
     results = context.SimpleQueue()

@@ -44,11 +44,11 @@ class Machine:
     """
 
     def __init__(self, *, simulated: bool) -> None:
-        import torch.distributed as dist
+        from gpipe.launch.rendezvous import serve_store
 
         context = multiprocessing.get_context("spawn")
         self.simulated = simulated
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store("127.0.0.1")
         self._num_calls = 0
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, simulated, self._store.port))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpipe.launch.rendezvous import serve_store
+
 
 class ProcessPool:
     """Processes to run functions on, in a Gloo group of as many as each call asks for.
@@ -22,7 +24,7 @@ class ProcessPool:
     """
 
     def __init__(self, size: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store("127.0.0.1")
         self._calls = 0
         # Forked from a server that has loaded what takes seconds, once for all of them.
         context = multiprocessing.get_context("forkserver")

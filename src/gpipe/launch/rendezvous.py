@@ -128,7 +128,10 @@ def _find_interface(address: str | None) -> str | None:
 
 
 def serve_store(address: str, port: int = 0) -> TCPStore:
-    """Serve a key-value store at one address of this host; torch's own listens at all of them.
+    """Serve a key-value store at one address of this host.
+
+    Torch's own listens at all of them. It also asks a name server for the name of each process that connects, which
+    takes 5 s where none answers: it sees IPv4 addresses as IPv6, and /etc/hosts does not have them in this form.
 
     Args:
         address: the address to listen at.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpipe.launch.rendezvous import serve_store
+
 
 def run(
     num_processes: int, function: Callable[..., Any], *args: Any, mute: int | None = None, seconds: float = 30
@@ -23,7 +25,7 @@ def run(
     answer nor die; its answer counts, but is not waited for. The key-value store is in this process, as torchrun's is
     in its agent.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store("127.0.0.1")
     # Forked from a server that has torch already: a new interpreter would take seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gpipe"])

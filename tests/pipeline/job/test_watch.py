@@ -11,13 +11,14 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
+from gpipe.launch.rendezvous import serve_store
 from gpipe.pipeline.job.watch import Board
 
 pytestmark = pytest.mark.alone
 
 
 def serve(pipe: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store("127.0.0.1")
     pipe.send(store.port)
     time.sleep(300)
 
