@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from experiments.peers.engines import Place
 from experiments.peers.workloads import SCALES, Workload
-from gpipe.launch.rendezvous import serve_store
+from gpipe.launch.store import serve_store
 
 METHOD = "forkserver"  # fresh processes that need not import torch again
 

@@ -44,7 +44,7 @@ class Machine:
     """
 
     def __init__(self, *, simulated: bool) -> None:
-        from gpipe.launch.rendezvous import serve_store
+        from gpipe.launch.store import serve_store
 
         context = multiprocessing.get_context("spawn")
         self.simulated = simulated

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe.launch.rendezvous import serve_store
+from gpipe.launch.store import serve_store
 
 
 class ProcessPool:

@@ -29,10 +29,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.rendezvous import rendezvous
 
+from gpipe.launch.store import TIMEOUT, serve_store
+
 LOOPBACK = "127.0.0.1"
 SECRET = "GPIPE_JOB_SECRET"  # noqa: S105 - the name of a variable
 _MIN_LENGTH = 16  # characters
-_TIMEOUT = timedelta(minutes=1)
 _POLL_SECONDS = 0.02
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -125,28 +126,6 @@ def _find_interface(address: str | None) -> str | None:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     return None
-
-
-def serve_store(address: str, port: int = 0) -> TCPStore:
-    """Serve a key-value store at one address of this host.
-
-    Torch's own listens at all of them. It also asks a name server for the name of each process that connects, which
-    takes 5 s where none answers: it sees IPv4 addresses as IPv6, and /etc/hosts does not have them in this form.
-
-    Args:
-        address: the address to listen at.
-        port: the port; 0 takes a free one.
-
-    Raises:
-        OSError: this host does not have the address, or the port is taken.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family)
-    port = listener.getsockname()[1]
-    descriptor = listener.detach()
-    return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=descriptor
-    )
 
 
 class OneHost(RendezvousHandler):
@@ -262,7 +241,7 @@ def _meet(parameters: RendezvousParameters) -> TCPStore:
         except OSError:  # another torchrun of this host serves it
             if is_told:
                 raise
-    return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+    return TCPStore(host, port, is_master=False, timeout=TIMEOUT)
 
 
 def _serve_processes(host: str, port: int) -> TCPStore:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from gpipe.launch.rendezvous import serve_store
+from gpipe.launch.store import serve_store
 from gpipe.pipeline.job.watch import Board
 
 pytestmark = pytest.mark.alone
