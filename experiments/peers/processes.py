@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from experiments.peers.engines import Place
 from experiments.peers.workloads import SCALES, Workload
-from gpipe.launch.store import serve_store
+from gpipe.launch.store import LOOPBACK, serve_store
 
 METHOD = "forkserver"  # fresh processes that need not import torch again
 
@@ -59,7 +59,7 @@ class Cell(NamedTuple):
 
 def run(function: Callable[..., Any], cell: Setting, num_processes: int, *args: Any) -> Any:
     """Run a function in new processes, and return the result of the first one."""
-    store = serve_store("127.0.0.1")
+    store = serve_store(LOOPBACK)
     context = torch.multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["gpipe.models", "torch.distributed.pipelining", "torchgpipe"])
     results = context.SimpleQueue()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
 
-from gpipe.launch.rendezvous import LOOPBACK, SECRET, SignedBackend, signed
-from gpipe.launch.store import serve_store
+from gpipe.launch.rendezvous import SECRET, SignedBackend, signed
+from gpipe.launch.store import LOOPBACK, serve_store
 from tests.support.listeners import listeners
 from tests.test_secrets import Trap
 

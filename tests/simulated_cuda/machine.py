@@ -44,11 +44,11 @@ class Machine:
     """
 
     def __init__(self, *, simulated: bool) -> None:
-        from gpipe.launch.store import serve_store
+        from gpipe.launch.store import LOOPBACK, serve_store
 
         context = multiprocessing.get_context("spawn")
         self.simulated = simulated
-        self._store = serve_store("127.0.0.1")
+        self._store = serve_store(LOOPBACK)
         self._num_calls = 0
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, simulated, self._store.port))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe.launch.store import serve_store
+from gpipe.launch.store import LOOPBACK, serve_store
 
 
 class ProcessPool:
@@ -24,7 +24,7 @@ class ProcessPool:
     """
 
     def __init__(self, size: int) -> None:
-        self._store = serve_store("127.0.0.1")
+        self._store = serve_store(LOOPBACK)
         self._calls = 0
         # Forked from a server that has loaded what takes seconds, once for all of them.
         context = multiprocessing.get_context("forkserver")

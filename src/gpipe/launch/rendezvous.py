@@ -29,9 +29,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.rendezvous import rendezvous
 
-from gpipe.launch.store import TIMEOUT, serve_store
+from gpipe.launch.store import LOOPBACK, TIMEOUT, serve_store
 
-LOOPBACK = "127.0.0.1"
 SECRET = "GPIPE_JOB_SECRET"  # noqa: S105 - the name of a variable
 _MIN_LENGTH = 16  # characters
 _POLL_SECONDS = 0.02

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=1)
 """Of a wait for an answer."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe.launch.store import serve_store
+from gpipe.launch.store import LOOPBACK, serve_store
 
 
 def run(
@@ -25,7 +25,7 @@ def run(
     answer nor die; its answer counts, but is not waited for. The key-value store is in this process, as torchrun's is
     in its agent.
     """
-    store = serve_store("127.0.0.1")
+    store = serve_store(LOOPBACK)
     # Forked from a server that has torch already: a new interpreter would take seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "gpipe"])

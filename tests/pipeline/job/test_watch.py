@@ -11,14 +11,14 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from gpipe.launch.store import serve_store
+from gpipe.launch.store import LOOPBACK, serve_store
 from gpipe.pipeline.job.watch import Board
 
 pytestmark = pytest.mark.alone
 
 
 def serve(pipe: Connection) -> None:
-    store = serve_store("127.0.0.1")
+    store = serve_store(LOOPBACK)
     pipe.send(store.port)
     time.sleep(300)
 
