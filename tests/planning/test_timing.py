@@ -1,6 +1,7 @@
 """The timing of layers: each distinct one once, the model left as it is."""
 
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -71,6 +72,25 @@ def test_the_models_are_timed_and_stay_without_memory(family: str) -> None:
     assert len(found) == len(layers) + 1 and all(parameter.is_meta for parameter in layers.parameters())
     assert all(value > 0 for timing in found[:-1] for value in timing[:-2])
     assert found[-1].update == 0, "the loss has no parameters"
+
+
+class Noting(nn.BatchNorm1d):
+    """Notes which of its runs are repetitions."""
+
+    notes: ClassVar[list[bool]] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        Noting.notes.append(gpipe.is_recomputing())
+        return super().forward(input)
+
+
+def test_a_forward_is_timed_with_the_statistics_that_a_recomputation_does_without() -> None:
+    layers = gpipe.convert_batch_norm(nn.Sequential(nn.Linear(4, 4), Noting(4)))
+    before = {name: value.clone() for name, value in layers.state_dict().items()}
+    Noting.notes.clear()
+    LayerTimer(CPU, 2).time(layers, F.mse_loss, (torch.randn(5, 4), torch.randn(5, 4)))
+    assert Noting.notes == [False, True] * 3, "a forward and a recomputation in each of three rounds"
+    assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
 
 
 SMALL = {"vocabulary_size": 16, "model_size": 8, "feedforward_size": 16, "num_heads": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import median
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
+from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
@@ -144,32 +144,60 @@ class LayerTimer:
         real = materialize(copy.deepcopy(layer), index, 0, self._device, given).train()
         optimizer = None if self._make_optimizer is None else self._make_optimizer(real.named_parameters())
         try:
-            with microbatch_phase(converted_batch_norms([real]), recompute=True):  # the statistics are nobody's
-                return self._time(real, inputs, optimizer)
+            return self._time(real, inputs, optimizer, converted_batch_norms([real]))
         except Exception as error:
             name, remedy = f"Layer {index} ({type(layer).__name__})", "put the layers and the example on one device"
             raise layer_error(name, error, "cannot be timed on the example", remedy) from error
 
     def _time(
-        self, run: Callable[[Any], Any], inputs: Payload, optimizer: torch.optim.Optimizer | None
+        self,
+        run: Callable[[Any], Any],
+        inputs: Payload,
+        optimizer: torch.optim.Optimizer | None,
+        norms: Sequence[MicroBatchNorm] = (),
     ) -> tuple[LayerTiming, Payload]:
-        rounds = [self._round(run, inputs, optimizer) for _ in range(self._repeats + 1)][1:]
+        rounds = [self._round(run, inputs, optimizer, norms) for _ in range(self._repeats + 1)][1:]
         timings = LayerTiming(*map(median, zip(*(timing for timing, _ in rounds), strict=True)))
         return timings, rounds[-1][1]
 
     def _round(
-        self, run: Callable[[Any], Any], inputs: Payload, optimizer: torch.optim.Optimizer | None
+        self,
+        run: Callable[[Any], Any],
+        inputs: Payload,
+        optimizer: torch.optim.Optimizer | None,
+        norms: Sequence[MicroBatchNorm],
     ) -> tuple[LayerTiming, Payload]:
-        """Run all passes once; return their seconds, and the outputs without a graph."""
-        # A forward that will be recomputed, as `Stage.forward` runs it.
+        """Run all passes once; return their seconds, and the outputs without a graph.
+
+        norms: the batch norms in there; their statistics are nobody's.
+        """
+        try:
+            with microbatch_phase(norms, recompute=False):
+                forward, outputs = self._run_forward(run, inputs)
+        finally:
+            discard(norms)
+        outputs = outputs.replace([tensor.detach() for tensor in outputs.tensors])
+        with microbatch_phase(norms, recompute=True):
+            return self._run_again(run, inputs, optimizer, forward), outputs
+
+    def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
+        """Run a forward that will be recomputed, as `Stage.forward` runs it; return its seconds, and the outputs."""
         try:
             with without_saved_tensors():
-                forward, outputs = self._build_graph(run, inputs)
+                return self._build_graph(run, inputs)
         except Exception as error:
             if not wants_saved_tensors(error):
                 raise
-            forward, outputs = self._build_graph(run, inputs)
-        outputs = outputs.replace([tensor.detach() for tensor in outputs.tensors])
+        return self._build_graph(run, inputs)
+
+    def _run_again(
+        self,
+        run: Callable[[Any], Any],
+        inputs: Payload,
+        optimizer: torch.optim.Optimizer | None,
+        forward: float,
+    ) -> LayerTiming:
+        """Run the passes that follow the forward."""
         recompute, payload = self._build_graph(run, inputs)
         graph = payload.tensors
         roots = [tensor for tensor in graph if tensor.requires_grad]
@@ -184,7 +212,7 @@ class LayerTimer:
             weights, _ = self._clocked(waiting.compute)
             splitting = early + weights - backward
         update = 0.0 if optimizer is None else self._clocked(optimizer.step)[0]
-        return LayerTiming(forward, recompute, backward, update, weights, splitting), outputs
+        return LayerTiming(forward, recompute, backward, update, weights, splitting)
 
     def _build_graph(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
         """Run the forward function with a graph; return its seconds, and the outputs.
