@@ -104,7 +104,7 @@ class MicroBatchNorm(_BatchNorm):
         statistics, mean, variance = None, None, None
         weight, bias = parameters["weight"], parameters["bias"]
         if _phase is not _RECOMPUTE or weight is None or not self.is_torchs_own:
-            statistics = running_mean.new_zeros(2, len(running_mean))
+            statistics = running_mean.new_zeros(2, running_mean.numel())
             mean, variance = statistics.unbind()
         if self.is_torchs_own:
             self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -215,8 +215,9 @@ def commit(norms: Sequence[MicroBatchNorm], replicas: dist.ProcessGroup | None =
     by_device: dict[torch.device, list[MicroBatchNorm]] = {}
     for norm in norms:
         # A batch norm that was unused in one replica may have been used in another.
-        if norm.running_mean is not None and (norm.seen or replicas is not None):
-            by_device.setdefault(norm.running_mean.device, []).append(norm)
+        running_mean = norm._buffers["running_mean"]
+        if running_mean is not None and (norm.seen or replicas is not None):
+            by_device.setdefault(running_mean.device, []).append(norm)
     for group in by_device.values():
         moments = _compute_moments(group)
         if replicas is not None:  # one exchange for all layers
@@ -246,6 +247,8 @@ def _compute_moments(norms: Sequence[MicroBatchNorm]) -> Tensor:
             per_layer = [[norm.seen[2 * part + 1] for norm in group] for part in range(length)]
             counts = _spread(torch.tensor(per_layer, dtype=torch.float64), sizes, device)
             together = combine(counts, means, ((counts - 1) * variances).sum(0))
+        if len(by_length) == 1:
+            return together
         found.update(zip(positions, together.split(sizes, dim=1), strict=True))
     return torch.cat([found[position] for position in range(len(norms))], dim=1)
 
