@@ -80,8 +80,14 @@ def test_a_sequence_that_is_called_in_its_own_way_is_refused() -> None:
 )  # fmt: skip
 def test_a_sequence_with_a_hook_is_refused(register: str) -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipeline = build(layers)
     getattr(layers, register)(lambda *_: None)
-    with refused("Sequential has hooks, but stages run its layers alone; register them on a layer"):
+    message = "Sequential has hooks, but stages run its layers alone; register them on a layer"
+    with refused(message):
+        pipeline.train_step(batch())
+    with refused(message):
+        pipeline.evaluate(batch()[0])
+    with refused(message):
         build(layers)
 
 

@@ -29,6 +29,7 @@ from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
     refuse_cuda_graphs,
     refuse_history,
+    refuse_hooks,
     refuse_own_behaviour,
     refuse_parameters_of_loss,
     refuse_replaced_layers,
@@ -216,6 +217,7 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.exchange = exchange
         self.job.on_failure += [stage.reset for stage in self.stages.values()]
+        self._given = weakref.ref(layers)  # the layers of other processes are its owner's to keep
         self._close = weakref.finalize(self, self.job.close)
 
     @property
@@ -548,6 +550,8 @@ class Pipeline:
     def _step(self) -> Iterator[None]:
         """Leave the generators alone, convert weights once; on an error clean up and tell the other processes."""
         refuse_replaced_layers(self.layers, self._own)
+        if (given := self._given()) is not None:
+            refuse_hooks(given)
         if self._compilation is not None:
             self._compilation.start()
         converted = step_autocast_cache(is_kept=not self.shards_replicas)

@@ -31,12 +31,23 @@ def refuse_own_behaviour(layers: nn.Sequential) -> None:
             f"{name} has a forward of its own, but stages run its layers one after the other; put what it does into "
             "layers, and give nn.Sequential(*layers)"
         )
-    if any(getattr(layers, kind) for kind in _HOOKS):
-        raise ValueError(f"{name} has hooks, but stages run its layers alone; register them on a layer")
+    refuse_hooks(layers)
     if own := [
         key for values in (layers._parameters, layers._buffers) for key, value in values.items() if value is not None
     ]:
         raise ValueError(f"{name} has {own[0]} of its own, which no stage would hold; put it into a layer")
+
+
+def refuse_hooks(layers: nn.Sequential) -> None:
+    """Refuse hooks of a sequence itself, whenever they were registered: nothing would call them.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if any(getattr(layers, kind) for kind in _HOOKS):
+        raise ValueError(
+            f"{type(layers).__name__} has hooks, but stages run its layers alone; register them on a layer"
+        )
 
 
 def refuse_parameters_of_loss(loss: Any) -> None:
