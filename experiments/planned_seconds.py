@@ -3,9 +3,8 @@
     python -m experiments.planned_seconds
 
 Two models, K = 1 and 2, and four schedules. The layers are timed in as many processes at once as the step has, each on
-a core of its own, and a plan cuts them. Then the same processes train, time the layers again, and the step that is
-simulated with the mean of both timings is compared with the median of the steps. Neither has an update. Seven minutes
-on two idle cores.
+a core of its own, and a plan cuts them. Then the same processes time the layers again and train, in turns. The median
+of the planned steps stands beside that of the measured ones; neither has an update. Eight minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ import gpipe
 from experiments.program import StudyProgram, track
 from experiments.zero_bubble import AMOEBANET, TRANSFORMER, build_model, compute_model_loss, start
 from gpipe.pipeline.schedule import Rematerialize
-from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
+from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.cut import Cutter
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import Setting, plan_step
-from gpipe.planning.timing import LayerTimer
+from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.records import make_record
 from reproductions.bubble.tables import PLANNED_SECONDS, planned_seconds, planned_seconds_run
 
-NUM_MICROBATCHES, TIMED_RUNS, WARM_UP, PORT = 4, 15, 2, 29820
+NUM_MICROBATCHES, TIMED_RUNS, NUM_STEPS, PORT = 4, 5, 3, 29820
 
 
 class Case(NamedTuple):
@@ -65,13 +64,13 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
     layers, batch = build_model(case.model)
     size = len(batch[0]) // NUM_MICROBATCHES
     example = batch[0][:size], batch[1][:size]
-    before = _time_layers(layers, example)
+    first = [timing.seconds for timing in _time_layers(layers, example)]
     speed = Speed.of(find_accelerator("cpu"), "float32")
     setting = Setting(
         case.num_stages, NUM_MICROBATCHES, Rematerialize(case.mode), case.schedule, is_sequential=num_processes == 1
     )
     profiles = profile_layers(layers, compute_model_loss, example)
-    partitions = Cutter("seconds", "step", speed, lambda _: before)(profiles, setting)
+    partitions = Cutter("seconds", "step", speed, lambda _: first)(profiles, setting)
     mesh = None
     if num_processes > 1:
         mesh = init_device_mesh("cpu", (1, num_processes), mesh_dim_names=("replica", "stage"))
@@ -84,44 +83,45 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
         schedule=case.schedule,
         mesh=mesh,
     )
-    found = []
-    for turn in range(WARM_UP + rounds):
-        dist.barrier()
-        begin = time.perf_counter()
-        pipeline.train_step(batch)
-        if turn >= WARM_UP:
+    planned, measured = [], []
+    # A machine's speed drifts within a minute by more than a plan is off: timings and steps take turns.
+    for _ in range(rounds):
+        timings = _time_layers(layers, example)
+        seconds, updates = [timing.seconds for timing in timings], [timing.update for timing in timings]
+        plan = plan_step(profiles, seconds, partitions, setting, speed, layer_update_seconds=updates)
+        planned.append(plan.step_seconds)
+        found = []
+        for _ in range(1 + NUM_STEPS):
+            dist.barrier()
+            begin = time.perf_counter()
+            pipeline.train_step(batch)
             found.append(time.perf_counter() - begin)
-        for parameter in pipeline.parameters():
-            parameter.grad = None
-    # A machine's speed drifts within a minute by more than the plan is off: the layers are timed on both sides.
-    seconds = _mean([before, _time_layers(build_model(case.model)[0], example)])
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+        measured.append(median(found[1:]))
     if rank == 0:
-        planned = plan_step(profiles, seconds, partitions, setting, speed).timeline.makespan_seconds
-        results.put({**case._asdict(), "partitions": partitions, "planned": planned, "measured": median(found)})
+        row = {"partitions": partitions, "planned": median(planned), "measured": median(measured)}
+        results.put({**case._asdict(), **row})
     dist.barrier()
     pipeline.close()
     dist.destroy_process_group()
 
 
-def _time_layers(layers: nn.Sequential, example: tuple[Any, Any]) -> list[LayerSeconds]:
+def _time_layers(layers: nn.Sequential, example: tuple[Any, Any]) -> list[LayerTiming]:
     """Time the layers in all processes at once, and return what they take on average."""
     dist.barrier()
     timings = LayerTimer(torch.device("cpu"), TIMED_RUNS, splits=True).time(layers, compute_model_loss, example)
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, [timing.seconds for timing in timings])  # noqa: TID251 - of this program
-    return _mean(rows)
-
-
-def _mean(rows: list[list[LayerSeconds]]) -> list[LayerSeconds]:
-    return [LayerSeconds(*map(fmean, zip(*layer, strict=True))) for layer in zip(*rows, strict=True)]
+    dist.all_gather_object(rows, timings)  # noqa: TID251 - of this program
+    return [LayerTiming(*map(fmean, zip(*layer, strict=True))) for layer in zip(*rows, strict=True)]
 
 
 if __name__ == "__main__":
     program = StudyProgram(
         __doc__,
         {"bubble": [planned_seconds, planned_seconds_run]},
-        rounds=15,
-        what_rounds_are="steps per case",
+        rounds=5,
+        what_rounds_are="turns per case, of a timing and three steps",
     )
     options = program.parse()
     numbered = list(enumerate(CASES))
@@ -129,6 +129,11 @@ if __name__ == "__main__":
         start(measure, case.num_stages, case, options.rounds, PORT + number)
         for number, case in track(numbered, "cases")
     ]
-    settings = {"num_microbatches": NUM_MICROBATCHES, "timed_runs": TIMED_RUNS, "rounds": options.rounds}
+    settings = {
+        "num_microbatches": NUM_MICROBATCHES,
+        "timed_runs": TIMED_RUNS,
+        "num_steps": NUM_STEPS,
+        "rounds": options.rounds,
+    }
     record = make_record(kind="measured", experiment=PLANNED_SECONDS, config=settings, seed=0, results={"cases": cases})
     program.publish({"bubble": [record]})

@@ -69,6 +69,24 @@ def test_the_config_can_be_read_without_torch() -> None:
     assert packages.isdisjoint({"torch", "torchvision", "timm", "numpy"})
 
 
+REFUSED = """
+import atexit, runpy, sys
+atexit.register(lambda: print(*sys.modules))
+sys.argv = ["train.py", {word!r}]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("word", ["trainer.batch_size=-1", "optimizer.momentum=inf", "trainer.max_steps=word", "a=b"])
+def test_a_setting_is_refused_in_a_line_before_anything_heavy_is_loaded(word: str) -> None:
+    """So it takes no longer than --help."""
+    command = [sys.executable, "-c", REFUSED.format(word=word)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    place = word.partition("=")[0]
+    assert done.returncode == 1 and done.stderr.startswith(("error: ", f"error: {place}")) and place in done.stderr
+    assert {"torch", "torchvision", "timm", "matplotlib", "wandb"}.isdisjoint(done.stdout.split())
+
+
 def test_the_engine_loads_torch_and_nothing_else() -> None:
     torchs = run("import sys, torch, torch._dynamo, torch.distributed.tensor; print(*sys.modules)")
     assert packages_of("pipeline") - torchs - set(sys.stdlib_module_names) == {"gpipe"}

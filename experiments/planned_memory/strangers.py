@@ -1,19 +1,21 @@
-"""Networks that nobody here wrote, small, as sequences of layers: of timm, torchvision and torch."""
+"""Networks that nobody here wrote, small, as sequences of layers: of timm, torchvision, transformers and torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import gpipe._compat.torchvision  # noqa: F401  (before torchvision)
+import gpipe._compat.torchvision
 
 # isort: split
 
 import timm
 import torch
 import torchvision
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import gpipe
 from experiments.planned_memory.small_models import SmallModel, token_loss
 from gpipe.pipeline.batch_norm import convert_batch_norm
 
@@ -160,6 +162,11 @@ def make_strangers() -> list[SmallModel]:
     residual = [block for stage in (resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4) for block in stage]
     stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool)
     regular = [block for stage in (regnet.s1, regnet.s2, regnet.s3, regnet.s4) for block in stage.children()]
+    language = {"vocab_size": _VOCABULARY, "tie_word_embeddings": False, "use_cache": False}
+    llama = transformers.LlamaConfig(
+        hidden_size=_WIDTH, intermediate_size=4 * _WIDTH, num_hidden_layers=4, num_attention_heads=4, **language
+    )
+    gpt = transformers.GPT2Config(n_embd=_WIDTH, n_layer=4, n_head=4, **language)
     unet = [Down(3, 16), Down(16, 32), Down(32, 64), nn.Identity(), Up(64, 64), Up(64, 32), Up(32, 16)]
     return [
         *(
@@ -168,6 +175,8 @@ def make_strangers() -> list[SmallModel]:
             for cells, head in [([Recurrent(kind) for _ in range(4)], nn.Linear(_WIDTH, _VOCABULARY))]
         ),
         _of_text("Llama, 4 layers", [Start(), *(Decoder() for _ in range(4)), First()]),
+        _of_text("Llama of transformers", _trace(transformers.LlamaForCausalLM(llama))),
+        _of_text("GPT-2 of transformers", _trace(transformers.GPT2LMHeadModel(gpt))),
         _of_images("U-Net", [*unet, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, _NUM_CLASSES))]),
         _of_images("ViT", [Patches(vit), *vit.blocks, Pooled(vit.norm, vit.head, takes_first=True)]),
         _of_images("MLP-Mixer", [mixer.stem, *mixer.blocks, Pooled(mixer.norm, mixer.head, takes_first=False)]),
@@ -188,6 +197,10 @@ def make_strangers() -> list[SmallModel]:
             "DenseNet-121", [*dense.features, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), dense.classifier]
         ),
     ]
+
+
+def _trace(model: nn.Module) -> Sequence[nn.Module]:
+    return list(gpipe.as_layers(model, torch.zeros(4, _LENGTH, dtype=torch.int64)))
 
 
 def _of_images(title: str, layers: Sequence[nn.Module]) -> SmallModel:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,15 @@ def test_an_error_without_a_sentence_says_its_name(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit), report_errors():
         raise KeyError("width")
     assert capsys.readouterr().err == "error: KeyError: 'width'\n"
+
+
+def test_a_temporary_folder_whose_name_is_too_long_for_sockets_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(SystemExit), report_errors(), socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(folder / "listener"))
+    assert capsys.readouterr().err == (
+        f"error: {folder} is too long a name for a folder of sockets: set TMPDIR to a shorter one.\n"
+    )

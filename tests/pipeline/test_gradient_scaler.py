@@ -103,6 +103,27 @@ def test_a_step_that_overflows_is_skipped_on_every_process(processes: ProcessPoo
         assert (found, norm == 0) == (scale, is_skipped)
 
 
+def skip_in_a_replica(rank: int, num_stages: int) -> list[Any]:
+    """Train two replicas, of which the second alone overflows; return what a process has of each step."""
+    mesh = init_device_mesh("cpu", (2, num_stages), mesh_dim_names=("replica", "stage"))
+    layers = build(gain=100.0 if rank >= num_stages else 1.0)
+    pipeline = pipeline_of(layers, [4] if num_stages == 1 else [2, 2], mesh=mesh)
+    scaler = gpipe.GradientScaler(2.0**14)
+    reports = [pipeline.train_step(batch(), scaler=scaler) for _ in range(8)]
+    gradients = [None if p.grad is None else p.grad.tolist() for p in pipeline.parameters()]
+    pipeline.close()
+    return [[(report.is_skipped, report.step) for report in reports], scaler.scale, pipeline.step, gradients]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_step_that_overflows_in_one_replica_is_skipped_in_all(num_stages: int, processes: ProcessPool) -> None:
+    found = processes.run(2 * num_stages, skip_in_a_replica, num_stages)
+    skipped = [is_skipped for is_skipped, _ in found[0][0]]
+    assert skipped[0] and not skipped[-1]
+    assert found[:num_stages] == found[num_stages:], "replicas have the same steps and the same gradients"
+    assert len({str(each[:3]) for each in found}) == 1
+
+
 def test_a_loss_that_is_not_finite_is_an_error_all_the_same() -> None:
     pipeline = gpipe.Pipeline(build(), lambda outputs, _: outputs.sum() * math.inf, [2, 2], 2)
     with pytest.raises(gpipe.NonFiniteError, match=r"^the loss of step 0 is (inf|-inf|nan) in stage 1;"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -91,6 +92,18 @@ class Dense(nn.Module):
         return self.narrow(self.block(x))
 
 
+class OfTimm(nn.Module):
+    """A small network of timm, which checkpoints its own stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = timm.create_model("test_resnet", in_chans=LENGTH, num_classes=LENGTH * SIZE)
+        self.network.set_grad_checkpointing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x.view(-1, LENGTH, 2, 3)).view(-1, LENGTH, SIZE)
+
+
 STATEFUL: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.InstanceNorm1d(LENGTH, affine=True, track_running_stats=True),
     "EvoNorm": lambda: AsImage(EvoNorm2dB0(LENGTH)),
@@ -113,6 +126,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
         nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(LENGTH)), use_reentrant=True
     ),
     "DenseNet": lambda: AsImage(Dense()),
+    "timm": OfTimm,
 }
 
 

@@ -23,6 +23,9 @@ KIB = 2**10
 LAYERS = st.builds(layer, st.integers(0, 500).map(lambda n: n * KIB), st.integers(10, 500).map(lambda n: n * KIB))
 
 
+ONE_STAGE = ["gpipe", "1f1b", "split_gpipe", "zb_h1"]  # on each device
+
+
 def peak(profiles: list[LayerProfile], partitions: list[int], setting: Setting) -> int:
     return max(memory.peak_bytes for memory in plan_memory(profiles, partitions, setting))
 
@@ -32,7 +35,7 @@ def all_cuts(num_layers: int, num_stages: int) -> Iterator[list[int]]:
         yield [end - start for start, end in pairwise([0, *inner, num_layers])]
 
 
-@given(st.lists(LAYERS, min_size=3, max_size=8), st.integers(1, 3), st.sampled_from(["gpipe", "1f1b"]))
+@given(st.lists(LAYERS, min_size=3, max_size=8), st.integers(1, 3), st.sampled_from(ONE_STAGE))
 def test_no_other_partition_has_a_lower_peak(layers: list[LayerProfile], num_stages: int, schedule: str) -> None:
     profiles = [*layers, LOSS]
     setting = Setting(num_stages, 4, Rematerialize.ALWAYS, schedule)
@@ -67,7 +70,7 @@ def sum_of_all(payload: tuple[Tensor, ...], targets: Tensor) -> Tensor:
 @given(
     st.lists(st.tuples(st.sampled_from([4, 32, 256]), st.sampled_from(["keep", "add", ""])), min_size=3, max_size=8),
     st.integers(1, 4),
-    st.sampled_from(["gpipe", "1f1b"]),
+    st.sampled_from(ONE_STAGE),
     st.sampled_from(Rematerialize),
 )
 def test_networks_with_skips_are_cut_with_the_lowest_peak(

@@ -24,21 +24,25 @@ def run_of(*overrides: str) -> RunConfig:
     return to_run(compose("train", overrides=[*overrides]))
 
 
-def test_a_picture_that_cannot_be_drawn_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("failing", ["timeline.png", "timeline.json"])
+def test_a_timeline_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
 ) -> None:
     def fail(*_: object) -> None:
         raise ValueError("Key backend: 'nonsense' is not a valid value\nfor backend")
 
-    monkeypatch.setattr(outcome, "plot", fail)
+    if failing == "timeline.png":
+        monkeypatch.setattr(outcome, "plot", fail)
+    else:
+        monkeypatch.setattr(Timeline, "write_trace", fail)
     setting = Setting(2, 1, Rematerialize.NEVER)
     events = [Event(task, 0.0, 1.0) for tasks in setting.tasks for task in tasks]
     plan = SimpleNamespace(setting=setting, bubble=None)
     found = outcome._write_timeline(tmp_path, plan, Timeline(tuple(events), 2, (0, 1)))
-    assert found == ("", False)
-    assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
+    assert found == ("", failing != "timeline.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "timeline.json"} - {failing}
     assert capsys.readouterr().err == (
-        "warning: timeline.png was not drawn (ValueError: Key backend: 'nonsense' is not a valid value): the run is "
+        f"warning: {failing} was not written (ValueError: Key backend: 'nonsense' is not a valid value): the run is "
         "complete without it.\n"
     )
 

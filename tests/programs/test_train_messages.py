@@ -66,7 +66,10 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("model.num_filter=3", "error: Could not override 'model.num_filter'"),
+        (
+            "model.num_filter=3",
+            "error: model.num_filter is unknown: `python train.py --cfg job` prints all settings.\n",
+        ),
         ("+model.num_filter=3", "error: model.num_filter is unknown, expected one of auxiliary_head"),
     ],
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,10 @@ class Session:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.005)
 
+    def has_ended(self) -> bool:
+        """Return whether the process that was started has ended."""
+        return self._process.poll() is not None
+
     def send(self, number: signal.Signals, *, to_all: bool = False) -> None:
         """Send a signal to the process that was started, or to its whole group, as a terminal does."""
         if to_all:
@@ -100,6 +105,17 @@ class Session:
     def pids_of(self, word: str) -> list[int]:
         """Return the processes of the session that have a word in their command lines."""
         return [pid for pid in self._left() if word in Path(f"/proc/{pid}/cmdline").read_text()]
+
+    def children_named(self, name: str) -> list[int]:
+        """Return the processes of a name that those of the session have started, in sessions of their own too."""
+        own, found = set(self._left()), []
+        for pid in _pids():
+            with suppress(OSError):  # ended meanwhile
+                status = Path(f"/proc/{pid}/status").read_text()
+                fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+                if fields["Name"].strip() == name and int(fields["PPid"]) in own:
+                    found.append(pid)
+        return found
 
     def status(self) -> int:
         """Wait for the end, and until nothing is left of the session; return the exit status."""

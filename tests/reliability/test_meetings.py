@@ -16,7 +16,9 @@ pytestmark = pytest.mark.reliability
 
 
 def begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "train.py"), *TINY, "trainer.max_steps=1", *arguments]
+    flags = [word for word in arguments if word.startswith("-")]  # train.py wants them first
+    settings = [word for word in arguments if word not in flags]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, *TINY, "trainer.max_steps=1", *settings]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -42,3 +44,14 @@ def test_of_two_starts_in_a_named_folder_one_is_told_whose_it_is(tmp_path: Path)
     assert ends.keys() == {0, 1}, errors
     assert re.match(r"error: mine is in use by process \d+ on .+: wait until that has ended, or choose", ends[1])
     assert len(read_records(tmp_path / "mine")) == 1
+
+
+def test_three_sweeps_at_once_do_each_job_once(tmp_path: Path) -> None:
+    together = [begin(tmp_path, "-m", "seed=0,1") for _ in range(3)]
+    ends = [process.communicate(timeout=240) for process in together]
+    assert [process.returncode for process in together] == [0, 0, 0], ends
+    records = {path.parent: read_records(path)[0] for path in tmp_path.glob("runs/**/record.json")}
+    assert sorted(record.seed for record in records.values()) == [0, 1], ends
+    for path, record in records.items():
+        assert read_yaml(path / "config.yaml") == record.config
+        assert not (path / ".lock").exists()

@@ -87,18 +87,43 @@ def test_a_signal_to_all_processes_is_one_request(
     check_stopped(session, launch, number)
 
 
-@pytest.mark.parametrize("launch", ["one process", "launched"])
+@pytest.mark.alone  # five seconds are those of a machine that does nothing else
 @pytest.mark.parametrize(
-    ("seconds", "number"), [(0.0, signal.SIGTERM), (0.5, signal.SIGQUIT), (2.0, signal.SIGHUP), (4.0, signal.SIGQUIT)]
+    ("launch", "seconds", "number"),
+    [
+        ("one process", 0.0, signal.SIGTERM),
+        ("one process", 4.0, signal.SIGQUIT),
+        ("launched", 0.0, signal.SIGTERM),
+        ("launched", 0.5, signal.SIGQUIT),
+        ("launched", 2.0, signal.SIGHUP),
+        ("launched", 4.0, signal.SIGINT),
+    ],
 )
 def test_a_signal_before_anything_is_there_leaves_nothing(
     begin: Callable[..., Session], launch: str, seconds: float, number: signal.Signals
 ) -> None:
     session = begin(launch, anew=True)
     time.sleep(0.3 + seconds)  # Python itself starts
-    session.send(number)
+    check_stopped_before_the_start(session, number, lambda: session.send(number, to_all=number == signal.SIGHUP))
+
+
+@pytest.mark.alone
+def test_a_signal_to_one_process_before_it_has_met_the_others_stops_all(begin: Callable[..., Session]) -> None:
+    session = begin("launched", anew=True)
+    begun = time.monotonic()
+    while len(started := session.pids_of("multiprocessing.forkserver")) < 3:  # the one that they are copies of, too
+        assert time.monotonic() - begun < 60
+        time.sleep(0.005)
+    check_stopped_before_the_start(session, signal.SIGUSR1, lambda: os.kill(max(started), signal.SIGUSR1))
+
+
+def check_stopped_before_the_start(session: Session, number: signal.Signals, send: Callable[[], None]) -> None:
+    """Send a signal, and see the start end in a line within five seconds."""
+    begun = time.monotonic()
+    send()
     assert session.status() == 75, session.said()
-    assert f"stopped by {number.name} before the first step: the same command again goes on." in session.said()
+    assert time.monotonic() - begun < 5
+    assert session.said() == f"stopped by {number.name} before the first step: the same command again goes on.\n"
 
 
 def test_a_run_that_is_paused_at_random_moments_still_hears(begin: Callable[..., Session]) -> None:

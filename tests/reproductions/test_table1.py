@@ -1,11 +1,12 @@
 """Table 1: what is planned and what is measured beside the paper's, and what fits."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpipe.records import Record, make_record
+from gpipe.records import Record, make_record, read_records
 from reproductions.table1_model_size.tables import (
     as_printed,
     planned_memory,
@@ -19,6 +20,7 @@ from reproductions.table1_model_size.tables import (
     table1_variants,
 )
 
+ROOT = Path(__file__).parents[2] / "reproductions"
 GIB = 2**30
 IMAGES = {
     "family": "amoebanet",
@@ -158,6 +160,16 @@ def test_plans_of_steps_stand_beside_the_allocators() -> None:
     assert planned_memory_strangers([found]) == planned_memory([])
     strangers = replace(found, results={**found.results, "strangers": rows})
     assert cells(planned_memory_strangers([strangers])) == [["m", "3", "6.2%", "-12.5%", "+6.2%"]]
+
+
+def test_the_newest_record_holds_the_plans_to_a_tenth() -> None:
+    """Of our models and of at least ten that others wrote, where operations are measured."""
+    (*_, newest) = (
+        r for r in read_records(ROOT / "table1_model_size" / "runs.jsonl") if r.experiment == "planned_memory"
+    )
+    assert len({row["model"] for row in newest.results["strangers"]}) >= 10
+    for row in newest.results["rows"] + newest.results["strangers"]:
+        assert row["planned_bytes"] == pytest.approx(row["measured_bytes"], rel=0.1), row
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:

@@ -93,3 +93,26 @@ def test_other_processes_are_silent() -> None:
             progress.update(StepStatus(10, 0, 1.0), ends_epoch=True)
             progress.message("saved")
         assert stream.getvalue() == ""
+
+
+class Failing(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+class FailingTerminal(Failing, Terminal):
+    """A terminal that is gone."""
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingTerminal])
+def test_what_cannot_be_shown_is_a_warning(kind: type[Failing], capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(10, 1, stream=kind()) as progress:
+        for step in range(3):
+            progress.update(StepStatus(step, 0, 1.0), ends_epoch=True)
+            progress.message("saved")
+    assert capsys.readouterr().err == (
+        "warning: the progress cannot be shown (OSError: [Errno 28] No space left on device): the run goes on in "
+        "silence.\n"
+    )

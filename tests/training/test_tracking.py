@@ -18,7 +18,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from gpipe.training.tracking import METRICS_FILE, OUTCOME, RUN_ID_FILE, Tracker, check_mode, jsonable
+from gpipe.training.tracking import LOST, METRICS_FILE, OUTCOME, RUN_ID_FILE, Tracker, check_mode, jsonable
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
@@ -90,6 +90,18 @@ def test_a_folder_that_is_removed_under_its_run_is_named(tmp_path: Path) -> None
         ):
             tracker.log({"step": 2})
     assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_written_into_another_runs_folder_of_the_same_name(tmp_path: Path) -> None:
+    with Tracker(tmp_path / "run", mode="disabled") as first:
+        first.log({"step": 1})
+        (tmp_path / "run").rename(tmp_path / "aside")
+        with Tracker(tmp_path / "run", mode="disabled") as second:
+            second.log({"step": 9})
+        with pytest.raises(ValueError, match=r"^the run's folder .*/run was removed or renamed while the run went on"):
+            first.log({"step": 2})
+    assert read_lines(tmp_path / "run") == [{"step": 9}]
+    assert read_lines(tmp_path / "aside") == [{"step": 1}]
 
 
 def test_only_the_enabled_process_writes(tmp_path: Path) -> None:
@@ -211,29 +223,40 @@ def test_a_resumed_run_is_the_same_run_for_wandb(offline_run: Path, tmp_path: Pa
         assert (tmp_path / "other" / RUN_ID_FILE).read_text() != run_id
 
 
-def kill_wandb() -> None:
-    """Kill wandb's own process, which is a child of this one."""
+def kill_wandb(number: int) -> None:
+    """Send a signal to wandb's own process, which is a child of this one, and wait until it has ended."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     for child in " ".join(path.read_text() for path in children).split():
         if Path(f"/proc/{child}/comm").read_text().startswith("wandb-core"):
-            os.kill(int(child), signal.SIGKILL)
+            os.kill(int(child), number)
+            os.waitid(os.P_PID, int(child), os.WEXITED | os.WNOWAIT)
 
 
-@pytest.mark.parametrize("num_logged", [0, 3])
-def test_a_run_outlives_wandbs_process(tmp_path: Path, capfd: pytest.CaptureFixture[str], num_logged: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "num_logged"), [(signal.SIGKILL, 0), (signal.SIGKILL, 3), (signal.SIGTERM, 3), (signal.SIGINT, 3)]
+)
+def test_a_run_outlives_wandbs_process_and_is_marked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int, num_logged: int
+) -> None:
     with Tracker(tmp_path / "first") as tracker:
-        kill_wandb()
+        kill_wandb(number)
         for step in range(num_logged):
             tracker.log({"step": step, "loss": 1.0})
+    lost = tracker.find_lost()
+    assert lost is not None and lost.startswith("Weights & Biases: ")
     with Tracker(tmp_path / "second") as tracker:
         tracker.log({"step": 0, "loss": 1.0})
+    assert tracker.find_lost() is None
     lines = capfd.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in lines] == ["warning: Weights & Biases failed"]
     assert lines[0].endswith(
         f"the run goes on with {tmp_path}/first/metrics.jsonl alone; tracking=disabled turns it off."
     )
     assert [line["step"] for line in read_lines(tmp_path / "second")] == [0]
-    assert num_logged == 0 or len(read_lines(tmp_path / "first")) == num_logged
+    marks = [line for line in read_lines(tmp_path / "first") if LOST in line]
+    assert [mark[LOST] for mark in marks] == [lost]
+    assert len(read_lines(tmp_path / "first")) == num_logged + 1
+    assert Tracker(tmp_path / "first", mode="disabled").find_lost() == lost, "the run goes on in another session"
     assert list((tmp_path / "second" / "wandb").glob("offline-run-*/*.wandb"))
 
 

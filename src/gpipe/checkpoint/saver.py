@@ -14,6 +14,7 @@ from gpipe.checkpoint.folder import clean, name_step, publish
 from gpipe.checkpoint.format import TensorSpec
 from gpipe.checkpoint.manifest import write_manifest
 from gpipe.checkpoint.writer import Snapshot, Writer, take_part, write_part
+from gpipe.own_folder import OwnFolder
 from gpipe.pipeline.engine import Pipeline
 
 _GRACE_SECONDS = 2.0  # after training has failed; a process must end within the pipeline's time-out and 5 seconds
@@ -46,10 +47,11 @@ class Saver:
         self._writer: Writer | None = None
         self._partial: Path | None = None
         self._num_saves = 0
+        self._own: OwnFolder | None = None
         self._leads = pipeline.is_first
         self._writes = pipeline.job.replica_index == 0
         if self._writes:
-            self._lead(lambda: clean(folder))
+            self._lead(self._clean)
             # No other process, not even one of this run that was believed dead, writes to a folder of this name.
             self._token: str = pipeline.job.gather(secrets.token_hex(4))[0]
             self._process = min(pipeline.stages)
@@ -94,7 +96,7 @@ class Saver:
         self.wait()
         self._num_saves += 1
         self._partial = partial = self._name_partial(content)
-        self._lead(partial.mkdir)
+        self._lead(lambda: self._begin(partial))
         kinds = content.tensors
         self._snapshot.take({**kinds, "weights": self._clone_buffers(kinds["weights"])})
         fields = content.describe(self._pipeline.num_layers)
@@ -157,6 +159,19 @@ class Saver:
     def _lead(self, work: Callable[[], None]) -> None:
         """Do something on the leading process; if it fails there, raise on all."""
         run_on_all(self._pipeline, work if self._leads else lambda: None)
+
+    def _clean(self) -> None:
+        clean(self._folder)
+        self._own = OwnFolder(self._folder)
+
+    def _begin(self, partial: Path) -> None:
+        """Make the folder into which a save is written, unless another run has taken the place of this one's."""
+        assert self._own is not None, "only the leading process begins"
+        try:
+            self._own.check()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        partial.mkdir()
 
     def _name_partial(self, content: Content) -> Path:
         """Return the folder into which the save under way is written; `clean` knows its name."""

@@ -6,8 +6,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args
 
 # Multiplied by any other number of a run, this still fits a 64-bit float or a counter.
-_LARGEST_NUMBER = 1e9
-_LARGEST_WHOLE_NUMBER = 2**63 - 1
+_LARGEST_NUMBER = 10**9
+_LARGEST_OF_64_BITS = 2**63 - 1
+_OF_64_BITS = re.compile(r"(.*\.)?(seed|\w+_bytes)")
 MOST_PROCESSES = 4096
 """More processes or threads than anybody has are a slip of the hand, and would bring the machine down."""
 
@@ -70,8 +71,9 @@ def countable(settings: object) -> None:
                 expected = f"a finite number of at most {_LARGEST_NUMBER:.0e}{alternative}"
                 require(abs(number) <= _LARGEST_NUMBER, name, value, expected)
             elif isinstance(number, int):
-                expected = f"a whole number of at most 64 bits{alternative}"
-                require(abs(number) <= _LARGEST_WHOLE_NUMBER, name, value, expected)
+                is_wide = _OF_64_BITS.fullmatch(name)
+                expected = f"a whole number of at most {'64 bits' if is_wide else f'{_LARGEST_NUMBER:,}'}{alternative}"
+                require(abs(number) <= (_LARGEST_OF_64_BITS if is_wide else _LARGEST_NUMBER), name, value, expected)
 
 
 def _settings_of(settings: Any, place: str = "") -> Iterator[tuple[str, object, object]]:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from gpipe.environment_secrets import redact
 ERROR_FILE = "error.txt"
 # A launcher's message contains the log of its job, between lines of dashes.
 _LOG = re.compile(r"\n-{20,}\n(?P<content>.*?)(\n-{20,}\n|\Z)", re.DOTALL)
+
+_UNKNOWN = re.compile(r"Could not override '(?P<key>[^']+)'")  # Hydra's
 
 
 @contextmanager
@@ -82,6 +85,8 @@ def _report(error: Exception, folder: Path | None, full: bool) -> None:
         except FileExistsError:
             return
         except OSError as full_disk:  # perhaps the error itself
+            if not _is_first_to_report():
+                return
             message += f"\n(the traceback could not be written: {full_disk})"
     elif not _is_first_to_report():
         return
@@ -117,11 +122,15 @@ def _sentence(error: Exception) -> str:
         return (
             f"{str(error.filename)[:60]}... is too long for the name of a file: shorten the setting that it comes from."
         )
+    if isinstance(error, OSError) and str(error) == "AF_UNIX path too long":  # Python's own words, without a number
+        return f"{tempfile.gettempdir()} is too long a name for a folder of sockets: set TMPDIR to a shorter one."
     if type(error).__name__ == "DistStoreError":  # torch's class, which takes seconds to import
         remedy = "find out what delays it, or raise pipeline.timeout_seconds"
         return f"another process did not come in time ({error}): {remedy}."
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
+    if unknown := _UNKNOWN.match(message):
+        return f"{unknown['key']} is unknown: `python {Path(sys.argv[0]).name} --cfg job` prints all settings."
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
         reason = str(error.__cause__).partition("\n")[0]
         word = message.removeprefix("Error merging override ")

@@ -78,6 +78,14 @@ class Place:
         """Return the first process's value on every process; every process calls it, once per name."""
         return self.share_each(name, 1, lambda tell: tell(value))[0]
 
+    def collect(self, name: str, value: str) -> list[str]:
+        """Return the values of all processes, in their order; every process calls it, once per name."""
+        if self.mesh is None:
+            return [value]
+        store = PrefixStore(f"collected/{name}", dist.distributed_c10d._get_default_store())
+        store.set(str(dist.get_rank()), value)
+        return [store.get(str(rank)).decode() for rank in range(dist.get_world_size())]
+
     def share_each(self, name: str, count: int, make: Callable[[Callable[[str], None]], Any]) -> list[str]:
         """Return `count` values, which the first process makes one by one, on every process; every process calls it.
 
@@ -195,8 +203,10 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
             end = agent.train()
         finally:
             stops.listen().forward_to(None)
+        # Where the run's folder takes no file, the processes leave a mark among the temporary ones.
+        is_told = error_file.exists() or any(Path(logs).rglob(ERROR_FILE))
     if isinstance(end, End):
-        if end.exitcode != 1 or not error_file.exists():
+        if end.exitcode != 1 or not is_told:
             print(f"error: {end}.", file=sys.stderr)
         raise SystemExit(1)
     if stops.STOPPED in end.values():
@@ -235,7 +245,8 @@ def _work(
             _set_threads(processes)
             place = replace(_join(processes, began), num_cores=num_cores)
             # Data, model and plan would take seconds, and all would be for nothing.
-            stops.exit_before_start(place.share("stop", stops.find_reason() or ""), speaks=place.is_main)
+            asked = filter(None, place.collect("stop", stops.find_reason() or ""))
+            stops.exit_before_start(next(asked, None), speaks=place.is_main)
             if note is None and place.is_main:
                 forget_errors(processes.folder)
             folder = Path(place.share("folder", str(processes.folder)))

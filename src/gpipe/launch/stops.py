@@ -27,6 +27,7 @@ INTERRUPTED = 128 + signal.SIGINT
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 _POLL_SECONDS = 0.1
 _SAME_SECONDS = 1.0  # the terminal and torchrun both send Ctrl-C to torchrun's processes
+_ROOM = b" " * 256
 _REMEDY = "the same command again goes on"
 
 
@@ -85,6 +86,8 @@ class _Listener:
 
     def forward_to(self, note: Path | None) -> None:
         """Forward requests, through a file, to the processes that follow it; None stops that."""
+        if note is not None:
+            note.write_bytes(_ROOM)  # a disk that is full by then takes what replaces it
         self._forward_to, self._has_forwarded = note, False
         self._forward()
 
@@ -99,10 +102,10 @@ class _Listener:
         self._forward()
 
     def _forward(self) -> None:
-        """Write the request to the file; if that fails, perhaps on a full disk, the next poll tries again."""
+        """Write the request to the file; if that fails, the next poll tries again."""
         if self.reason is not None and self._forward_to is not None and not self._has_forwarded:
-            with suppress(OSError):
-                self._forward_to.write_text(self.reason, encoding="utf-8")
+            with suppress(OSError), self._forward_to.open("r+b") as file:
+                file.write(self.reason.encode().ljust(len(_ROOM)))
                 self._has_forwarded = True
 
     def _exit(self, status: int, message: str | None = None) -> None:
@@ -155,7 +158,7 @@ class _Listener:
         if self._followed is None:
             return
         with suppress(OSError):
-            if text := self._followed.read_text(encoding="utf-8"):
+            if text := self._followed.read_text(encoding="utf-8").strip():
                 self.request(text)
 
 

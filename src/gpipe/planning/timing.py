@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
+from gpipe.pipeline.batch_norm import MicroBatchNorm, commit, converted_batch_norms, discard, microbatch_phase
+from gpipe.pipeline.gradient_norm import compute_norms
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
@@ -32,14 +33,24 @@ MakeOptimizer: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.
 
 
 class LayerTiming(NamedTuple):
-    """Median seconds of one layer, or the loss, with one micro-batch; the update's do not depend on its size."""
+    """Median seconds of one layer, or the loss, with one micro-batch.
+
+    Attributes:
+        forward: one that will be recomputed.
+        recompute: the forward again, with its graph.
+        backward: a whole one.
+        update: what ends a step, whatever the size of its micro-batches: the norms of the gradients, the moving
+            averages of batch norms, and the optimiser's update where there is one.
+        weights: the part of the backward that can wait where it is split.
+        splitting: by how much the two parts exceed a whole backward.
+    """
 
     forward: float
     recompute: float
     backward: float
     update: float
-    weights: float = 0.0  # the part of the backward that can wait where it is split
-    splitting: float = 0.0  # by how much the two parts exceed a whole backward
+    weights: float = 0.0
+    splitting: float = 0.0
 
     @property
     def seconds(self) -> LayerSeconds:
@@ -169,16 +180,18 @@ class LayerTimer:
     ) -> tuple[LayerTiming, Payload]:
         """Run all passes once; return their seconds, and the outputs without a graph.
 
-        norms: the batch norms in there; their statistics are nobody's.
+        norms: the batch norms in there, whose statistics are nobody's.
         """
         try:
             with microbatch_phase(norms, recompute=False):
                 forward, outputs = self._run_forward(run, inputs)
+            outputs = outputs.replace([tensor.detach() for tensor in outputs.tensors])
+            with microbatch_phase(norms, recompute=True):
+                passes = self._run_again(run, inputs)
+            update = self._clocked(lambda: _end_step(run, norms, optimizer))[0] if isinstance(run, nn.Module) else 0.0
         finally:
             discard(norms)
-        outputs = outputs.replace([tensor.detach() for tensor in outputs.tensors])
-        with microbatch_phase(norms, recompute=True):
-            return self._run_again(run, inputs, optimizer, forward), outputs
+        return LayerTiming(forward, *passes[:2], update, *passes[2:]), outputs
 
     def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
         """Run a forward that will be recomputed, as `Stage.forward` runs it; return its seconds, and the outputs."""
@@ -190,14 +203,8 @@ class LayerTimer:
                 raise
         return self._build_graph(run, inputs)
 
-    def _run_again(
-        self,
-        run: Callable[[Any], Any],
-        inputs: Payload,
-        optimizer: torch.optim.Optimizer | None,
-        forward: float,
-    ) -> LayerTiming:
-        """Run the passes that follow the forward."""
+    def _run_again(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, float, float, float]:
+        """Recompute, and run the backward; return their seconds, and those of `weights` and `splitting`."""
         recompute, payload = self._build_graph(run, inputs)
         graph = payload.tensors
         roots = [tensor for tensor in graph if tensor.requires_grad]
@@ -211,8 +218,7 @@ class LayerTimer:
             early, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
             weights, _ = self._clocked(waiting.compute)
             splitting = early + weights - backward
-        update = 0.0 if optimizer is None else self._clocked(optimizer.step)[0]
-        return LayerTiming(forward, recompute, backward, update, weights, splitting)
+        return recompute, backward, weights, splitting
 
     def _build_graph(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
         """Run the forward function with a graph; return its seconds, and the outputs.
@@ -239,6 +245,13 @@ class LayerTimer:
         if self._device.type == "cuda" or torch.get_num_threads() > 1:
             return time.perf_counter()
         return time.process_time()
+
+
+def _end_step(layer: nn.Module, norms: Sequence[MicroBatchNorm], optimizer: torch.optim.Optimizer | None) -> None:
+    compute_norms(layer.named_parameters())
+    commit(norms)
+    if optimizer is not None:
+        optimizer.step()
 
 
 def _fill(parameter: nn.Parameter) -> Tensor:

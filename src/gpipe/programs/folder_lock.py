@@ -34,7 +34,8 @@ def hold(folder: Path, *, is_new: bool = False) -> Iterator[None]:
         yield
     finally:
         if descriptor in _held:  # not in a process forked meanwhile
-            (folder / LOCK_FILE).unlink(missing_ok=True)
+            with suppress(OSError):  # it is gone, or the folder is read-only by now
+                (folder / LOCK_FILE).unlink()
             _held.remove(descriptor)
             os.close(descriptor)
 

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from gpipe.planning.simulation import simulate
 from gpipe.planning.step import Plan
 from gpipe.records import RECORD_FILE, make_record, write_record
 from gpipe.training.summary import Summary
-from gpipe.training.tracking import Tracker
+from gpipe.training.tracking import LOST, Tracker
 
 TRACE_FILE = "timeline.json"
 PICTURE_FILE = "timeline.png"
@@ -79,6 +79,7 @@ def record_outcome(
             "kept_graphs": plan.kept_graphs,
             "parameters": plan.parameters,
             "evaluated_parameters": plan.evaluated_parameters,
+            **({} if (lost := tracker.find_lost()) is None else {LOST: lost}),
         },
         gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
         num_cores=place.num_cores,
@@ -97,27 +98,34 @@ def _write_timeline(folder: Path, plan: Plan, measured: Timeline) -> tuple[str, 
     In the simulation every task takes its measured mean time, each stage has a device, and transfers take no time.
 
     Returns:
-        A line on its bubble, and whether there is a picture: one that cannot be drawn is a warning.
+        A line on its bubble, and whether there is a picture. A file that cannot be written is a warning.
     """
     num_microbatches = 1 + max(event.task.micro_batch for event in measured.events)
     schedule = replace(plan.setting, num_microbatches=num_microbatches).tasks
     simulated = simulate(schedule, measured.mean_seconds())
-    with replacing(folder / TRACE_FILE) as trace:
-        measured.write_trace(trace)
-    files = [f"{TRACE_FILE} opens in ui.perfetto.dev"]
-    try:
-        with replacing(folder / PICTURE_FILE) as picture:
-            plot({"measured": measured, "simulated": simulated}, picture)
-        files.insert(0, PICTURE_FILE)
-    except Exception as error:  # noqa: BLE001 - matplotlib's own settings may be wrong, in the environment or in files
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        print(f"warning: {PICTURE_FILE} was not drawn ({reason}): the run is complete without it.", file=sys.stderr)
+    shown = {"measured": measured, "simulated": simulated}
+    has_picture = _write_extra(folder / PICTURE_FILE, lambda path: plot(shown, path))
+    has_trace = _write_extra(folder / TRACE_FILE, measured.write_trace)
     if plan.bubble is None:  # the stages take turns in one process
-        return "", len(files) > 1
+        return "", has_picture
+    files = [PICTURE_FILE] * has_picture + [f"{TRACE_FILE} opens in ui.perfetto.dev"] * has_trace
+    where = f" ({'; '.join(files)})" if files else ""
     return (
         f"\nPlanned {describe_bubble(plan)}; {simulated.bubble:.1%} simulated from the tasks' measured seconds, "
-        f"{measured.bubble:.1%} measured ({'; '.join(files)})."
-    ), len(files) > 1
+        f"{measured.bubble:.1%} measured{where}."
+    ), has_picture
+
+
+def _write_extra(path: Path, write: Callable[[Path], None]) -> bool:
+    """Write a file that a run can do without; return whether it is there, after a warning if not."""
+    try:
+        with replacing(path) as partial:
+            write(partial)
+    except Exception as error:  # noqa: BLE001 - matplotlib's own settings may be wrong, the disk full
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(f"warning: {path.name} was not written ({reason}): the run is complete without it.", file=sys.stderr)
+        return False
+    return True
 
 
 def _flatten(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TextIO
@@ -84,7 +85,8 @@ class Progress:
 
     The time left follows from the steps of this session after its first, which is slower than the others; evaluations
     and saves between them count. `under_way` returns what makes a step take long, such as "compiling layer 3 of 9", or
-    None. With `enabled` False, as on all processes but one, nothing is written.
+    None. With `enabled` False, as on all processes but one, nothing is written. It never ends a run: when it fails, the
+    run goes on in silence after one warning on stderr.
     """
 
     def __init__(
@@ -105,19 +107,39 @@ class Progress:
         self._first: tuple[int, float] | None = None  # the first finished step of the session, and when it was
         self._bar: RichProgress | None = None
         if enabled and self._console.is_terminal:
-            self._bar = RichProgress(
-                BarColumn(_BAR_WIDTH),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
-                _FiguresColumn(table_column=Column(ratio=1, no_wrap=True)),
-                console=self._console,
-                expand=True,
-            )
-            self._task = self._bar.add_task("training", total=num_steps, left=_time_left(None), figures=[])
-            self._bar.start()
+            self._try(self._start_bar)
         self._under_way, self._position, self._closed = under_way, f"step 0/{num_steps}", threading.Event()
-        if enabled and under_way is not None:
+        if self._enabled and under_way is not None:
             threading.Thread(target=self._watch, name="progress", daemon=True).start()
+
+    def _start_bar(self) -> None:
+        bar = RichProgress(
+            BarColumn(_BAR_WIDTH),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+            _FiguresColumn(table_column=Column(ratio=1, no_wrap=True)),
+            console=self._console,
+            expand=True,
+        )
+        self._task = bar.add_task("training", total=self._num_steps, left=_time_left(None), figures=[])
+        bar.start()
+        self._bar = bar
+
+    def _try(self, show: Callable[[], None]) -> None:
+        """Show something; if that fails, perhaps on a full disk, show nothing any more."""
+        if not self._enabled:
+            return
+        try:
+            show()
+        except Exception as error:  # noqa: BLE001 - a terminal, a file or a pipe may fail in any way
+            self._enabled, self._bar = False, None
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            with suppress(OSError):
+                print(
+                    f"warning: the progress cannot be shown ({reason}): the run goes on in silence.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCH_SECONDS):
@@ -126,8 +148,10 @@ class Progress:
     def show_under_way(self) -> None:
         """Show what `under_way` tells, if it is something: beside the bar, or as a line at intervals."""
         text = self._under_way() if self._under_way is not None else None
-        if text is None:
-            return
+        if text is not None:
+            self._try(lambda: self._show_text(text))
+
+    def _show_text(self, text: str) -> None:
         if (bar := self._bar) is not None:
             bar.update(self._task, figures=[text])
         elif self._clock() - self._last_line >= self._interval_seconds:
@@ -136,8 +160,9 @@ class Progress:
 
     def update(self, status: StepStatus, *, ends_epoch: bool = False) -> None:
         """Show a finished step; plain lines appear at intervals, and at the end of each epoch."""
-        if not self._enabled:
-            return
+        self._try(lambda: self._show(status, ends_epoch=ends_epoch))
+
+    def _show(self, status: StepStatus, *, ends_epoch: bool) -> None:
         self._position = f"step {status.step}/{self._num_steps}"
         left = _time_left(self._estimate_seconds(status.step))
         figures = [f"epoch {status.epoch + 1}/{self._num_epochs}", *status.figures()]
@@ -157,8 +182,9 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Write a line, above the bar if there is one."""
-        if not self._enabled:
-            return
+        self._try(lambda: self._print(text))
+
+    def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, markup=False)
         else:
@@ -167,10 +193,9 @@ class Progress:
     def close(self) -> None:
         """Remove the bar; later calls do nothing."""
         self._closed.set()
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        self._enabled = False
+        if (bar := self._bar) is not None:
+            self._try(bar.stop)
+        self._bar, self._enabled = None, False
 
     def __enter__(self) -> Self:
         return self

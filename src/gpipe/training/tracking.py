@@ -6,17 +6,20 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from gpipe.durable_files import write_flushed
+from gpipe.own_folder import OwnFolder
 from gpipe.training.endings import Stopped
 
 METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "wandb_id.txt"
 OUTCOME = "outcome"
+LOST = "tracking_lost"
 _RUN_ID = re.compile(r"[0-9a-z]{1,32}")
 _WANDB = "Weights & Biases"
 _PROGRAMS = {"offline": _WANDB, "online": _WANDB, "tensorboard": "TensorBoard", "disabled": "no program"}
@@ -45,7 +48,7 @@ class Tracker:
     """Append one JSON object per line to `folder/metrics.jsonl`, at once, and mirror it to another program.
 
     In the mirror the figures of training are called "train/<figure>". It never ends a run: when it fails for any
-    reason, the run goes on without it after one warning on stderr.
+    reason, the run goes on without it after one warning on stderr, and a line {"step", "tracking_lost": <reason>}.
 
     Use it with `with`, so that a run that fails is closed as failed. With `enabled` False, as on all processes but one,
     every call does nothing.
@@ -85,9 +88,12 @@ class Tracker:
         self._earlier = None if resumed is None else resumed / METRICS_FILE
         self._enabled = enabled
         self._mirror: Mirror | None = None
+        self._last_step = 0
+        self._to_mark: str | None = None  # why the mirror was lost, until a line says so
         if not enabled:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        self._own = OwnFolder(folder)
         run_id = _run_id(folder) or _run_id(resumed) or secrets.token_hex(4)
         names = {"project": project, "group": group, "name": name, "tags": tags}
         try:
@@ -135,18 +141,30 @@ class Tracker:
     def _write(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Append a line, and return its values."""
         finite: dict[str, Any] = jsonable(values)
+        self._last_step = finite["step"]
+        self._append([finite])
+        return finite
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        """Append lines, and one that says why the mirror was lost, if none says so yet."""
+        if self._to_mark is not None:
+            lines = [*lines, {"step": self._last_step, LOST: self._to_mark}]
+        self._own.check()
         # Opened for each line: there is nothing to flush, lose or close.
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(finite, allow_nan=False) + "\n")
-        except FileNotFoundError:
-            raise ValueError(
-                f"the run's folder {self._folder} was removed or renamed while the run went on: start the same command "
-                "again, or move the folder back first."
-            ) from None
+                file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         except OSError as error:  # a full disk's has no path
             raise OSError(error.errno, error.strerror, str(self._path)) from None
-        return finite
+        self._to_mark = None
+
+    def find_lost(self) -> str | None:
+        """Return why a mirror was given up, in this session or an earlier one of the run; None where none was."""
+        if self._to_mark is not None or not self._enabled or not self._path.exists():
+            return self._to_mark
+        lines = self._path.read_bytes().split(b"\n")
+        marked = [line for line in lines if LOST.encode() in line and _is_until(line, sys.maxsize)]
+        return str(json.loads(marked[-1]).get(LOST)) if marked else None
 
     def rewind(self, step: int) -> None:
         """Drop the lines after `step`, which a run that resumes there writes again, and a truncated last line.
@@ -164,6 +182,9 @@ class Tracker:
         """End the mirror's run; nothing is mirrored after it."""
         self._give(lambda mirror: mirror.close(failed=failed))
         self._mirror = None
+        if self._to_mark is not None:
+            with suppress(OSError, ValueError):  # which the run has met already
+                self._append([])
 
     def _give(self, give: Callable[[Mirror], None]) -> None:
         """Give something to the mirror, until its first failure."""
@@ -183,7 +204,7 @@ class Tracker:
             file=sys.stderr,
             flush=True,
         )
-        self._mirror = None
+        self._mirror, self._to_mark = None, f"{_PROGRAMS[self._mode]}: {reason}"
         if self._mode != "tensorboard":
             from gpipe.training.wandb_mirror import forget_service
 

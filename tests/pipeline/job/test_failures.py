@@ -42,6 +42,7 @@ class Event(NamedTuple):
     time: float
     raised: float | None  # when this process itself did the damage
     again: str  # what a further step says
+    is_ours: bool  # whether `except Broken` catches it
 
 
 raised_at: float | None = None
@@ -156,7 +157,7 @@ def _event(pipeline: gpipe.Pipeline, error: Exception) -> Event:
     except gpipe.PipelineError as refusal:
         again = str(refusal)
     place = (getattr(error, name, None) for name in ("stage", "micro_batch", "layer"))
-    return Event(type(error).__name__, str(error), *place, end, raised_at, again)
+    return Event(type(error).__name__, str(error), *place, end, raised_at, again, isinstance(error, Broken))
 
 
 class Sleep(nn.Module):
@@ -197,7 +198,8 @@ def assert_all_stopped(events: list[Event | None], culprit: int, seconds: float 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
 def test_an_error_in_a_layer_ends_all_processes_with_its_place(where: str, culprit: int, pool: ProcessPool) -> None:
-    for event in assert_all_stopped(pool.run(3, train, 3, culprit, where), culprit):
+    for rank, event in enumerate(assert_all_stopped(pool.run(3, train, 3, culprit, where), culprit)):
+        assert event.is_ours == (rank == culprit), "the user's own type can be caught where it was raised"
         assert (event.stage, event.micro_batch, event.layer) == (culprit, 2, culprit), event
         place = f"rank {culprit}, stage {culprit}, micro-batch 2, layer {culprit} (Layer), {where}: Broken: on purpose"
         assert event.text == place
