@@ -10,13 +10,16 @@ def fill_truncated_normal(weight: Tensor, variance: float) -> None:
 
     The factor 1.3 makes up for the variance that truncation removes, as in TensorFlow's variance scaling.
     """
+    if weight.is_meta:  # torch would take a millisecond for nothing, and deep models are described again and again
+        return
     std = math.sqrt(1.3 * variance)
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 def fill_normal(weight: Tensor, variance: float) -> None:
     """Fill `weight` from a normal distribution of this variance, ten times faster than from the truncated one."""
-    nn.init.normal_(weight, std=math.sqrt(variance))
+    if not weight.is_meta:  # as above
+        nn.init.normal_(weight, std=math.sqrt(variance))
 
 
 class Linear(nn.Linear):
