@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import PlanConfig
 from gpipe.launch.errors import report_errors
-from gpipe.programs.automatic import choose_pipeline, is_open
+from gpipe.programs.automatic import is_open
 
 register_schemas(PlanConfig)
 
@@ -16,14 +16,11 @@ register_schemas(PlanConfig)
 def main(composed: DictConfig) -> None:
     """Check the composed settings, then plan."""
     with report_errors(debug=composed.launch.debug):
-        if is_open(composed):
-            from gpipe.programs.plan import find_devices
+        plan = None if is_open(composed) else to_run(composed)
+        from gpipe.programs.plan import choose, start
 
-            composed = choose_pipeline(composed, HydraConfig.get().overrides.task, find_devices)
-        plan = to_run(composed)
+        plan = plan or choose(composed, HydraConfig.get().overrides.task)
         assert isinstance(plan, PlanConfig)
-    from gpipe.programs.plan import start
-
     start(plan)
 
 

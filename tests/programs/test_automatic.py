@@ -9,9 +9,11 @@ from hydra import compose
 
 from gpipe.config import ConfigError, RunConfig, to_run
 from gpipe.launch.processes import Place
-from gpipe.planning.accelerator import EFFICIENCY, find_accelerator
+from gpipe.planning.accelerator import EFFICIENCY, LayerSeconds, find_accelerator
+from gpipe.planning.calibration import Calibration
+from gpipe.programs import calibration_files
 from gpipe.programs.automatic import Devices, choose_pipeline, is_open, spell_out
-from gpipe.programs.build import build_layers, share_layout
+from gpipe.programs.build import build_layers, build_planner, build_setting, share_layout
 from gpipe.records import RECORD_FILE, read_records
 from tests.support.program_server import run_program
 
@@ -72,6 +74,24 @@ def test_what_the_command_line_says_stays(word: str) -> None:
     found = getattr(getattr(choose(word), section), name)
     found = str(getattr(found, "value", found)).replace(" ", "")
     assert found == value or (value == "fit" and found == "never")
+
+
+def test_layers_that_were_measured_count_as_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The search and its table are those of the calibration: here of a first layer that takes three seconds."""
+    words = ("pipeline.num_microbatches=4", "launch.num_replicas=1")
+    run = to_run(compose("train", overrides=[*SMALL[:-1], words[0]]))
+    accelerator = find_accelerator("v100")
+    _, planned, _ = build_planner(run, accelerator).describe(build_setting(run, accelerator))
+    measured = [LayerSeconds(1.0, 1.0, 2.0), *planned[1:]]
+    seconds = []
+    for calibration in (None, Calibration({}, 4, measured, planned)):
+        monkeypatch.setattr(calibration_files, "find_calibration", lambda *_, found=calibration: found)
+        choose(*words, count=2)
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if " chosen " in line)
+        seconds.append(float(row.split("│")[5]))
+    assert seconds[0] < 1 and 12 <= seconds[1] < 13, "four micro-batches, forward and backward"
 
 
 def test_a_number_of_processes_on_the_command_line_is_the_number_of_devices() -> None:

@@ -81,13 +81,13 @@ def choose_pipeline(
     from gpipe.planning.report import print_choices
     from gpipe.planning.search import Space, find_fastest
     from gpipe.programs.build import build_layers, build_planner, build_setting
+    from gpipe.programs.calibration_files import find_calibration
 
     devices = (find_devices or find_devices_at_hand)(run)
     count = fixed.get("num_processes", devices.count)
-    planner, like = (
-        build_planner(run, devices.accelerator, efficiency=devices.efficiency),
-        build_setting(run, devices.accelerator),
-    )
+    calibration = find_calibration(run, devices.accelerator)
+    planner = build_planner(run, devices.accelerator, efficiency=devices.efficiency, calibration=calibration)
+    like = build_setting(run, devices.accelerator)
     space = Space(
         count,
         num_stages=known.get("num_stages"),

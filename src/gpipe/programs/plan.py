@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpipe.config import AmoebaNetConfig, ConfigError, RunConfig, TimmConfig, TransformersConfig
+from omegaconf import DictConfig
+
+from gpipe.config import AmoebaNetConfig, ConfigError, RunConfig, TimmConfig, TransformersConfig, to_run
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.launch.errors import report_errors
 from gpipe.planning.accelerator import Accelerator, find_accelerator
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.report import print_plan
-from gpipe.programs.automatic import Devices, find_devices_at_hand
+from gpipe.programs.automatic import Devices, choose_pipeline, find_devices_at_hand
 from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
 from gpipe.programs.calibrate import calibrate
 from gpipe.programs.calibration_files import find_calibration
 
 _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
+
+
+def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
+    """Return the settings of a plan with what pipeline=auto chooses; what is to be measured is measured before.
+
+    Args:
+        composed: by Hydra.
+        words: of the command line.
+    """
+    chosen = to_run(choose_pipeline(composed, words, find_devices))
+    if not composed.calibrate:
+        return chosen
+    calibrate(chosen)
+    again = to_run(choose_pipeline(composed, words, find_devices))
+    assert isinstance(again, PlanConfig)
+    return replace(again, calibrate=False)
 
 
 def find_devices(run: RunConfig) -> Devices:
