@@ -126,16 +126,17 @@ draw_all_bubbles()
 # ### Less bubble than GPipe
 #
 # Half of a backward pass makes the gradients that the stage before waits for. The other half makes those of the
-# weights, for which nobody waits. Later schedules split the two and let the second half (pale) fill the gaps. ZB-H1
-# does so with the order of 1F1B. ZB-V also gives each device two stages, which go down the devices and back up. Here
-# the three parts of a micro-batch take one millisecond each:
+# weights, for which nobody waits. Later schedules split the two and let the second half (pale) fill the gaps. With
+# GPipe's order that shortens the end of the step. ZB-H1 has the order of 1F1B. ZB-V also gives each device two stages,
+# which go down the devices and back up. Here the three parts of a micro-batch take one millisecond each:
 
 # %%
 draw(simulate_split_steps(4, 8))
 
 # %% [markdown]
-# The gradients are the same, to the last bit, and so is the memory of the fullest device. In practice the parts are not
-# equally long, and a split costs some time of its own.
+# The gradients are the same, to the last bit. ZB-H1 and ZB-V hold no more micro-batches than 1F1B, but also what the
+# second halves still need: in the [measured example](../reproductions/bubble/README.md) the fullest device needs up to a
+# quarter more memory. In practice the parts are not equally long, and a split costs some time of its own.
 #
 # ## 3. A real pipeline
 #

@@ -27,7 +27,7 @@ def simulate_step(
 def simulate_split_steps(num_devices: int, num_microbatches: int) -> dict[str, Timeline]:
     """Simulate schedules whose stages take a unit for each of the three parts of a micro-batch."""
     found = {}
-    for name in ("1f1b", "zb_h1", "zb_v"):
+    for name in ("1f1b", "split_gpipe", "zb_h1", "zb_v"):
         per_device = 2 if name == "zb_v" else 1
         schedule = SCHEDULES[name](num_devices * per_device, num_microbatches, Rematerialize.NEVER, per_device)
         seconds = 0.001 / per_device
