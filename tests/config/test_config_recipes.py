@@ -9,6 +9,7 @@ from hydra import compose
 from hydra.errors import ConfigCompositionException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from gpipe.config import ConfigError, RunConfig, to_plain, to_run
 from gpipe.config.run import smallest_microbatch
@@ -181,3 +182,11 @@ def test_a_job_on_slurm_that_needs_more_gpus_than_a_node_has_is_refused() -> Non
     message = r"a job of 16 processes .* a node has 8 .* one torchrun per node"
     with pytest.raises(ConfigCompositionException, match=message):
         compose("train", overrides=overrides, return_hydra_config=True)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_papers_experiments_have_the_papers_pipeline(experiment: str) -> None:
+    """GPipe's schedule, everything recomputed, and nothing that is left to the planner but the cut."""
+    pipeline = compose("train", overrides=[f"+experiment={experiment}"]).pipeline
+    assert pipeline.schedule.value == "gpipe" and pipeline.stages_per_device == 1
+    assert not any(OmegaConf.is_missing(pipeline, key) for key in pipeline)

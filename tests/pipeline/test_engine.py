@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline import gradient_norm
+from gpipe.pipeline.schedule import SCHEDULES
 from gpipe.pipeline.stage import Stage
 
 MODES = ("always", "except_last", "never")
@@ -108,15 +109,26 @@ def test_a_stage_holds_as_many_micro_batches_as_its_schedule_needs(
     assert found == most
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def four_stages(schedule: str) -> dict[str, Any]:
+    """Return the settings of a schedule with four stages."""
+    return {"schedule": schedule, "stages_per_device": 2 if schedule in ("interleaved_1f1b", "zb_v") else 1}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_steps_without_zeroing_add_up(schedule: str) -> None:
-    layers, plain = build(), build()
-    pipeline = pipeline_of(layers, schedule=schedule)
+    layers, plain, one_stage = build(), build(), build()
+    pipeline = pipeline_of(layers, [1, 1, 2, 1], **four_stages(schedule))
+    # 1F1B's order of backwards is that of all schedules but GPipe's.
+    order = "gpipe" if schedule in ("gpipe", "split_gpipe") else "1f1b"
+    oracle = pipeline_of(one_stage, [5], schedule=order, rematerialize="never")
     for step, batch_size in enumerate((7, 4)):
         inputs, targets = batch(batch_size, step)
         pipeline.train_step((inputs, targets))
+        oracle.train_step((inputs, targets))
         F.cross_entropy(plain(inputs), targets).backward()
     assert_same_gradients(layers, plain)
+    for found, expected in zip(layers.parameters(), one_stage.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
 
 
 def test_shapes_may_change_from_step_to_step() -> None:
@@ -182,8 +194,11 @@ def test_a_layer_that_stops_the_gradient_stops_it() -> None:
         assert layers[3].weight.grad is not None
 
 
-@pytest.mark.parametrize("partitions", [[5], [1, 3, 1], [2, 2, 1]])
-def test_a_layer_may_be_used_in_two_places(partitions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("partitions", "schedule"),
+    [([5], "gpipe"), ([1, 3, 1], "gpipe"), *(([2, 1, 1, 1], schedule) for schedule in SCHEDULES)],
+)
+def test_a_layer_may_be_used_in_two_places(partitions: list[int], schedule: str) -> None:
     def model() -> nn.Sequential:
         first, *_, last = build()
         shared = nn.Linear(6, 6).double()
@@ -193,7 +208,7 @@ def test_a_layer_may_be_used_in_two_places(partitions: list[int]) -> None:
 
     layers, plain = model(), model()
     inputs, targets = batch(7)
-    pipeline = pipeline_of(layers, partitions)
+    pipeline = pipeline_of(layers, partitions, **(four_stages(schedule) if len(partitions) == 4 else {}))
     pipeline.train_step((inputs, targets))
     F.cross_entropy(plain(inputs), targets).backward()
     for layer, other in zip(pipeline.layers.values(), plain, strict=True):

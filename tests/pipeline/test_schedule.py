@@ -29,7 +29,7 @@ from gpipe.pipeline.schedule import (
     zero_bubble_v,
 )
 from gpipe.planning.simulation import simulate
-from tests.pipeline.schedule_shapes import Shape, shapes, tasks
+from tests.pipeline.schedule_shapes import STAGES_PER_DEVICE, Shape, shapes, tasks
 
 ALWAYS, EXCEPT_LAST, NEVER = Rematerialize
 
@@ -241,11 +241,17 @@ def test_one_process_runs_every_task_once_and_after_what_it_needs(shape: Shape) 
             assert [task for task in order if shape.placement[task.stage] == device] == own
 
 
-@given(shapes())
-def test_no_device_waits_for_ever(shape: Shape) -> None:
-    for schedule in (shape.schedule(), shape.inference()):
-        timeline = simulate(schedule, lambda _: 1.0, lambda _: 0.3)
-        assert sorted(event.task for event in timeline.events) == sorted(itertools.chain(*schedule))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_device_waits_for_ever(name: str) -> None:
+    """Of up to 8 devices with up to 16 micro-batches."""
+    mode = itertools.cycle(Rematerialize)
+    for num_devices, stages_per_device, num_microbatches in itertools.product(
+        range(1, 9), sorted({*STAGES_PER_DEVICE.get(name, (1,))}), range(1, 17)
+    ):
+        shape = Shape(name, num_devices, stages_per_device, num_microbatches, next(mode))
+        for schedule in (shape.schedule(), shape.inference()):
+            timeline = simulate(schedule, lambda _: 1.0, lambda _: 0.3)
+            assert sorted(event.task for event in timeline.events) == sorted(itertools.chain(*schedule)), shape
 
 
 @given(shapes())

@@ -62,6 +62,12 @@ def normalized_in_the_middle() -> nn.Sequential:
     return layers
 
 
+def dropped() -> nn.Sequential:
+    layers = plain_layers()
+    layers[0], layers[2] = nn.Dropout(0.4), nn.Sequential(nn.Tanh(), nn.Dropout(0.2))
+    return layers
+
+
 @dataclass(frozen=True)
 class Case:
     """What replicas train on.
@@ -263,6 +269,33 @@ def test_a_boundary_output_may_have_no_use(layout: Layout, processes: ProcessPoo
 def test_two_steps_without_zeroing_add_up(layout: Layout, processes: ProcessPool) -> None:
     cases = [Case((4, 3), mode, gated=(0,), num_steps=3, zero_grad=False) for mode in MODES]
     assert_equal_to_plain(processes, layout, cases)
+
+
+@pytest.mark.parametrize(
+    ("split", "whole"),
+    [
+        (Layout(2, (2, 3), "split_gpipe"), Layout(1, (5,), "gpipe")),
+        (Layout(2, (2, 3), "zb_h1"), Layout(1, (5,), "1f1b")),
+        (Layout(2, (1, 1, 1, 2), "zb_v"), Layout(1, (5,), "1f1b")),
+    ],
+    ids=lambda layout: layout.schedule,
+)
+def test_split_backwards_have_the_bits_of_whole_ones(split: Layout, whole: Layout, processes: ProcessPool) -> None:
+    cases = [
+        Case((7, 4), mode, 2, num_steps=2, zero_grad=zero_grad, layers=layers)
+        for mode in MODES
+        for zero_grad in (True, False)
+        for layers in (dropped, normalized_in_the_middle)
+    ]
+    answers, expected = split.run(processes, cases), whole.run(processes, cases)
+    for rank, outcomes in enumerate(answers):
+        for found, other in zip(outcomes, expected[rank // 2], strict=True):
+            assert found.losses == other.losses
+            for step, gradients in enumerate(found.gradients):
+                for name, gradient in gradients.items():
+                    assert np.array_equal(gradient, other.gradients[step][name]), (rank, step, name)
+            for name, value in found.state.items():
+                assert np.array_equal(value, other.state[name]), (rank, name)
 
 
 def test_a_layer_may_be_unfrozen_between_steps(layout: Layout, processes: ProcessPool) -> None:
