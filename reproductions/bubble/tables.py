@@ -68,25 +68,40 @@ def _compute_waiting(row: Mapping[str, Any]) -> float:
     return 1 - work / step
 
 
+HAND_WRITTEN = "hand-written loop"
+
+
 def engine_overhead(records: Sequence[Record]) -> str:
     """Return the share of the bubble formula's throughput that each engine reached with layers that sleep."""
     record = newest(records, "engine_overhead")
     if record is None:
         return not_run("python -m experiments.engine_overhead")
+    grids = {"idle": record.results["grid"], "busy": record.results.get("busy_grid", [])}
+    loops = {
+        (machine, row["num_stages"]): row["step_seconds"]
+        for machine, grid in grids.items()
+        for row in grid
+        if row["engine"] == HAND_WRITTEN
+    }
     rows = [
         [
             f"{row['engine']}, {row['rematerialize']}",
+            machine,
             str(row["num_stages"]),
             str(row["num_microbatches"]),
             f"{row['forward_seconds'] * 1e3:.2f} + {row['backward_seconds'] * 1e3:.2f}",
             f"{row['step_seconds'] * 1e3:.1f}",
             f"{row['formula_seconds'] * 1e3:.1f}",
             f"{row['formula_seconds'] / row['step_seconds']:.3f}",
+            f"{loop / row['step_seconds']:.3f}"
+            if row["rematerialize"] == "never" and (loop := loops.get((machine, row["num_stages"]))) is not None
+            else "",
         ]
-        for row in record.results["grid"]
+        for machine, grid in grids.items()
+        for row in grid
     ]
-    header = ["engine, recomputation", "K", "M", "F + B as slept, ms", "ms per step", "formula, ms", "formula / step"]
-    return markdown(header, rows)
+    header = ["engine, recomputation", "machine", "K", "M", "F + B as slept, ms", "ms per step", "formula, ms"]
+    return markdown([*header, "formula / step", "loop / step"], rows)
 
 
 def engine_overhead_run(records: Sequence[Record]) -> str:

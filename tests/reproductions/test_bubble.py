@@ -1,7 +1,9 @@
 """The bubble's claim: what a stage waits, beside the simulated and the planned bubble of the same K and M."""
 
+from dataclasses import replace
+
 from gpipe.records import Record, make_record
-from reproductions.bubble.tables import claims
+from reproductions.bubble.tables import HAND_WRITTEN, claims, engine_overhead
 from reproductions.claims import NO_TEST
 from reproductions.table2_throughput.tables import GRID
 
@@ -25,6 +27,23 @@ def test_each_kind_has_its_column_and_the_formula_is_not_called_the_papers_numbe
     (claim,) = claims([measured(step_seconds=0.64), grid("simulated", 0.125), grid("planned", 0.25)], [])
     assert (claim.paper, claim.measured, claim.simulated) == ("negligible", "20.0%", "12.5%")  # 32 x 16 ms of 640
     assert claim.planned == "25.0%; (K-1)/(M+K-1) is 17.9%" and claim.verdict == NO_TEST
+
+
+def test_the_share_of_the_loop_is_that_of_the_same_machine() -> None:
+    setting = {"rematerialize": "never", "forward_seconds": 0.004, "backward_seconds": 0.008, "formula_seconds": 0.4}
+    engines = {"ours": 0.5, HAND_WRITTEN: 0.45}
+    grid = [setting | SETTING | {"engine": engine, "step_seconds": step} for engine, step in engines.items()]
+    busy = [row | {"step_seconds": 2 * row["step_seconds"]} for row in grid[1:]]
+    record = measured()
+    record = replace(record, results={"grid": grid, "busy_grid": [grid[0] | {"step_seconds": 1.0}, *busy]})
+    _, _, *rows = engine_overhead([record]).splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row]
+    assert [(row[0], row[1], row[-2], row[-1]) for row in cells] == [
+        ("ours, never", "idle", "0.800", "0.900"),
+        (f"{HAND_WRITTEN}, never", "idle", "0.889", "1.000"),
+        ("ours, never", "busy", "0.400", "0.900"),
+        (f"{HAND_WRITTEN}, never", "busy", "0.444", "1.000"),
+    ]
 
 
 def test_without_records_it_was_not_run() -> None:
