@@ -14,6 +14,8 @@ _CELL = {"num_stages": 8, "num_microbatches": 32}
 CHECKPOINT_COST = "checkpoint_cost"
 ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
 REPLICA_WAIT, PLANNED_SECONDS = "replica_wait", "planned_seconds"
+AUTOMATIC_PLANS = "automatic_plans"
+_AUTOMATIC_PLANS_PROGRAM = f"python -m experiments.{AUTOMATIC_PLANS}"
 _PLANNED_SECONDS_PROGRAM = f"python -m experiments.{PLANNED_SECONDS}"
 _REPLICA_WAIT_PROGRAM = f"python -m experiments.{REPLICA_WAIT}"
 _SPLIT_COST_PROGRAM = f"python -m experiments.{SPLIT_COST}"
@@ -289,6 +291,31 @@ def planned_seconds_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, PLANNED_SECONDS), _PLANNED_SECONDS_PROGRAM)
 
 
+def automatic_plans(records: Sequence[Record]) -> str:
+    """Return how long pipeline=auto searched, and what it chose."""
+    record = newest(records, AUTOMATIC_PLANS)
+    if record is None:
+        return not_run(_AUTOMATIC_PLANS_PROGRAM)
+    rows = [
+        [
+            row["model"],
+            f"{row['seconds']:.1f}",
+            row["shape"],
+            f"{row['schedule']}, M = {row['num_microbatches']}, recompute {row['recompute']}",
+            f"{row['step_seconds']:.3g}",
+            row["peak"],
+            row["bubble"],
+        ]
+        for row in record.results["rows"]
+    ]
+    return markdown(["model", "search, s", "R x K", "chosen", "step, s, planned", "peak", "bubble"], rows)
+
+
+def automatic_plans_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, AUTOMATIC_PLANS), _AUTOMATIC_PLANS_PROGRAM)
+
+
 def split_cost(records: Sequence[Record]) -> str:
     """Return what both parts of a backward take beside a whole one."""
     record = newest(records, SPLIT_COST)
@@ -427,6 +454,8 @@ TABLES = (
     split_cost_run,
     planned_seconds,
     planned_seconds_run,
+    automatic_plans,
+    automatic_plans_run,
     replica_wait,
     replica_wait_run,
     schedule_memory,

@@ -94,6 +94,18 @@ def test_layers_that_were_measured_count_as_measured(
     assert seconds[0] < 1 and 12 <= seconds[1] < 13, "four micro-batches, forward and backward"
 
 
+def test_a_split_that_does_not_pay_is_not_chosen() -> None:
+    """Of the AmoebaNet that experiments.zero_bubble measures: there no split schedule is faster than 1F1B."""
+    words = (
+        "model.num_layers=6", "model.num_filters=32", "data.image_size=64", "trainer.batch_size=32",
+        "launch.num_replicas=1", "pipeline.num_microbatches=4", "pipeline.num_stages=2",
+    )  # fmt: skip
+    composed = compose("train", overrides=[*SMALL, *words])
+    two_cores = Devices(find_accelerator("cpu"), 2, 2**34, EFFICIENCY)
+    run = to_run(choose_pipeline(composed, words, lambda _: two_cores))
+    assert run.pipeline.schedule.value in ("gpipe", "1f1b")
+
+
 def test_a_number_of_processes_on_the_command_line_is_the_number_of_devices() -> None:
     assert choose("launch.num_processes=2").launch.num_processes == 2
 
