@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.pipeline.split_backward import DeferredProduct
 
 MODES = ("always", "except_last", "never")
 PARTITIONS = ([4], [1, 3], [2, 2], [1, 1, 1, 1])
@@ -172,25 +173,32 @@ def test_an_error_in_a_recomputation_says_so() -> None:
         pipeline_of(Keep(), Second(), Keep(), partitions=[2, 1]).train_step(batch())
 
 
-def test_an_error_in_weight_gradients_names_the_layer_and_the_next_step_trains() -> None:
+def test_an_error_in_weight_gradients_names_the_layer_and_the_next_step_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [1, 4], M, schedule="zb_h1")
-    calls = 0
+    prepare, calls = DeferredProduct.prepare, 0
 
-    def fail(gradient: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError("the disk is full")
-        return gradient
+    def failing(product: DeferredProduct) -> Callable[[Tensor], Any]:
+        differentiate, num_inputs = prepare(product), product.inputs.shape[-1]
 
-    hook = layers[2].weight.register_hook(fail)
+        def fail(gradient: Tensor) -> Any:
+            nonlocal calls
+            calls += (num_inputs, gradient.shape[-1]) == (4, 4)  # layer 2 alone
+            if calls == 2:
+                raise OSError("the disk is full")
+            return differentiate(gradient)
+
+        return fail
+
+    monkeypatch.setattr(DeferredProduct, "prepare", failing)
     inputs, labels = torch.randn(2 * M, 3), torch.arange(2 * M) % 3
     with pytest.raises(gpipe.PipelineError) as raised:
         pipeline.train_step((inputs, labels))
     message = "stage 1, micro-batch 1, layer 2 (Linear), weight gradients: OSError: the disk is full"
     assert (str(raised.value), raised.value.layer) == (message, 2)
-    hook.remove()
+    monkeypatch.undo()
     layers.zero_grad()
     assert pipeline.train_step((inputs, labels)).step == 0
 

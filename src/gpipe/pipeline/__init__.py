@@ -26,13 +26,21 @@ Read these twelve files in this order. They are the engine; nothing else is need
 
 Beside them, for when you need them:
 
-    wire/            the boundary between processes          shared/              tied parameters, replicas
-    job/             the processes: agreement, failures      initialization.py    weights of layers on the meta device
-    step_report.py   what a step reports                     gradient_norm.py     the norm of all gradients
-    compilation.py   layers through torch.compile            gradient_scaler.py   the loss is scaled for float16
-    low_precision.py what travels in 16 bits            recomputation_check.py   forwards beside recomputations
-    structure.py     which layers do the same work           refusals.py           what would be ignored
-    schedule_choice.py  a schedule by name, or a user's own, and what of it a process runs
+    wire/                  the boundary between processes
+    job/                   the processes: agreement, failures
+    shared/                tied parameters, replicas
+    schedule_choice.py     a schedule by name, or a user's own, and what of it a process runs
+    initialization.py      weights of layers on the meta device
+    compilation.py         layers through torch.compile
+    structure.py           which layers do the same work
+    low_precision.py       what travels in 16 bits
+    gradient_norm.py       the norm of all gradients
+    gradient_scaler.py     the loss is scaled for float16
+    parameter_hooks.py     users' hooks are called once per step
+    refusals.py            what would be ignored
+    recomputation_check.py forwards beside recomputations
+    step_report.py         what a step reports
+    nothing.py, _compat.py an empty context; private interfaces of torch
 
 Torch's own checkpointing (torch.utils.checkpoint) is not used: it recomputes inside backward, when the gradient has
 arrived. Here recomputation is a task, which runs while the gradient is awaited. `stage.py` has the other reasons.

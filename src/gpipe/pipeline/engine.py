@@ -304,9 +304,7 @@ class Pipeline:
             with torch.enable_grad():
                 self._run(tasks, parts, train, clock)
             self._is_loss_known = True
-            self._await_gradients()
-            with self.job.activity.doing("adding up the gradients of tied parameters"):
-                self._tied.finish_step()
+            self._finish_gradients()
             if scaler is not None:
                 scaler.unscale(self.parameters())
             conclusion = self._conclude(loss, note, may_skip=scaler is not None, max_norm=max_gradient_norm)
@@ -615,7 +613,16 @@ class Pipeline:
         moved = inputs.to(device)
         return moved if self._prepare_inputs is None else Payload.of(self._prepare_inputs(moved.value()))
 
-    def _await_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
+        """Make each gradient that of the whole mini-batch, and call the hooks with it."""
+        self._await_averages()
+        with self.job.activity.doing("adding up the gradients of tied parameters"):
+            self._tied.finish_step()
+        with self.job.activity.doing("calling the hooks of parameters"):
+            for stage in self.stages.values():
+                stage.call_hooks()
+
+    def _await_averages(self) -> None:
         """Wait for the averages over the replicas, and for the devices."""
         averagings = [stage.averaging for stage in self.stages.values() if stage.averaging is not None]
         with self.job.activity.doing("averaging gradients over the replicas") if averagings else nullcontext():

@@ -10,7 +10,7 @@ twice or is computed from others, and those whose tensors are kept by hooks. The
 The first task is an ordinary backward that stops short of the deferred weights: autograd then asks an operation for the
 gradients that somebody needs, and no others. On its way it meets the gradient of each deferred product. The second task
 makes the kernel's other call, with the operation's own arguments, and hands the result to the weight through autograd.
-So the bits are those of one backward, and hooks of parameters run once per micro-batch.
+So the bits are those of one backward, and hooks of parameters run once.
 
 Why not torch.autograd.grad twice: the second call would go through the activations again. torch's pipelining cuts the
 graph at intermediate nodes (`torch/distributed/pipelining/_backward.py`): it keeps the whole graph until then, and

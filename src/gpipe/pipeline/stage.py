@@ -39,6 +39,7 @@ from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.low_precision import lower
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
+from gpipe.pipeline.parameter_hooks import ParameterHooks
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
@@ -128,6 +129,7 @@ class Stage:
         self._needs_whole_graph = False  # in a forward that will be recomputed
         self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
         self._buffers = Buffers(self.layers)
+        self._hooks = ParameterHooks()
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)
         self._kept: dict[int, _Kept] = {}
@@ -150,9 +152,14 @@ class Stage:
         self.step, self.loss, self._final_micro_batch = step, loss, final_micro_batch
         modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # layers may have got others
         self._buffers.start_step(chain(*modules.values()))
+        self._hooks.take(p for below in modules.values() for module in below for p in module._parameters.values())
         self._is_torch_all_random = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         if self.averaging is not None:
             self.averaging.start_step()
+
+    def call_hooks(self) -> None:
+        """Call the users' hooks of the parameters, once their gradients are those of all replicas."""
+        self._hooks.call()
 
     def finish_step(self) -> None:
         """Let go of what the step had: the loss holds the targets."""
@@ -161,6 +168,7 @@ class Stage:
 
     def undo_step(self) -> None:
         """Make moving averages and other buffers what they were when the step began, and finish it."""
+        self._hooks.give_back()
         discard(self._batch_norms)
         self._buffers.undo_step()
         self.finish_step()

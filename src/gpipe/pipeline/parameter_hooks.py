@@ -1,0 +1,76 @@
+"""What users hang on parameters: hooks, which are called once per step, with the gradient of the whole mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+Hooks = dict[Any, Callable[[Tensor], Any]]
+
+
+class _Taken(NamedTuple):
+    """A parameter without its hooks, and what it had."""
+
+    parameter: Parameter
+    on_gradient: Hooks
+    after: Hooks
+    before: Tensor | None  # the gradient of steps that nobody has zeroed
+
+
+class ParameterHooks:
+    """Takes the hooks of parameters away for the time of a step, and calls them at its end.
+
+    Autograd would call them once per micro-batch, with a part of the gradient; the plain model has one backward.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[_Taken] = []
+
+    def take(self, parameters: Iterable[Parameter | None]) -> None:
+        """Take the hooks of a stage's parameters."""
+        hooked = {p for p in parameters if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks)}
+        for parameter in hooked:
+            dicts = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+            self._taken.append(_Taken(parameter, dict(dicts[0]), dict(dicts[1]), parameter.grad))
+            for hooks in dicts:
+                hooks.clear()
+            parameter.grad = None
+
+    @torch.no_grad()
+    def call(self) -> None:
+        """Give the hooks back, and call those of the parameters that have got a gradient."""
+        _give_back(self._taken)
+        while self._taken:  # what a hook's error leaves is for `give_back`
+            parameter, on_gradient, after, before = self._taken.pop()
+            if (gradient := parameter.grad) is None:
+                parameter.grad = before
+                continue
+            for hook in on_gradient.values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            parameter.grad = gradient if before is None else before.add_(gradient)
+            for hook in after.values():
+                hook(parameter)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give the hooks back after a step that failed, without a call."""
+        taken, self._taken = self._taken, []
+        _give_back(taken)
+        for parameter, _, _, before in taken:
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+def _give_back(taken: Iterable[_Taken]) -> None:
+    for parameter, on_gradient, after, _ in taken:
+        for hooks, kept in ((parameter._backward_hooks, on_gradient), (parameter._post_accumulate_grad_hooks, after)):
+            if kept:
+                assert hooks is not None, "torch keeps the dictionary as long as the parameter"
+                added = dict(hooks)
+                hooks.clear()
+                hooks.update(kept | added)
