@@ -1,7 +1,7 @@
 """The bubble's claim: what a stage waits, beside the simulated and the planned bubble of the same K and M."""
 
 from gpipe.records import Record, make_record
-from reproductions.bubble.tables import claims
+from reproductions.bubble.tables import bubble_on_gpus, claims
 from reproductions.claims import NO_TEST
 from reproductions.table2_throughput.tables import GRID
 
@@ -30,3 +30,17 @@ def test_each_kind_has_its_column_and_the_formula_is_not_called_the_papers_numbe
 def test_without_records_it_was_not_run() -> None:
     (claim,) = claims([measured(rematerialize="never")], [])
     assert (claim.measured, claim.simulated, claim.planned) == ("not run", "", "(K-1)/(M+K-1) is 17.9%")
+
+
+def step(num_stages: int, num_microbatches: int, bubble: float | None, kind: str = "measured") -> Record:
+    pipeline = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    config = {"model": {"family": "transformer_lm", "num_layers": 48}, "pipeline": pipeline}
+    return make_record(kind=kind, command="c", experiment="bubble", config=config, seed=0, results={"bubble": bubble})
+
+
+def test_steps_on_gpus_are_sorted_and_stand_beside_the_formula() -> None:
+    records = [step(8, 32, 0.19), step(2, 8, 0.125), step(4, 8, None), step(4, 32, None, "not run"), measured()]
+    *_, first, second = bubble_on_gpus(records).splitlines()
+    assert first == "| Transformer-48 | 2 | 8 | 11.1% | 12.5% |"
+    assert second == "| Transformer-48 | 8 | 32 | 17.9% | 19.0% |"
+    assert bubble_on_gpus(records[2:]).startswith("Not run: make gpu")
