@@ -30,8 +30,11 @@ _CASES: list[tuple[str, str, int, Any, tuple[Any, ...]]] = [
         for what in WAYS
         for number, way in ((1, "one by one"), (0, "one pass"))
     ),
-    ("a step under autocast", PER_USE, 1, counts.count_step, (False,)),
-    ("a step under autocast", PER_STEP, 1, counts.count_step, (True,)),
+    *(
+        (f"a step under autocast, recomputing {mode}", way, 1, counts.count_step, (mode, way == PER_STEP))
+        for mode in ("always", "never")
+        for way in (PER_USE, PER_STEP)
+    ),
 ]
 
 

@@ -99,15 +99,18 @@ def count_loss(_rank: int, what: str, number: int) -> Counts:
     return count(work)
 
 
-def count_step(_rank: int, keeps_copies: bool) -> Counts:
+def count_step(_rank: int, mode: str, keeps_copies: bool) -> Counts:
     """Count a step under autocast in one process with two GPUs.
 
-    keeps_copies: whether all uses of a weight share a copy of it.
+    mode: of re-materialisation. keeps_copies: whether all uses of a weight share a copy of it.
     """
     model = make_text_model()
     half = len(model.layers) // 2
     partitions = [half, len(model.layers) - half]
-    pipeline = gpipe.Pipeline(model.layers, model.loss, partitions, NUM_MICROBATCHES, devices=["cuda:0", "cuda:1"])
+    devices = ["cuda:0", "cuda:1"]
+    pipeline = gpipe.Pipeline(
+        model.layers, model.loss, partitions, NUM_MICROBATCHES, rematerialize=mode, devices=devices
+    )
     batch = model.batch(MICROBATCH_SIZE * NUM_MICROBATCHES)
 
     def work() -> None:
