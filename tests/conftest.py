@@ -13,6 +13,7 @@ from hydra import initialize_config_dir
 from hypothesis import settings
 
 from gpipe.config import register_schemas
+from gpipe.training.numerics import set_numerics
 from tests.support.process_pool import ProcessPool
 from tests.support.program_server import PROFILES
 from tests.support.remembered_settings import remember_settings
@@ -49,6 +50,12 @@ def _place(path: Path) -> int:
 def _one_thread() -> None:
     """Compute with as many threads as each process of a pipeline does, so that bits can be compared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    """Let torch take kernels that give the same bits each time: a run that an earlier test built may have left it."""
+    set_numerics(deterministic=True, float32_matmul_precision="highest")
 
 
 @pytest.fixture

@@ -13,10 +13,16 @@ _TESTS = "-m", "pytest", "tests/simulated_cuda/test_steps.py", "-p", "no:cachepr
 # It takes what any GPU computes for work of the current one.
 _SANITIZER = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": "0"}
 _TABLES = "train.py", "-m"
-_SMALL_TABLES = (
-    "+experiment=table2_amoebanet_d_laptop", "pipeline.num_stages=2", "pipeline.num_microbatches=2",
-    "trainer.max_steps=2", "trainer.num_untimed_steps=1", "trainer.timeline_every_steps=null", "model.num_layers=3",
-    "model.num_filters=8", "data.image_size=32", "launch.device=cuda", "launch.pin_cores=false",
+_SHORT = (
+    "pipeline.num_stages=2", "pipeline.num_microbatches=2", "trainer.max_steps=2", "trainer.num_untimed_steps=1",
+    "trainer.timeline_every_steps=null", "launch.device=cuda", "launch.pin_cores=false",
+)  # fmt: skip
+_SMALL_IMAGES = (
+    "+experiment=table2_amoebanet_d_laptop", "model.num_layers=3", "model.num_filters=8", "data.image_size=32", *_SHORT,
+)  # fmt: skip
+_SMALL_TEXT = (
+    "+experiment=table2_transformer_lm_laptop", "model.num_layers=2", "model.model_size=32",
+    "model.feedforward_size=64", "data.vocabulary_size=40", "data.sequence_length=8", *_SHORT,
 )  # fmt: skip
 
 
@@ -81,23 +87,30 @@ def _study(name: str, claim: str, minutes: float, *options: str) -> Step:
 
 
 def _list_sweeps(*, small: bool) -> list[Step]:
-    """Return the measured cells of Tables 2 and 3; those that need more GPUs than there are count as not run."""
+    """Return the measured cells of Tables 2 and 3, and of the bubble where M is 4K or more.
+
+    Those that need more GPUs than there are count as not run.
+    """
     if small:
-        return [_sweep("table2", "table2_throughput", 3, *_SMALL_TABLES)]
-    grid = "name=table3_slow_links", "pipeline.num_stages=2,4,8", "pipeline.num_microbatches=32"
-    through_host = {"NCCL_P2P_DISABLE": "1"}
+        both, images, text = _SMALL_IMAGES, _SMALL_IMAGES, _SMALL_TEXT
+        equal, slow, long = "trainer.batch_size=4", (), ("trainer.timeline_every_steps=2",)
+    else:
+        both, images, text = (
+            ("+experiment=table2_throughput",),
+            ("+experiment=table2_amoebanet_d", "model.num_filters=128"),
+            ("+experiment=table2_transformer_lm", "model.num_layers=24"),  # as deep as Table 3 has it
+        )
+        equal = "trainer.batch_size=128"
+        slow = "pipeline.num_stages=2,4,8", "pipeline.num_microbatches=32", "trainer.autocast=none"  # as on a P100
+        long = "pipeline.num_stages=2,4,8", "pipeline.num_microbatches=8,32", "model.num_layers=48"
+    table3, through_host = ("name=table3_slow_links", *slow), {"NCCL_P2P_DISABLE": "1"}
     return [
-        _sweep("table2", "table2_throughput", 40, "+experiment=table2_throughput"),
-        _sweep("table2_equal", "table2_throughput", 40, "+experiment=table2_throughput", "trainer.batch_size=128"),
-        _sweep(
-            "table3_amoebanet", "table3_slow_links", 20,
-            "+experiment=table2_amoebanet_d", "model.num_filters=128", *grid, **through_host,
-        ),
-        _sweep(
-            "table3_transformer", "table3_slow_links", 20,
-            "+experiment=table2_transformer_lm", "model.num_layers=24", *grid, **through_host,
-        ),
-    ]  # fmt: skip
+        _sweep("table2", "table2_throughput", 40, *both),
+        _sweep("table2_equal", "table2_throughput", 40, *both, equal),
+        _sweep("table3_amoebanet", "table3_slow_links", 20, *images, *table3, **through_host),
+        _sweep("table3_transformer", "table3_slow_links", 20, *text, *table3, **through_host),
+        _sweep("bubble", "bubble", 20, *text, *long, "name=bubble"),
+    ]
 
 
 def _sweep(name: str, claim: str, minutes: float, *overrides: str, **variables: str) -> Step:

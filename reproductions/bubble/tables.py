@@ -6,13 +6,15 @@ from typing import Any
 
 from gpipe.records import Record
 from reproductions.claims import NO_TEST, NOT_RUN, Claim
-from reproductions.speed_ups import find_grid
+from reproductions.speed_ups import cell_of, find_grid
 from reproductions.table import Paper, markdown, newest, not_run, provenance
 from reproductions.table2_throughput.tables import GRID
 
 _CELL = {"num_stages": 8, "num_microbatches": 32}
 CHECKPOINT_COST = "checkpoint_cost"
 ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
+BUBBLE = "bubble"
+_BUBBLE_PROGRAM = "make gpu, on a machine with several GPUs"
 REPLICA_WAIT, PLANNED_SECONDS = "replica_wait", "planned_seconds"
 AUTOMATIC_PLANS = "automatic_plans"
 _AUTOMATIC_PLANS_PROGRAM = f"python -m experiments.{AUTOMATIC_PLANS}"
@@ -429,6 +431,33 @@ def _checkpoint_cost(record: Record | None, program: str) -> str:
     return markdown([*header, f"at most {_MOST_STILL:.0%}"], rows)
 
 
+def bubble_on_gpus(records: Sequence[Record]) -> str:
+    """Return the bubble of training steps on several GPUs, beside the formula's."""
+    runs = sorted(_find_runs(records), key=lambda run: (run.config["model"]["num_layers"], *cell_of(run)[1:]))
+    if not runs:
+        return not_run(_BUBBLE_PROGRAM)
+    rows = []
+    for run in runs:
+        _, k, m = cell_of(run)
+        formula = f"{(k - 1) / (m + k - 1):.1%}"
+        rows.append([f"Transformer-{run.config['model']['num_layers']}", str(k), str(m), formula])
+        rows[-1].append(f"{run.results['bubble']:.1%}")
+    return markdown(["model", "K", "M", "(K-1)/(M+K-1)", "bubble, measured"], rows)
+
+
+def bubble_on_gpus_run(records: Sequence[Record]) -> str:
+    """Return the provenance of the newest of these steps."""
+    return provenance(max(_find_runs(records), key=lambda run: run.date, default=None), _BUBBLE_PROGRAM)
+
+
+def _find_runs(records: Sequence[Record]) -> list[Record]:
+    return [
+        run
+        for run in records
+        if run.experiment == BUBBLE and run.kind == "measured" and run.results.get("bubble") is not None
+    ]
+
+
 def checkpoint_cost_run(records: Sequence[Record]) -> str:
     """Return the provenance of the measured cost."""
     return provenance(_newest_save(records, on_gpus=False), _CHECKPOINT_PROGRAM)
@@ -464,4 +493,6 @@ TABLES = (
     checkpoint_cost_run,
     checkpoint_cost_on_gpus,
     checkpoint_cost_on_gpus_run,
+    bubble_on_gpus,
+    bubble_on_gpus_run,
 )

@@ -40,6 +40,8 @@ NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F
 LOSS_BYTES, LOSS_SECONDS = "loss_bytes", "loss_seconds"
 WEIGHT_COPIES = "weight_copies"
 _COPIES_PROGRAM = f"python -m experiments.{WEIGHT_COPIES}"
+DEVICE_WORK = "device_work"
+_WORK_PROGRAM = f"python -m experiments.{DEVICE_WORK}"
 _LOSS_PROGRAM = "python -m experiments.loss_cost"
 _UTILIZATION_PROGRAM = "python -m experiments.transformer_utilization, which needs a GPU"
 _LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
@@ -299,6 +301,25 @@ def weight_copies_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, WEIGHT_COPIES), _COPIES_PROGRAM)
 
 
+def device_work(records: Sequence[Record]) -> str:
+    """Return what steps and losses ask of GPUs and their host, as they were and as they are."""
+    record = newest(records, DEVICE_WORK)
+    if record is None:
+        return not_run(_WORK_PROGRAM)
+    names = "host_synchronisations", "stream_waits", "nccl_operations", "averages_before_gradients"
+    rows = []
+    for row in record.results["rows"]:
+        sizes = (f"{row[name] / 1e6:,.1f}" for name in ("bytes_moved", "peak_bytes"))
+        rows.append([row["what"], row["way"], f"{row['kernels']:,}", *sizes, *(f"{row[name]:,}" for name in names)])
+    header = ["counted", "way", "kernels", "MB moved by them", "peak MB beside weights", "waits of the host"]
+    return markdown([*header, "waits of streams", "NCCL operations", "averages that a sent gradient waits for"], rows)
+
+
+def device_work_run(records: Sequence[Record]) -> str:
+    """Return the provenance of those counts."""
+    return provenance(newest(records, DEVICE_WORK), _WORK_PROGRAM)
+
+
 TABLES = (
     table2,
     table2_other_settings,
@@ -321,5 +342,7 @@ TABLES = (
     loss_seconds_run,
     weight_copies,
     weight_copies_run,
+    device_work,
+    device_work_run,
     *peers.TABLES,
 )

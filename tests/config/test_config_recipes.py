@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from gpipe.config import ConfigError, RunConfig, to_plain, to_run
+from gpipe.config import Autocast, ConfigError, ImagesConfig, RunConfig, to_plain, to_run
 from gpipe.config.run import smallest_microbatch
 from gpipe.data import open_image_set
 from gpipe.data.epoch_loader import EpochLoader
 from gpipe.data.images.catalogue import IMAGE_SETS
 from gpipe.pipeline.microbatch import microbatch_sizes
+from gpipe.planning.accelerator import find_accelerator
+from gpipe.programs.precision import settle_precision
 
 pytestmark = pytest.mark.usefixtures("composer")
 CONF = Path(__file__).parents[2] / "conf"
@@ -157,6 +159,20 @@ def test_an_experiment_with_two_replicas_has_the_processes_for_them(experiment: 
     assert two.launch.num_processes == 2 * two.pipeline.num_stages
     launched, alone = to_plain(two), to_plain(one)
     assert {key for key in alone if launched[key] != alone[key]} == {"launch"}
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if not name.endswith("_laptop")])
+def test_on_an_h100_every_recipe_multiplies_in_bfloat16_and_has_the_channels_of_images_last(experiment: str) -> None:
+    run = run_of(f"+experiment={experiment}", "init_from=null")
+    trainer = settle_precision(run, find_accelerator("h100")).trainer
+    assert (trainer.autocast, trainer.channels_last) == (Autocast.bfloat16, isinstance(run.data, ImagesConfig))
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.endswith("_laptop")])
+def test_on_a_laptop_every_recipe_computes_in_float32(experiment: str) -> None:
+    run = run_of(f"+experiment={experiment}", "init_from=null")
+    trainer = settle_precision(run, find_accelerator("cpu")).trainer
+    assert (trainer.autocast, trainer.channels_last) == (Autocast.none, False)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,9 @@ def test_one_gpu_needs_half_an_hour_at_most() -> None:
     assert sum(one.minutes for one in list_steps(small=False) if one.num_gpus == 1) <= HALF_AN_HOUR
 
 
-def test_the_rehearsal_has_the_steps_of_one_gpu_and_a_sweep() -> None:
+def test_the_rehearsal_has_all_steps() -> None:
     real, small = (list_steps(small=small) for small in (False, True))
-    assert [(one.name, one.claim) for one in real if one.num_gpus == 1] == [
-        (one.name, one.claim) for one in small if one.num_gpus == 1
-    ]
-    assert [one.sweep for one in small if one.num_gpus > 1] == ["table2_throughput"]
+    assert [replace(one, words=(), minutes=0) for one in small] == [replace(one, words=(), minutes=0) for one in real]
 
 
 def test_a_step_that_fails_does_not_stop_the_others_and_runs_again(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning import cut
-from gpipe.planning.accelerator import LayerSeconds, Speed
+from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.cut import Cutter, partition_by_memory
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import LayerProfile, profile_layers
@@ -189,6 +189,27 @@ def test_seconds_that_were_measured_take_the_place_of_planned_ones() -> None:
         Cutter("seconds", "step", SPEED, seconds)(profiles, Setting(2, 8)) for seconds in (None, lambda _: measured)
     )
     assert (planned, found) == ([2, 2], [3, 1])
+
+
+def whole_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.float(), targets)
+
+
+def first_logit(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs[:, 0].sum()
+
+
+@pytest.mark.parametrize("objective", ["step", "max"])
+def test_a_dearer_loss_leaves_its_stage_fewer_layers(objective: str) -> None:
+    body = (nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(31))
+    layers = nn.Sequential(*body, nn.Linear(64, 4096))
+    example = torch.empty(256, 64), torch.empty(256, dtype=torch.int64)
+    speed = Speed.of(find_accelerator("cpu"), "float32")
+    cheap, dear = (
+        Cutter("seconds", objective, speed)(profile_layers(layers, loss, example), Setting(2, 8))
+        for loss in (first_logit, whole_loss)
+    )
+    assert dear[-1] < cheap[-1]
 
 
 def test_one_process_is_cut_as_one_process_per_stage() -> None:

@@ -237,6 +237,17 @@ def test_autocast_and_the_memory_format_reach_the_layers(tmp_path: Path) -> None
     assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)
 
 
+@pytest.mark.parametrize(
+    ("model", "tries"), [(SMALL, True), (LANGUAGE_MODEL, True), (TRANSLATION, False)], ids=["images", "tokens", "text"]
+)
+def test_cudnn_tries_kernels_where_shapes_stay_and_bits_may_differ(model: tuple[str, ...], tries: bool) -> None:
+    for deterministic in (False, True):
+        run = to_run(compose("train", overrides=[*model, f"trainer.deterministic={str(deterministic).lower()}"]))
+        layers = build_layers(run)
+        build_pipeline(run, layers, share_layout(run, layers, ALONE), ALONE).close()
+        assert torch.backends.cudnn.benchmark is (tries and not deterministic)
+
+
 def test_training_images_are_mixed_and_counted_and_test_images_are_left_alone(tmp_path: Path) -> None:
     overrides = ["data.mixup=0.8", "data.cutmix=1", "data.random_erasing=0.25"]
     trainer = trainer_of(tmp_path, *overrides)

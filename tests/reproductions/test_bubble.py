@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpipe.records import Record, make_record
-from reproductions.bubble.tables import HAND_WRITTEN, claims, engine_overhead
+from reproductions.bubble.tables import HAND_WRITTEN, bubble_on_gpus, claims, engine_overhead
 from reproductions.claims import NO_TEST
 from reproductions.table2_throughput.tables import GRID
 
@@ -49,3 +49,17 @@ def test_the_share_of_the_loop_is_that_of_the_same_machine() -> None:
 def test_without_records_it_was_not_run() -> None:
     (claim,) = claims([measured(rematerialize="never")], [])
     assert (claim.measured, claim.simulated, claim.planned) == ("not run", "", "(K-1)/(M+K-1) is 17.9%")
+
+
+def step(num_stages: int, num_microbatches: int, bubble: float | None, kind: str = "measured") -> Record:
+    pipeline = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    config = {"model": {"family": "transformer_lm", "num_layers": 48}, "pipeline": pipeline}
+    return make_record(kind=kind, command="c", experiment="bubble", config=config, seed=0, results={"bubble": bubble})
+
+
+def test_steps_on_gpus_are_sorted_and_stand_beside_the_formula() -> None:
+    records = [step(8, 32, 0.19), step(2, 8, 0.125), step(4, 8, None), step(4, 32, None, "not run"), measured()]
+    *_, first, second = bubble_on_gpus(records).splitlines()
+    assert first == "| Transformer-48 | 2 | 8 | 11.1% | 12.5% |"
+    assert second == "| Transformer-48 | 8 | 32 | 17.9% | 19.0% |"
+    assert bubble_on_gpus(records[2:]).startswith("Not run: make gpu")

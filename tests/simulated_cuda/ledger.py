@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Of everything in the simulation. Nobody waits for a device while holding it.
 lock = threading.RLock()
@@ -20,6 +22,9 @@ FAULTS_FILE = "SIMULATED_CUDA_FAULTS"
 
 counts: Counter[str] = Counter()
 """Kernels, copies, host synchronisations and NCCL operations."""
+
+on_kernel: Callable[[Any, Any, Any, list[Any]], None] | None = None
+"""What to call with each kernel: torch's operation, its arguments, and the tensors that it returns."""
 
 registered: dict[int, int] = {}
 """The bytes of host memory that was registered with CUDA, by address."""

@@ -101,12 +101,10 @@ def _serve(pipe: Connection, simulated: bool, port: int) -> None:
 
     import gpipe  # noqa: F401
     import tests.support.random_layers  # noqa: F401 - timm
+    from gpipe.training.numerics import set_numerics
 
     torch.set_num_threads(1)
-    if not simulated:
-        from gpipe.training.numerics import set_numerics
-
-        set_numerics(deterministic=True, float32_matmul_precision="highest")  # bits are compared
+    set_numerics(deterministic=True, float32_matmul_precision="highest")  # bits are compared
     while True:
         try:
             call, seconds = pipe.recv()

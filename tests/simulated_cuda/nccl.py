@@ -158,6 +158,15 @@ class NCCL(dist.ProcessGroup):
 
         return self._enqueue("ncclAllGather", [tensor], into, transport)
 
+    @property
+    def num_operations(self) -> int:
+        """How many there were."""
+        return 0 if self._stream is None else self.find_position(self._stream.clock)
+
+    def find_position(self, clock: streams.Clock) -> int:
+        """Return how many of the operations something is ordered after."""
+        return 0 if self._stream is None else clock.get(self._stream.number, 0)
+
     def abort(self) -> None:
         """End the operations that wait for others, as ncclCommAbort does."""
         if self._stream is not None:

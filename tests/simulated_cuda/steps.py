@@ -127,6 +127,19 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
     return found
 
 
+def count_transfers(rank: int, kinds: tuple[str, ...], num_microbatches: int) -> int:
+    """Return how many operations of NCCL a step takes in one of two processes, whose boundary is after these layers."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "stage"))
+    pipeline = gpipe.Pipeline(
+        build(kinds), nn.functional.cross_entropy, [len(kinds), 1], num_microbatches, mesh=mesh,
+        devices=f"cuda:{torch.cuda.current_device()}", timeout_seconds=10,
+    )  # fmt: skip
+    inputs, targets = torch.randn(8, 4, 6, 6), torch.zeros(8, dtype=torch.int64)
+    pipeline.train_step((inputs if pipeline.is_first else None, targets if pipeline.is_last else None))
+    pipeline.close()  # and wait until all has been sent
+    return ledger.counts["NCCL operations"]
+
+
 def train_each(rank: int, settings: list[Setting]) -> list[dict[str, Any]]:
     """Train in several settings, one after the other, by the same processes."""
     return [train(rank, setting) for setting in settings]

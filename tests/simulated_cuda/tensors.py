@@ -112,7 +112,10 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 block.use(stream, number, name, writes=True)
             return SimulatedTensor(leaf, device)
 
-        return _map(wrap, result)
+        wrapped = _map(wrap, result)
+        if number is not None and ledger.on_kernel is not None:
+            ledger.on_kernel(func, args, kwargs, _find_tensors(wrapped))
+        return wrapped
 
 
 def _pick(index: int, argument: Any) -> Any:
@@ -217,6 +220,8 @@ def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:
         what = "copies between devices"
     elif here is not None and there is not None:
         what = f"kernels on {source.device}"
+        if ledger.on_kernel is not None:
+            ledger.on_kernel(aten._to_copy.default, (source,), {}, [target])
     else:
         what = "copies from the host" if here is None else "copies to the host"
     ledger.counts[what] += 1

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from gpipe.planning.optimizer_memory import try_optimizer
+from gpipe.training.optimizers import OPTIMIZERS, build_optimizer
 from tests.simulated_cuda.machine import Machine
 from tests.simulated_cuda.saves import save
-from tests.simulated_cuda.steps import SYNCHRONISATIONS, Setting, assert_same_bits, train, train_each
+from tests.simulated_cuda.steps import SYNCHRONISATIONS, Setting, assert_same_bits, count_transfers, train, train_each
 from tests.simulated_cuda.streams import NUM_DEVICES
-from tests.simulated_cuda.updates import update
+from tests.simulated_cuda.updates import measure_update, update
 
 Layout = tuple[str, int, int]
 MODES = ("always", "except_last", "never")
@@ -80,6 +82,14 @@ def test_the_host_waits_twice_per_step_at_most(num_processes: int, num_stages: i
         assert outcome[SYNCHRONISATIONS] <= 2
 
 
+@pytest.mark.parametrize(
+    "kinds", [("conv",), ("conv", "nest"), ("conv", "branch"), ("conv", "nest", "branch")], ids=str
+)
+def test_a_payload_of_many_tensors_is_one_operation(kinds: tuple[str, ...], simulated: Machine) -> None:
+    num_microbatches = 4
+    assert simulated.run(2, count_transfers, kinds, num_microbatches) == [2 * num_microbatches] * 2  # there and back
+
+
 @pytest.mark.parametrize(("synchronize_batch_norm", "shards_optimizer"), [(False, True), (True, False)])
 def test_replicas_train_as_on_the_cpu(synchronize_batch_norm: bool, shards_optimizer: bool, simulated: Machine) -> None:
     on_cpu, on_gpu = (
@@ -103,11 +113,19 @@ def test_autocast_reaches_every_device(machine: Machine) -> None:
 
 
 @on_all_machines
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_fused_updates_and_resumed_ones_are_those_of_the_cpu(name: str, machine: Machine) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_and_resumed_ones_are_those_of_the_cpu(name: str, machine: Machine) -> None:
     (found,), (expected,) = (machine.run(1, update, name, device) for device in ("cuda", "cpu"))
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+@on_all_machines
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_allocates_what_is_planned(name: str, machine: Machine) -> None:
+    planned = try_optimizer(functools.partial(build_optimizer, name, lr=0.1, weight_decay=0.1, on_gpus=True))
+    (found,) = machine.run(1, measure_update, name)
+    assert found == pytest.approx(planned.update, abs=0.1)
 
 
 @on_all_machines

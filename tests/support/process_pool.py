@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from gpipe.launch.store import LOOPBACK, serve_store
+from gpipe.training.numerics import set_numerics
 
 
 class ProcessPool:
     """Processes to run functions on, in a Gloo group of as many as each call asks for.
 
-    A function is called as function(rank, *args) and must be importable by name. One thread per process, as in the
-    process of the tests, so that results can be compared bit by bit.
+    A function is called as function(rank, *args) and must be importable by name. One thread per process and
+    deterministic kernels, as in the process of the tests, so that results can be compared bit by bit.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,6 +63,7 @@ class ProcessPool:
 
 def _serve(rank: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    set_numerics(deterministic=True, float32_matmul_precision="highest")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

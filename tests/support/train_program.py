@@ -24,6 +24,7 @@ TINY = (
     "model.num_filters=8",
     "data.image_size=32",
     "schedule.warm_up_epochs=0",
+    "trainer.deterministic=true",
     "launch.num_threads=1",
     "launch.device=cpu",
     "tracking=disabled",

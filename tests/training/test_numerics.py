@@ -1,19 +1,17 @@
 """The settings of kernels reach torch, and can be taken back."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from gpipe.training.numerics import set_numerics
+from tests.support.process_pool import ProcessPool
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _without_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    yield
-    set_numerics(deterministic=False, float32_matmul_precision="highest")
 
 
 def scatter() -> None:
@@ -42,3 +40,11 @@ def test_the_precision_of_products_is_that_of_convolutions_too(precision: str, h
     set_numerics(deterministic=False, float32_matmul_precision=precision)
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cudnn.allow_tf32 == has_tf32
+
+
+def are_deterministic(rank: int) -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+def test_tests_take_deterministic_kernels(processes: ProcessPool) -> None:
+    assert [are_deterministic(0), *processes.run(2, are_deterministic)] == [True] * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -120,7 +120,7 @@ class Ledger(TorchDispatchMode):
             result = taken.complete(result)
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not func.is_view and func.overloadpacket not in _ALLOCATIONS:
-            self.work.append(Work(_flops(func, args, kwargs, result), _count_moved(func, args, kwargs, outputs)))
+            self.work.append(Work(_flops(func, args, kwargs, result), count_moved_bytes(func, args, kwargs, outputs)))
         for tensor in outputs:
             self._see(tensor)
         return result
@@ -169,13 +169,13 @@ class Ledger(TorchDispatchMode):
         self.own_peak_with_added_bytes = max(self.own_peak_with_added_bytes, own + self.added_bytes)
 
 
-def _count_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> int:
+def count_moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> int:
     """Count the bytes that an operation reads or writes: of a tensor that it looks things up in, only those places."""
     if func.overloadpacket in _PLACES:
         index, moved = args[2], _PLACES[func.overloadpacket]
         return int(index.nbytes + moved * index.numel() * args[0].itemsize)
     read = [leaf for leaf in tree_leaves((args, kwargs | {"out": None})) if isinstance(leaf, Tensor)]
-    return sum(tensor.nbytes for tensor in read + outputs)
+    return sum(tensor.nbytes for tensor in [*read, *outputs])
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

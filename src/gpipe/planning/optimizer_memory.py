@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _NUM_PARAMETERS = 64  # so many that what an update allocates for one of them hardly counts
-_UPDATES_ALL_AT_ONCE = SGD, Adam  # on a GPU, by torch's own choice (torch.optim.optimizer, foreach)
 
 
 class OptimizerMemory(NamedTuple):
@@ -28,18 +27,15 @@ class OptimizerMemory(NamedTuple):
     update: float
 
 
-def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer], *, on_gpu: bool) -> OptimizerMemory:
-    """Return what an optimizer needs, on a GPU or on a CPU; it is tried on a CPU.
+def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]) -> OptimizerMemory:
+    """Return what an optimizer needs. It is tried on a CPU.
 
-    make: from names and parameters.
+    make: from names and parameters; with the update that it has where it will run, such as the fused one of GPUs.
     """
     parameters = [nn.Parameter(torch.zeros(64, 16)) for _ in range(_NUM_PARAMETERS)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = make([(f"layers.0.{number}", parameter) for number, parameter in enumerate(parameters)])
-    for group in optimizer.param_groups:
-        if on_gpu and isinstance(optimizer, _UPDATES_ALL_AT_ONCE):
-            group["foreach"] = True
     optimizer.step()  # makes the state
     state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -168,8 +168,8 @@ def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None 
         mode: Rematerialization | Fit = Fit(settings.memory_limit_bytes or accelerator.room_bytes)
     else:
         mode = Rematerialize(settings.rematerialize.value)
-    make = partial(_build_optimizer, run.optimizer, rate=run.optimizer.learning_rate)
-    memory = try_optimizer(make, on_gpu=accelerator.is_gpu)
+    rate = run.optimizer.learning_rate
+    memory = try_optimizer(partial(_build_optimizer, run.optimizer, rate=rate, on_gpus=accelerator.is_gpu))
     return Setting(
         num_stages=settings.num_stages,
         num_microbatches=settings.num_microbatches,
@@ -490,11 +490,11 @@ def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list
 
 
 def _build_optimizer(
-    settings: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], rate: float
+    settings: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], rate: float, on_gpus: bool | None = None
 ) -> torch.optim.Optimizer:
     handled_elsewhere = ("name", "learning_rate", "times_batch_size", "clip_norm")
     own = {name: value for name, value in asdict(settings).items() if name not in handled_elsewhere}
-    return build_optimizer(settings.name, parameters, rate, **own)
+    return build_optimizer(settings.name, parameters, rate, on_gpus=on_gpus, **own)
 
 
 def build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:

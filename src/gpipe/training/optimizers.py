@@ -21,21 +21,30 @@ def rmsprop(
     momentum: float = 0.9,
     epsilon: float = 1.0,
     weight_decay: float = 0.0,
+    on_gpus: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build TensorFlow's RMSProp: epsilon is inside the root, and the mean square starts at one.
 
     The learning rate is part of the momentum buffer. Source: the public AmoebaNet TPU code (momentum 0.9, epsilon 1.0).
     """
     groups = _decay_groups(named_parameters, weight_decay)
+    for group in groups:  # no argument, since timm before 1.0.31 knows none: it goes from parameter to parameter
+        group["foreach"] = _are_on_gpus(groups, on_gpus)
     return RMSpropTF(groups, lr=lr, alpha=decay, eps=epsilon, momentum=momentum)
 
 
 def sgd(
-    named_parameters: NamedParameters, lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
+    named_parameters: NamedParameters,
+    lr: float,
+    *,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    on_gpus: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build stochastic gradient descent with Nesterov momentum (plain descent when `momentum` is 0); fused on GPUs."""
     groups = _decay_groups(named_parameters, weight_decay)
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=_are_on_gpus(groups))
+    fused = _are_on_gpus(groups, on_gpus)
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=fused)
 
 
 def adamw(
@@ -46,10 +55,11 @@ def adamw(
     beta2: float = 0.999,
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
+    on_gpus: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build Adam with decoupled weight decay; fused on GPUs."""
     groups = _decay_groups(named_parameters, weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon, fused=_are_on_gpus(groups))
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=epsilon, fused=_are_on_gpus(groups, on_gpus))
 
 
 def adafactor(
@@ -60,6 +70,7 @@ def adafactor(
     epsilon: float = 1e-3,
     clip_threshold: float = 1.0,
     weight_decay: float = 0.0,
+    on_gpus: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build Adafactor (Shazeer and Stern 2018), which keeps a row and a column of mean squares for each kernel.
 
@@ -72,9 +83,13 @@ def adafactor(
         epsilon: the smallest scale of a parameter.
         clip_threshold: an update with a larger root mean square is scaled down to it.
         weight_decay: of kernels.
+        on_gpus: as in `build_optimizer`; there, torch updates parameter by parameter unless it is told not to.
     """
     groups = _decay_groups(named_parameters, weight_decay)
-    return torch.optim.Adafactor(groups, lr=lr, beta2_decay=-decay, eps=(None, epsilon), d=clip_threshold)
+    foreach = _are_on_gpus(groups, on_gpus)
+    return torch.optim.Adafactor(
+        groups, lr=lr, beta2_decay=-decay, eps=(None, epsilon), d=clip_threshold, foreach=foreach
+    )
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -86,11 +101,18 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def build_optimizer(
-    name: str, named_parameters: NamedParameters, lr: float, **settings: float
+    name: str, named_parameters: NamedParameters, lr: float, *, on_gpus: bool | None = None, **settings: float
 ) -> torch.optim.Optimizer:
-    """Build the optimiser called `name`, one of OPTIMIZERS; `settings` are that function's keyword arguments.
+    """Build the optimiser called `name`, one of OPTIMIZERS.
 
     Frozen parameters (requires_grad False) are left out.
+
+    Args:
+        name: of the optimiser.
+        named_parameters: (name, parameter) pairs.
+        lr: the learning rate.
+        on_gpus: whether to update all parameters with few kernels, as on GPUs; None: where the parameters are on GPUs.
+        settings: the function's other keyword arguments.
 
     Raises:
         ValueError: the name is unknown.
@@ -99,7 +121,7 @@ def build_optimizer(
         raise ValueError(
             f"optimizer.name is {name!r}, which is unknown: choose one of {', '.join(sorted(OPTIMIZERS))}."
         )
-    return OPTIMIZERS[name](named_parameters, lr, **settings)
+    return OPTIMIZERS[name](named_parameters, lr, on_gpus=on_gpus, **settings)
 
 
 def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
@@ -114,8 +136,10 @@ def _decay_groups(named_parameters: NamedParameters, weight_decay: float) -> lis
     return groups or [{"params": [], "weight_decay": 0.0}]
 
 
-def _are_on_gpus(groups: list[dict[str, Any]]) -> bool:
-    """Return whether all parameters are where torch can update them in one kernel; timm's RMSProp has none."""
+def _are_on_gpus(groups: list[dict[str, Any]], said: bool | None) -> bool:
+    """Return what was said, or else whether all parameters are on GPUs."""
+    if said is not None:
+        return said
     parameters = [parameter for group in groups for _, parameter in group["params"]]
     return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,33 @@ class Gated(nn.Module):
         return x if self.replica == 1 else x + self.linear(x)
 
 
-def make_pipeline(num_stages: int) -> gpipe.Pipeline:
-    mesh = init_device_mesh("cpu", (2, num_stages), mesh_dim_names=("replica", "stage"))
-    replica = torch.distributed.get_rank() // num_stages
+def make_layers(replica: int) -> nn.Sequential:
+    """Return four layers with seven parameters that are trained."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 9), nn.Sequential(nn.Linear(9, 6), nn.Tanh()), Gated(replica), nn.Linear(6, 5))
     layers[1][0].weight.requires_grad_(False)
-    partitions = [4] if num_stages == 1 else [2, 2]
+    return layers
+
+
+def make_one_parameter(replica: int) -> nn.Sequential:
+    """Return two layers with one parameter: other replicas have none to update, nor has the second stage."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh())
+
+
+def make_pipeline(num_stages: int, make: Callable[[int], nn.Sequential] = make_layers) -> gpipe.Pipeline:
+    replica, world = torch.distributed.get_rank() // num_stages, torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world // num_stages, num_stages), mesh_dim_names=("replica", "stage"))
+    layers = make(replica)
+    partitions = [len(layers) // num_stages] * num_stages
     return gpipe.Pipeline(layers, nn.functional.cross_entropy, partitions, 2, mesh=mesh, timeout_seconds=10)
 
 
-def train(rank: int, num_stages: int, name: str, shards: bool) -> tuple[Numbers, Numbers, int]:
+def train(
+    rank: int, num_stages: int, make: Callable[[int], nn.Sequential], name: str, shards: bool
+) -> tuple[Numbers, Numbers, int]:
     """Return the weights, the whole state and how many numbers of it this process keeps."""
-    pipeline = make_pipeline(num_stages)
+    pipeline = make_pipeline(num_stages, make)
     optimizer = build_optimizer(name, pipeline.named_parameters(), 0.1, weight_decay=0.01)
     if shards:
         optimizer = ShardedOptimizer(optimizer, pipeline.job)
@@ -68,20 +83,42 @@ def train(rank: int, num_stages: int, name: str, shards: bool) -> tuple[Numbers,
     return weights, {key: one.numpy().copy() for key, one in state.items()}, kept
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_and_the_whole_state_are_those_of_replicas_that_keep_all(
-    name: str, num_stages: int, processes: ProcessPool
-) -> None:
-    full = processes.run(2 * num_stages, train, num_stages, name, False)
-    shared = processes.run(2 * num_stages, train, num_stages, name, True)
+def train_both(
+    processes: ProcessPool, layout: tuple[int, int], make: Callable[[int], nn.Sequential], name: str
+) -> list[tuple[list[int], int]]:
+    """Compare what each process has; return by stage the size of the state that each replica keeps, and of all."""
+    num_replicas, num_stages = layout
+    full, shared = (
+        processes.run(num_replicas * num_stages, train, num_stages, make, name, shards) for shards in (False, True)
+    )
     for rank, ((weights, state, _), (expected, expected_state, _)) in enumerate(zip(shared, full, strict=True)):
         assert list(weights) == list(expected) and list(state) == list(expected_state)
         assert all(np.array_equal(weights[key], expected[key]) for key in weights), rank
         assert all(np.array_equal(state[key], expected_state[key]) for key in state), rank
-    for stage in range(num_stages):
-        kept = [shared[stage + replica * num_stages][2] for replica in range(2)]
-        assert sum(kept) == full[stage][2] and max(kept) < full[stage][2]
+    return [([one[2] for one in shared[stage::num_stages]], full[stage][2]) for stage in range(num_stages)]
+
+
+LAYOUTS = [(2, 1), (2, 2), (3, 1), (4, 1), (3, 2)]  # replicas and stages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_the_whole_state_are_those_of_replicas_that_keep_all(
+    name: str, layout: tuple[int, int], processes: ProcessPool
+) -> None:
+    for kept, whole in train_both(processes, layout, make_layers, name):
+        assert sum(kept) == whole and max(kept) < whole
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[0] > 2], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_replica_without_a_parameter_of_its_own_takes_part(
+    name: str, layout: tuple[int, int], processes: ProcessPool
+) -> None:
+    first, *others = train_both(processes, layout, make_one_parameter, name)
+    kept, whole = first
+    assert sorted(kept) == [0] * (layout[0] - 1) + [whole] and whole > 0
+    assert all(whole == 0 for _, whole in others)
 
 
 def save(rank: int, folder: Path, shards: bool, num_steps: int) -> None:

@@ -1,0 +1,59 @@
+"""Count what a step asks of GPUs and of their host: kernels, bytes, waits; each change beside what was before.
+
+    python -m experiments.device_work
+
+Runs on the GPUs in software that the tests have, so it needs none, and nothing is timed. The averages of two replicas,
+awaited within the backward or at the end of the step: two stages, four GPUs. The loss of a micro-batch of 1,024 tokens
+with a vocabulary of 64,000, by one operation after the other or in one pass. A step of a small Transformer under
+autocast, with a copy of each weight per use or per step: two stages, eight micro-batches. Half a minute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.device_work import counts
+from experiments.loss_cost import WAYS
+from experiments.program import StudyProgram, track
+from experiments.replica_wait import IN_BACKWARD, REPLICAS
+from experiments.weight_copies import PER_STEP, PER_USE
+from gpipe.records import make_record
+from reproductions.table2_throughput.tables import DEVICE_WORK, device_work, device_work_run
+from tests.simulated_cuda.machine import Machine
+
+# What is counted, how it was and how it is, and what counts it: processes, a function and its arguments.
+_CASES: list[tuple[str, str, int, Any, tuple[Any, ...]]] = [
+    ("a step of two replicas", IN_BACKWARD, 4, counts.count_averaging, (True,)),
+    ("a step of two replicas", REPLICAS, 4, counts.count_averaging, (False,)),
+    *(
+        (f"the loss of a micro-batch, {what}", way, 1, counts.count_loss, (what, number))
+        for what in WAYS
+        for number, way in ((1, "one by one"), (0, "one pass"))
+    ),
+    *(
+        (f"a step under autocast, recomputing {mode}", way, 1, counts.count_step, (mode, way == PER_STEP))
+        for mode in ("always", "never")
+        for way in (PER_USE, PER_STEP)
+    ),
+]
+
+
+def main() -> None:
+    """Count all cases."""
+    program = StudyProgram(__doc__, {"table2_throughput": [device_work, device_work_run]})
+    program.parse()
+    machine, rows = Machine(simulated=True), []
+    for what, way, num_processes, function, arguments in track(_CASES, "cases"):
+        found = machine.run(num_processes, function, *arguments)
+        rows.append({"what": what, "way": way, **{name: sum(one[name] for one in found) for name in found[0]}})
+    machine.close()
+    config = {
+        "num_microbatches": counts.NUM_MICROBATCHES, "num_tokens": counts.NUM_TOKENS, "vocabulary_size":
+        counts.VOCABULARY, "autocast": "bfloat16", "width": counts.WIDTH,
+    }  # fmt: skip
+    record = make_record(kind="simulated", experiment=DEVICE_WORK, config=config, seed=0, results={"rows": rows})
+    program.publish({"table2_throughput": [record]})
+
+
+if __name__ == "__main__":
+    main()
