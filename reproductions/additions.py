@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpipe.programs.jobs import Job
+from gpipe.programs.jobs import SweepJob
 from gpipe.records import (
     RECORD_FILE,
     Record,
@@ -41,7 +41,7 @@ def add_record(name: str, record: Record, root: Path = ROOT) -> None:
     write_pages(root)
 
 
-def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[Job], root: Path = ROOT) -> None:
+def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[SweepJob], root: Path = ROOT) -> None:
     """Add the records of a sweep to a claim, and render all pages.
 
     A record replaces an earlier one with the same settings. If a data set is not on this machine, one record states the
@@ -77,7 +77,7 @@ def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[Job], root
     write_pages(root)
 
 
-def _make_diverged_record(job: Job, command: str, experiment: str) -> Record:
+def _make_diverged_record(job: SweepJob, command: str, experiment: str) -> Record:
     """Return the record of a training whose loss or gradient was not finite."""
     settings, results = job.outcome.config or {}, {"failure": job.outcome.reason, **_read_curves(job.folder)}
     seed = settings.get("seed", 0)

@@ -1,5 +1,6 @@
 """What a started interpreter loads; the contracts and bans of pyproject.toml have the rest of who may import whom."""
 
+import ast
 import os
 import re
 import shutil
@@ -162,3 +163,24 @@ def test_ruff_refuses_whatever_could_run_code_of_a_file(place: str) -> None:
     done = subprocess.run(command, check=False, cwd=ROOT, input="\n".join(DANGERS), capture_output=True, text=True)
     refused = {int(line) for line in re.findall(r":(\d+):\d+: (?:S|TID)\d", done.stdout)}
     assert [line for number, line in enumerate(DANGERS, 1) if number not in refused] == []
+
+
+def _is_type(name: str) -> bool:
+    return name[0].isupper() and not name.isupper()
+
+
+# One of each program: what starts it, what declares its settings, what checks them.
+OF_EACH_PROGRAM = {"main", "register_schema", "start", "to_settings"}
+
+
+def test_no_two_things_share_a_public_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src" / "gpipe").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            aliases = [target.id for target in targets if isinstance(target, ast.Name) and _is_type(target.id)]
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else aliases
+            for name in names:
+                homes.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    shared = {name: places for name, places in homes.items() if len(places) > 1 and not name.startswith("_")}
+    assert shared.keys() == OF_EACH_PROGRAM, shared

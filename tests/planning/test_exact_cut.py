@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.planning.exact_cut import Objective, partition_layers
+from gpipe.planning.exact_cut import CutObjective, partition_layers
 
-OBJECTIVES: tuple[Objective, ...] = ("max", "variance")
+OBJECTIVES: tuple[CutObjective, ...] = ("max", "variance")
 integer_costs = st.integers(0, 12)
 dyadic_costs = st.floats(0, 4, width=16)
 costs_lists = st.lists(integer_costs, min_size=1, max_size=9) | st.lists(dyadic_costs, min_size=1, max_size=9)
@@ -30,21 +30,21 @@ def every_cut(num_layers: int, num_partitions: int) -> list[list[int]]:
     return [[b - a for a, b in itertools.pairwise((0, *cut, num_layers))] for cut in inner]
 
 
-def quality(costs: Sequence[float], sizes: list[int], objective: Objective) -> tuple[Fraction, ...]:
+def quality(costs: Sequence[float], sizes: list[int], objective: CutObjective) -> tuple[Fraction, ...]:
     """What the best cut is smallest in: the objective, and for the maximum the sum of squares as tie-break."""
     parts = sums(costs, sizes)
     squares = sum((part**2 for part in parts), Fraction(0))
     return (max(parts), squares) if objective == "max" else (squares,)
 
 
-def rank(costs: Sequence[float], sizes: list[int], objective: Objective) -> tuple[object, ...]:
+def rank(costs: Sequence[float], sizes: list[int], objective: CutObjective) -> tuple[object, ...]:
     """Order all cuts strictly: by quality, then longer partitions at the end; if all costs are 0, they are equal."""
     return *quality(costs if any(costs) else [1] * len(costs), sizes, objective), [-size for size in reversed(sizes)]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @given(costs=costs_lists, data=st.data())
-def test_the_cut_is_the_best_of_all_cuts(objective: Objective, costs: list[float], data: st.DataObject) -> None:
+def test_the_cut_is_the_best_of_all_cuts(objective: CutObjective, costs: list[float], data: st.DataObject) -> None:
     num_partitions = data.draw(st.integers(1, len(costs)))
     best = min(every_cut(len(costs), num_partitions), key=lambda sizes: rank(costs, sizes, objective))
     assert partition_layers(costs, num_partitions, objective=objective) == best
@@ -53,7 +53,7 @@ def test_the_cut_is_the_best_of_all_cuts(objective: Objective, costs: list[float
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @given(costs=costs_lists, data=st.data())
 def test_the_cut_is_the_best_of_those_within_the_memory_limit(
-    objective: Objective, costs: list[float], data: st.DataObject
+    objective: CutObjective, costs: list[float], data: st.DataObject
 ) -> None:
     num_partitions = data.draw(st.integers(1, len(costs)))
     memory = data.draw(st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)))
@@ -70,7 +70,7 @@ def test_the_cut_is_the_best_of_those_within_the_memory_limit(
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_integers_are_not_rounded_to_floats(objective: Objective) -> None:
+def test_integers_are_not_rounded_to_floats(objective: CutObjective) -> None:
     big = 2**60
     assert partition_layers([big, 1, big + 1], 2, objective=objective) == [2, 1]
     assert partition_layers([big + 1, 1, big], 2, objective=objective) == [1, 2]
@@ -84,7 +84,7 @@ def test_floats_that_differ_in_the_last_bit_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_layers_without_cost_are_spread_evenly(objective: Objective) -> None:
+def test_layers_without_cost_are_spread_evenly(objective: CutObjective) -> None:
     assert partition_layers([0] * 10, 4, objective=objective) == [2, 2, 3, 3]
 
 
@@ -94,7 +94,7 @@ def test_the_smallest_maximum_and_the_smallest_variance_can_differ() -> None:
     assert partition_layers(costs, 3, objective="variance") == [2, 1, 1]  # sums 6, 2, 3
 
 
-def plain_dynamic_programme(costs: Sequence[int], num_partitions: int, objective: Objective) -> float:
+def plain_dynamic_programme(costs: Sequence[int], num_partitions: int, objective: CutObjective) -> float:
     """Minimise the largest sum, or the sum of squares, by comparing every start of every partition: K * L^2 steps."""
     prefix = list(itertools.accumulate(costs, initial=0))
     best: list[float] = [0] + [math.inf] * len(costs)
@@ -106,13 +106,13 @@ def plain_dynamic_programme(costs: Sequence[int], num_partitions: int, objective
     return best[-1]
 
 
-def extend(best: float, part: int, objective: Objective) -> float:
+def extend(best: float, part: int, objective: CutObjective) -> float:
     return max(best, part) if objective == "max" else best + part**2
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", ["random", "one giant layer", "heavy tail", "equal"])
-def test_middle_sized_problems_reach_the_optimum_of_a_plain_dynamic_programme(kind: str, objective: Objective) -> None:
+def test_middle_sized_problems_reach_the_optimum_of_a_plain_dynamic_programme(kind: str, objective: CutObjective) -> None:
     generator = random.Random(kind)
     costs = {
         "random": [generator.randrange(1000) for _ in range(70)],
@@ -126,7 +126,7 @@ def test_middle_sized_problems_reach_the_optimum_of_a_plain_dynamic_programme(ki
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("giant", [1, 10**9], ids=["even", "giant"])
-def test_no_layer_of_1663_in_128_partitions_is_better_moved_to_its_neighbour(giant: int, objective: Objective) -> None:
+def test_no_layer_of_1663_in_128_partitions_is_better_moved_to_its_neighbour(giant: int, objective: CutObjective) -> None:
     generator = random.Random(1663)
     costs = [giant, *(generator.randrange(500, 1500) for _ in range(1662))]
     sizes = partition_layers(costs, 128, objective=objective)

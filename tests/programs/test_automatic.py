@@ -12,7 +12,7 @@ from gpipe.launch.processes import Place
 from gpipe.planning.accelerator import EFFICIENCY, LayerSeconds, find_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.programs import calibration_files
-from gpipe.programs.automatic import Devices, choose_pipeline, is_open, spell_out
+from gpipe.programs.automatic import DevicesToUse, choose_pipeline, is_open, spell_out
 from gpipe.programs.build import build_layers, build_planner, build_setting, share_layout
 from gpipe.records import RECORD_FILE, read_records
 from tests.support.program_server import run_program
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "tracking=disabled", "pipeline=auto")
 
 
-def devices(count: int, room_bytes: int = 2**40) -> Devices:
-    return Devices(find_accelerator("v100"), count, room_bytes, EFFICIENCY)
+def devices(count: int, room_bytes: int = 2**40) -> DevicesToUse:
+    return DevicesToUse(find_accelerator("v100"), count, room_bytes, EFFICIENCY)
 
 
 def choose(*words: str, count: int = 4, room_bytes: int = 2**40) -> RunConfig:
@@ -101,7 +101,7 @@ def test_a_split_that_does_not_pay_is_not_chosen() -> None:
         "launch.num_replicas=1", "pipeline.num_microbatches=4", "pipeline.num_stages=2",
     )  # fmt: skip
     composed = compose("train", overrides=[*SMALL, *words])
-    two_cores = Devices(find_accelerator("cpu"), 2, 2**34, EFFICIENCY)
+    two_cores = DevicesToUse(find_accelerator("cpu"), 2, 2**34, EFFICIENCY)
     run = to_run(choose_pipeline(composed, words, lambda _: two_cores))
     assert run.pipeline.schedule.value in ("gpipe", "1f1b")
 

@@ -9,7 +9,7 @@ import torch
 from hydra import compose
 
 from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
-from gpipe.config.pipeline import Objective, PipelineSchedule, Rematerialize
+from gpipe.config.pipeline import Objective, PipelineSchedule, RematerializeChoice
 from gpipe.launch.processes import Place
 from gpipe.planning.accelerator import find_accelerator
 from gpipe.planning.planner import Planner
@@ -131,7 +131,7 @@ def test_every_model_can_be_planned_with_every_mode_and_schedule(model: tuple[st
         overrides = [f"pipeline.schedule={schedule.value}", f"pipeline.stages_per_device={shared}"]
         shapes = ["pipeline.num_stages=4", "pipeline.num_microbatches=4", "launch=process_per_stage"]
         composed = to_run(compose("train", overrides=[*model, *overrides, *shapes]))
-        for mode in Rematerialize:
+        for mode in RematerializeChoice:
             plan = plan_of(replace(composed, pipeline=replace(composed.pipeline, rematerialize=mode)))
             assert plan.bubble is not None and 0 < plan.bubble < 1 and len(plan.memory) == 4 // shared
 
@@ -149,7 +149,7 @@ def test_fit_keeps_the_graphs_that_the_limit_has_room_for() -> None:
     assert isinstance(layout.rematerialize, tuple) and any(0 < count < 8 for count in layout.rematerialize)
     assert plan_of(run).peak_bytes <= limit
     assert build_pipeline(run, layers, layout, ALONE).rematerialize == layout.rematerialize
-    for too_much, mode in ((never, Rematerialize.never), (2**50, Rematerialize.never)):
+    for too_much, mode in ((never, RematerializeChoice.never), (2**50, RematerializeChoice.never)):
         run = run_of(*shape, "pipeline.rematerialize=fit", f"pipeline.memory_limit_bytes={too_much}")
         assert share_layout(run, build_layers(run), ALONE).rematerialize == mode.value
 

@@ -14,7 +14,7 @@ from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.launch import devices
 from gpipe.programs.folder_lock import hold
-from gpipe.programs.jobs import SUMMARY_FILE, Job, Outcome, describe_best, read_jobs, summarize, write_outcome
+from gpipe.programs.jobs import OUTCOME_FILE, SUMMARY_FILE, SweepJob, Outcome, describe_best, read_jobs, summarize, write_outcome
 from gpipe.programs.sweep import SweepEnd, run_job
 from gpipe.records import RECORD_FILE, make_record, write_record
 
@@ -254,7 +254,7 @@ def test_a_value_in_brackets_stands_in_the_table(tmp_path: Path) -> None:
 
 
 def test_a_sweep_without_jobs_has_an_empty_table(tmp_path: Path) -> None:
-    jobs: list[Job] = read_jobs(tmp_path)
+    jobs: list[SweepJob] = read_jobs(tmp_path)
     summarize(tmp_path, jobs)
     assert "outcome" in (tmp_path / SUMMARY_FILE).read_text()
 
@@ -285,3 +285,22 @@ def test_a_launcher_without_a_sweep_is_refused() -> None:
         SystemExit, match=r"hydra/launcher=submitit_local starts the jobs of a sweep, .*: add -m, which"
     ):
         SweepEnd().on_run_start(config)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("", "the file: Invalid JSON: EOF while parsing a value at line 1 column 0"),
+        ('{"status": "done"}', "overrides: Field required"),
+        ('{"status": "lost", "overrides": [], "data": "x"}', "status: Input should be 'done', 'failed' or 'not run'"),
+        ('{"status": "done", "overrides": "a", "data": "x"}', "overrides: Input should be a valid list"),
+    ],
+)
+def test_a_damaged_outcome_is_named(tmp_path: Path, damage: str, said: str) -> None:
+    path = tmp_path / "03_seed1" / OUTCOME_FILE
+    path.parent.mkdir()
+    path.write_text(damage)
+    with pytest.raises(ValueError, match="is not the outcome of a job") as error:
+        read_jobs(tmp_path)
+    expected = f"{path} is not the outcome of a job ({said}): delete it, and start the sweep again."
+    assert str(error.value) == expected

@@ -51,6 +51,7 @@ def test_a_run_in_two_processes_leaves_a_record_with_its_speed(two_processes: Pa
     assert results["tokens_per_second"] == pytest.approx(12 * results["examples_per_second"])
     assert results["step_seconds"] > 0 and results["peak_memory_bytes"] > 0
     assert 0 < results["equal_stages_bubble"] < 1 / 9 and 0 < results["bubble"] < 1
+    assert results["equal_stages_bubble"] <= results["simulated_bubble"] < 1
     assert sum(results["partitions"]) == 5
     assert 3 < results["evaluation"]["test"]["loss"] < 5.5  # log(60) = 4.1
 

@@ -35,7 +35,7 @@ from gpipe.config.pipeline import (
     PartitionBy,
     PipelineConfig,
     PipelineSchedule,
-    Rematerialize,
+    RematerializeChoice,
 )
 from gpipe.config.run import RunConfig, read_yaml, register_schemas, to_plain, to_run, to_yaml
 from gpipe.config.training import (
@@ -86,7 +86,7 @@ __all__ = [
     "PipelineSchedule",
     "RMSPropConfig",
     "RandomTokensConfig",
-    "Rematerialize",
+    "RematerializeChoice",
     "Resume",
     "RunConfig",
     "SGDConfig",

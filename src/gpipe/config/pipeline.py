@@ -8,7 +8,7 @@ from omegaconf import MISSING
 from gpipe.config.checks import MOST_PROCESSES, at_least, optional_at_least, require, within
 
 
-class Rematerialize(Enum):
+class RematerializeChoice(Enum):
     """Which micro-batches are recomputed in the backward pass; fit: those that a device has no memory to keep."""
 
     always = "always"
@@ -92,7 +92,7 @@ class PipelineConfig:
     num_microbatches: int = MISSING
     schedule: PipelineSchedule = MISSING
     stages_per_device: int = MISSING
-    rematerialize: Rematerialize = MISSING
+    rematerialize: RematerializeChoice = MISSING
     partition_by: PartitionBy = MISSING
     objective: Objective = MISSING
     memory_limit_bytes: int | None = MISSING

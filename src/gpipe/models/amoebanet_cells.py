@@ -22,7 +22,7 @@ from gpipe.models.amoebanet_operations import (
 )
 from gpipe.models.checks import check_probability
 
-Payload = Tensor | tuple[Tensor, ...]
+CellInputs = Tensor | tuple[Tensor, ...]
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
@@ -170,7 +170,7 @@ class Cell(nn.Module):
                     self.reduce_output[f"state{index}"] = FactorizedReduction(widths[index], channels, norm)
         self.auxiliary_head: AuxiliaryHead | None = None
 
-    def forward(self, payload: Payload) -> tuple[Tensor, ...]:
+    def forward(self, payload: CellInputs) -> tuple[Tensor, ...]:
         """Return (output, state) and, in training from the auxiliary head on, the auxiliary logits.
 
         The output is [n, out_channels, h, w]. A reduction cell halves h and w, rounded up. Inputs are never modified,

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.nothing import NOTHING
 
-Place: TypeAlias = tuple[int, str]
+BufferPlace: TypeAlias = tuple[int, str]
 """Where a buffer is: the identity of its module, and its name there."""
 
-Snapshot: TypeAlias = dict[Place, Tensor]
+BufferCopies: TypeAlias = dict[BufferPlace, Tensor]
 """Copies of buffers."""
 
 
@@ -36,10 +36,10 @@ class Buffers:
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         self._layers = layers
         self._modules: dict[int, nn.Module] = {}  # those with buffers, by identity
-        self._places: list[Place] = []
-        self._moving: Iterable[Place] | None = None  # those that forwards change; None before a step's first forward
-        self._silent: set[Place] | None = None  # those that layers change through `.data`, which leaves no trace
-        self._start: Snapshot = {}
+        self._places: list[BufferPlace] = []
+        self._moving: Iterable[BufferPlace] | None = None  # those that forwards change; None before a step's first forward
+        self._silent: set[BufferPlace] | None = None  # those that layers change through `.data`, which leaves no trace
+        self._start: BufferCopies = {}
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
         """Find the buffers anew in all modules of the layers, which may have got others."""
@@ -47,7 +47,7 @@ class Buffers:
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
         self._moving, self._start = None, {}
 
-    def moved(self, *, for_recomputation: bool) -> AbstractContextManager[Snapshot]:
+    def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
         """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.
 
         After an error in the body they are as they were.
@@ -59,7 +59,7 @@ class Buffers:
         return self._moved(for_recomputation=for_recomputation) if self._places else nullcontext({})
 
     @contextmanager
-    def _moved(self, *, for_recomputation: bool) -> Iterator[Snapshot]:
+    def _moved(self, *, for_recomputation: bool) -> Iterator[BufferCopies]:
         is_first = self._moving is None
         before = self._current(self._places)
         versions = {place: buffer._version for place, buffer in before.items()}
@@ -87,12 +87,12 @@ class Buffers:
                 "one; let it change in all micro-batches or in none, or set rematerialize='never'"
             )
 
-    def replaced(self, snapshot: Snapshot) -> AbstractContextManager[None]:
+    def replaced(self, snapshot: BufferCopies) -> AbstractContextManager[None]:
         """Let the body, which runs a forward again, see and change copies of a snapshot in place of the buffers."""
         return self._replaced(snapshot) if snapshot else NOTHING
 
     @contextmanager
-    def _replaced(self, snapshot: Snapshot) -> Iterator[None]:
+    def _replaced(self, snapshot: BufferCopies) -> Iterator[None]:
         before = self._current(snapshot)
         self._put(_copy(snapshot))
         try:
@@ -100,7 +100,7 @@ class Buffers:
         finally:
             self._put(before)
 
-    def copy(self) -> Snapshot:
+    def copy(self) -> BufferCopies:
         """Return a copy of all buffers."""
         return _copy(self._current(self._places))
 
@@ -112,22 +112,22 @@ class Buffers:
         """Let go of what the buffers were."""
         self._start = {}
 
-    def _current(self, places: Iterable[Place]) -> dict[Place, Tensor]:
+    def _current(self, places: Iterable[BufferPlace]) -> dict[BufferPlace, Tensor]:
         found = {(owner, name): self._modules[owner]._buffers.get(name) for owner, name in places}
         return {place: buffer for place, buffer in found.items() if buffer is not None and not is_lazy(buffer)}
 
-    def _put(self, values: Mapping[Place, Tensor]) -> None:
+    def _put(self, values: Mapping[BufferPlace, Tensor]) -> None:
         for (owner, name), value in values.items():
             self._modules[owner]._buffers[name] = value
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: BufferPlace) -> str:
         """Return the name of a buffer in the whole model."""
         modules = ((i, name, m) for i, layer in self._layers.items() for name, m in layer.named_modules())
         path = next((str(i), name) for i, name, module in modules if id(module) == place[0])
         return ".".join(filter(None, ("layers", *path, place[1])))
 
     @torch.no_grad()
-    def _restore(self, snapshot: Snapshot) -> None:
+    def _restore(self, snapshot: BufferCopies) -> None:
         current = self._current(snapshot)
         for place, value in snapshot.items():
             if place in current and current[place].shape == value.shape:
@@ -136,7 +136,7 @@ class Buffers:
                 self._put({place: value})
 
 
-def _copy(buffers: Mapping[Place, Tensor]) -> Snapshot:
+def _copy(buffers: Mapping[BufferPlace, Tensor]) -> BufferCopies:
     """Copy buffers; one that stands in two places stays one."""
     copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
     return {place: copies[id(buffer)] for place, buffer in buffers.items()}

@@ -54,7 +54,7 @@ from gpipe.pipeline.transfer import MiniBatch
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.sharding import Sharding
 
-Work = Callable[[Stage, Task, Any], Any]
+RunTask = Callable[[Stage, Task, Any], Any]
 """What to do for a task: (stage, task, what it received) -> what it sends."""
 
 Take = Callable[[int, Payload], Any]
@@ -572,7 +572,7 @@ class Pipeline:
         return *shape, self._placement, device
 
     def _run(
-        self, tasks: Sequence[Task], parts: list[Payload], work: Work, clock: Clock | None = None, doing: str = ""
+        self, tasks: Sequence[Task], parts: list[Payload], work: RunTask, clock: Clock | None = None, doing: str = ""
     ) -> None:
         """Run tasks in their order: receive, work, send.
 
@@ -582,7 +582,7 @@ class Pipeline:
             self._run_task(task, parts, work, clock, doing or task.kind.words)
 
     # A function of its own, so that what was received and sent is released before the next task.
-    def _run_task(self, task: Task, parts: list[Payload], work: Work, clock: Clock | None, doing: str) -> None:
+    def _run_task(self, task: Task, parts: list[Payload], work: RunTask, clock: Clock | None, doing: str) -> None:
         kind, k, micro_batch = task
         stage, job = self.stages[k], self.job
         job.check()

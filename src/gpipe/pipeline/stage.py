@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
-from gpipe.pipeline.buffers import Buffers, Snapshot
+from gpipe.pipeline.buffers import Buffers, BufferCopies
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.low_precision import lower
@@ -85,7 +85,7 @@ class _Kept:
     """What a stage holds of a micro-batch between its forward and its backward."""
 
     inputs: Payload
-    buffers: Snapshot  # what the forward found in the buffers that it changed
+    buffers: BufferCopies  # what the forward found in the buffers that it changed
     gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
     roots: list[GradientEdge | None] | None = None  # one per output; None until a graph exists
     is_of_forward: bool = False  # whether the forward made the graph, and no recomputation

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from gpipe.pipeline.partition import check_partitions
 from gpipe.pipeline.schedule import Kind
 from gpipe.planning.accelerator import GIB, LayerSeconds, Speed
-from gpipe.planning.exact_cut import Objective, partition_layers
+from gpipe.planning.exact_cut import CutObjective, partition_layers
 from gpipe.planning.memory import StageMemory, stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting, plan_memory, plan_step
@@ -73,7 +73,7 @@ class Cutter:
     def _choose(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
         seconds = list(self.seconds(profiles) if self.seconds else self.speed.seconds(profiles))
         costs = self._costs(profiles, seconds)
-        objective: Objective = "variance" if self.objective == "variance" else "max"
+        objective: CutObjective = "variance" if self.objective == "variance" else "max"
         start = partition_layers(costs, setting.num_stages, objective=objective)
         simulates = self.partition_by == "seconds" and self.objective == "step"
         fits = self._fits(profiles, setting, start)
@@ -265,7 +265,7 @@ def _num_tries(setting: Setting) -> int:
     return max(4, _MOST_TASKS // num_tasks)
 
 
-def _spread(partitions: Sequence[int], costs: Sequence[float], objective: Objective) -> _Score:
+def _spread(partitions: Sequence[int], costs: Sequence[float], objective: CutObjective) -> _Score:
     """Return what `partition_layers` minimises: the variance, or the maximum and then the variance."""
     bounds = pairwise(accumulate(partitions, initial=0))
     sums = [sum(costs[first:end]) for first, end in bounds]

@@ -8,14 +8,14 @@ from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Literal
 
-Objective = Literal["max", "variance"]
+CutObjective = Literal["max", "variance"]
 
 
 def partition_layers(
     costs: Sequence[float],
     num_partitions: int,
     *,
-    objective: Objective = "max",
+    objective: CutObjective = "max",
     memory_bytes: Sequence[int] | None = None,
     memory_limit_bytes: int | None = None,
 ) -> list[int]:

@@ -6,15 +6,13 @@ sums, so it is at most what lies between two sizes on a straight line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from gpipe.planning.ledger import Work
+from gpipe.planning.planner import Profiler
 from gpipe.planning.profile import LayerProfile
-
-Profiler = Callable[[int], list[LayerProfile]]
-"""Size of a micro-batch -> the profile of each layer and the loss."""
 
 
 class InterpolatedProfiles:

@@ -37,7 +37,7 @@ def _find_open(composed: DictConfig) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Devices:
+class DevicesToUse:
     """What a pipeline is chosen for.
 
     Attributes:
@@ -54,7 +54,7 @@ class Devices:
 
 
 def choose_pipeline(
-    composed: DictConfig, words: Sequence[str], find_devices: Callable[[RunConfig], Devices] | None = None
+    composed: DictConfig, words: Sequence[str], find_devices: Callable[[RunConfig], DevicesToUse] | None = None
 ) -> DictConfig:
     """Return the settings with those of the pipeline that make the shortest planned step; print the best.
 
@@ -119,7 +119,7 @@ def choose_pipeline(
     return _fill(composed, values, num_replicas=best.num_replicas, num_processes=best.num_devices)
 
 
-def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: float | None = None) -> Devices:
+def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: float | None = None) -> DevicesToUse:
     """Return the devices of this machine: torchrun's processes, or GPUs, or cores.
 
     Args:
@@ -135,7 +135,7 @@ def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: f
     room = run.pipeline.memory_limit_bytes or accelerator.room_bytes
     if accelerator.name == "cpu" and run.pipeline.memory_limit_bytes is None:
         room = min(room, _host_bytes() * 9 // 10 // count)  # its processes share the host's memory
-    return Devices(accelerator, count, room, efficiency or EFFICIENCY)
+    return DevicesToUse(accelerator, count, room, efficiency or EFFICIENCY)
 
 
 def _fill(composed: DictConfig, pipeline: dict[str, Any], **launch: int) -> DictConfig:

@@ -105,7 +105,7 @@ def _shown(row: Mapping[str, Any]) -> list[str]:
     return [f"{row[name]:.1f}" for name in COLUMNS]
 
 
-def evaluate(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]:
+def score_model(model: TrainedModel, options: argparse.Namespace) -> dict[str, Any]:
     """Translate and score the sentences that the options name; return the results of the record."""
     data, asked = model.data, options.languages
     settings: dict[str, Any] = {"tokenizer": model.tokenizer, "max_tokens": data.max_tokens, "cache": data.cache}
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = find_device(Device(options.device))
         for run in options.runs:
             model = open_trained(run, device)
-            results = evaluate(model, options)
+            results = score_model(model, options)
             print_scores(results)
             if options.record is not None:
                 words = [word for word in arguments or sys.argv[1:] if word == run or word not in options.runs]

@@ -22,10 +22,10 @@ from gpipe.config import (
     Device,
     OptimizerConfig,
     PartitionBy,
+    RematerializeChoice,
     RunConfig,
     to_plain,
 )
-from gpipe.config import Rematerialize as ConfiguredRematerialize
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import count_auxiliary_parameters, set_drop_path
@@ -48,7 +48,7 @@ from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.calibration_files import find_calibration
-from gpipe.programs.chosen_checkpoint import find_checkpoint, find_kindred, newest_manifest, refuse_other_files
+from gpipe.programs.chosen_checkpoint import choose_checkpoint, find_kindred, newest_manifest, refuse_other_files
 from gpipe.programs.precision import precision_of, settle_precision
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
@@ -164,7 +164,7 @@ def accelerator_at_hand(run: RunConfig) -> Accelerator:
 def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None = None) -> Setting:
     """Return how the run's model is run, for planning; `place` knows better than the settings what was launched."""
     settings = run.pipeline
-    if settings.rematerialize is ConfiguredRematerialize.fit:
+    if settings.rematerialize is RematerializeChoice.fit:
         mode: Rematerialization | Fit = Fit(settings.memory_limit_bytes or accelerator.room_bytes)
     else:
         mode = Rematerialize(settings.rematerialize.value)
@@ -328,7 +328,7 @@ def build_tracker(run: RunConfig, folder: Path, overrides: Sequence[str], *, ena
     """
     goes_on_from = None
     if run.trainer.resume_from is not None:
-        goes_on_from = find_checkpoint("trainer.resume_from", run.trainer.resume_from).parent.parent
+        goes_on_from = choose_checkpoint("trainer.resume_from", run.trainer.resume_from).parent.parent
     return Tracker(
         folder,
         enabled=enabled,

@@ -20,9 +20,9 @@ def check_checkpoints(run: RunConfig) -> None:
     """
     for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
         if value is not None:
-            find_checkpoint(setting, value)
+            choose_checkpoint(setting, value)
     if (value := run.trainer.resume_from) is not None:
-        saved = Manifest.read(find_checkpoint("trainer.resume_from", value))
+        saved = Manifest.read(choose_checkpoint("trainer.resume_from", value))
         if found := differences(saved.config, to_plain(run), RESUMED_MAY_DIFFER):
             raise ConfigError(
                 f"trainer.resume_from is {value}, which was trained with other settings ({'; '.join(found)}): set them "
@@ -68,7 +68,7 @@ def newest_manifest(folder: Path) -> Manifest | None:
 
 def find_kindred(setting: str, value: str, kept: Mapping[str, str]) -> Path:
     """Find a checkpoint, and refuse one that was saved with other files than this run has."""
-    path = find_checkpoint(setting, value)
+    path = choose_checkpoint(setting, value)
     saved = read_metadata(path) if path.is_file() else Manifest.read(path).config
     refuse_other_files(f"{setting} is {value}", saved, kept)
     return path
@@ -85,7 +85,7 @@ def refuse_other_files(subject: str, saved: Mapping[str, Any], kept: Mapping[str
             )
 
 
-def find_checkpoint(setting: str, value: str) -> Path:
+def choose_checkpoint(setting: str, value: str) -> Path:
     """Return the checkpoint that the value of a setting means, or for init_from an exported file.
 
     `checkpoint` is what a program is to use, so it means a run's best checkpoint; a training begins with the latest.

@@ -28,10 +28,10 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
     with report_errors(debug=composed.launch.debug):
         refuse_open(composed)
         from gpipe.checkpoint.manifest import Manifest
-        from gpipe.programs.chosen_checkpoint import find_checkpoint
+        from gpipe.programs.chosen_checkpoint import choose_checkpoint
         from gpipe.programs.complete import check_run_data, without_fetching
 
-        path = find_checkpoint("evaluate", composed.evaluate)
+        path = choose_checkpoint("evaluate", composed.evaluate)
         run = without_fetching(to_evaluated(composed, Manifest.read(path).config, overrides))
         check_run_data(run)
         launch = run.launch

@@ -6,12 +6,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from shutil import get_terminal_size
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +41,7 @@ class Outcome:
             the data are missing.
     """
 
-    status: str
+    status: Literal["done", "failed", "not run"]
     overrides: list[str]
     data: str
     reason: str | None = None
@@ -52,7 +54,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """The outcome and the folder of a job, and its record if it is done."""
 
     outcome: Outcome
@@ -65,19 +67,39 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     write_flushed(folder / OUTCOME_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
-def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs in a sweep's folder that have ended, in the order of their settings."""
+def read_jobs(folder: Path) -> list[SweepJob]:
+    """Read the jobs in a sweep's folder that have ended, in the order of their settings.
+
+    Raises:
+        ValueError: the file of an outcome is damaged.
+    """
     jobs = []
     for path in folder.glob(f"*/{OUTCOME_FILE}"):
-        outcome = Outcome(**json.loads(path.read_text(encoding="utf-8")))
+        outcome = _read_outcome(path)
         record = path.with_name(RECORD_FILE)
         jobs.append(
-            Job(outcome, path.parent, read_records(record)[0] if outcome.status == "done" and record.exists() else None)
+            SweepJob(outcome, path.parent, read_records(record)[0] if outcome.status == "done" and record.exists() else None)
         )
     return sorted(jobs, key=lambda job: [_order(override) for override in job.outcome.overrides])
 
 
-def summarize(folder: Path, jobs: Sequence[Job]) -> None:
+@cache
+def _adapter() -> TypeAdapter[Outcome]:
+    return TypeAdapter(Outcome)
+
+
+def _read_outcome(path: Path) -> Outcome:
+    try:
+        return _adapter().validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        what = error.errors(include_url=False)[0]
+        place = ".".join(map(str, what["loc"])) or "the file"
+        raise ValueError(
+            f"{path} is not the outcome of a job ({place}: {what['msg']}): delete it, and start the sweep again."
+        ) from None
+
+
+def summarize(folder: Path, jobs: Sequence[SweepJob]) -> None:
     """Write the table of a sweep into the sweep's folder, and print it; a narrow terminal shows fewer figures."""
     shown = [figure for figure in _FIGURES if any(job.record and figure.value(job.record) is not None for job in jobs)]
     means = "".join(f"\n{line}\n" for line in _average_seeds(jobs))
@@ -100,7 +122,7 @@ def _written(table: Table) -> str:
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines() if line.strip())
 
 
-def describe_best(jobs: Sequence[Job]) -> str:
+def describe_best(jobs: Sequence[SweepJob]) -> str:
     """Return a line on the job of a search with the largest top-1; empty if none has one."""
     scores = {job.folder.name: (job.record.results.get("top1"), job) for job in jobs if job.record is not None}
     known = {name: (top1, job) for name, (top1, job) in scores.items() if top1 is not None}
@@ -111,7 +133,7 @@ def describe_best(jobs: Sequence[Job]) -> str:
     return f"the best trial is {name}, with top-1 {top1:.2%}: {' '.join(job.outcome.overrides)}"
 
 
-def _average_seeds(jobs: Sequence[Job]) -> list[str]:
+def _average_seeds(jobs: Sequence[SweepJob]) -> list[str]:
     """Return a line per group of jobs that differ in their seeds alone: mean and standard deviation of each figure."""
     groups: dict[str, list[Record]] = {}
     for job in jobs:
@@ -132,12 +154,12 @@ def _average_seeds(jobs: Sequence[Job]) -> list[str]:
     return lines
 
 
-def _statuses(jobs: Sequence[Job]) -> list[str]:
+def _statuses(jobs: Sequence[SweepJob]) -> list[str]:
     found = {job.outcome.status for job in jobs}
     return [status for status in ("done", "not run", "failed") if status in found] or ["done"]
 
 
-def _table(jobs: Sequence[Job], shown: Sequence["_Figure"]) -> Table:
+def _table(jobs: Sequence[SweepJob], shown: Sequence["_Figure"]) -> Table:
     """Return one row per job: the overrides in which the jobs differ, some of its figures, and its outcome.
 
     Jobs that lack the same data or devices share a row.
@@ -164,16 +186,16 @@ def _table(jobs: Sequence[Job], shown: Sequence["_Figure"]) -> Table:
     return table
 
 
-def _group_jobs(jobs: Sequence[Job]) -> list[list[Job]]:
+def _group_jobs(jobs: Sequence[SweepJob]) -> list[list[SweepJob]]:
     """Group the jobs that were not run for the same reason on the same data; every other job is its own group."""
-    groups: dict[object, list[Job]] = {}
+    groups: dict[object, list[SweepJob]] = {}
     for job in jobs:
         is_run = job.outcome.status != "not run"
         groups.setdefault(job.folder if is_run else (job.outcome.data, job.outcome.reason), []).append(job)
     return list(groups.values())
 
 
-def _describe_outcome(group: Sequence[Job]) -> str:
+def _describe_outcome(group: Sequence[SweepJob]) -> str:
     """Return the outcome of a group of jobs in words."""
     outcome = group[0].outcome
     why = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
@@ -194,7 +216,7 @@ def _split_override(override: str) -> tuple[str, str]:
     return key.lstrip("+"), value
 
 
-def _settings(job: Job) -> dict[str, str]:
+def _settings(job: SweepJob) -> dict[str, str]:
     """Return a job's overrides by key; experiment=a, which a table says, replaces +experiment=b of the command line."""
     return dict(map(_split_override, sorted(job.outcome.overrides, key=lambda override: not override.startswith("+"))))
 

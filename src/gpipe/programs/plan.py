@@ -14,7 +14,7 @@ from gpipe.launch.errors import report_errors
 from gpipe.planning.accelerator import Accelerator, find_accelerator
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.report import print_plan
-from gpipe.programs.automatic import Devices, choose_pipeline, find_devices_at_hand
+from gpipe.programs.automatic import DevicesToUse, choose_pipeline, find_devices_at_hand
 from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
 from gpipe.programs.calibrate import calibrate
 from gpipe.programs.calibration_files import find_calibration
@@ -38,7 +38,7 @@ def choose(composed: DictConfig, words: Sequence[str]) -> RunConfig:
     return replace(again, calibrate=False)
 
 
-def find_devices(run: RunConfig) -> Devices:
+def find_devices(run: RunConfig) -> DevicesToUse:
     """Return the devices that a plan is for."""
     assert isinstance(run, PlanConfig)
     if run.device == "auto":
@@ -49,7 +49,7 @@ def find_devices(run: RunConfig) -> Devices:
             "example."
         )
     accelerator = _find_accelerator(run)
-    return Devices(
+    return DevicesToUse(
         accelerator, run.num_devices, run.pipeline.memory_limit_bytes or accelerator.room_bytes, run.efficiency
     )
 

@@ -35,7 +35,7 @@ _GRID_SIDE = 6
 
 
 @dataclass(frozen=True)
-class Classifier:
+class TrainedClassifier:
     """A trained model of images, on one device, in evaluation mode.
 
     transform: from a decoded image to the model's input. class_names: by label. has_several_labels: whether an image
@@ -92,7 +92,7 @@ def start(settings: PredictConfig) -> None:
             raise ConfigError(f"images is {settings.images}, of which no image can be decoded: name others.")
 
 
-def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
+def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
     """Load the model of a checkpoint, or of a run (its best one), with the averages of its weights if there are any.
 
     Raises ConfigError where there is no checkpoint, and for one of another family of models; CheckpointError for a
@@ -110,7 +110,7 @@ def open_classifier(checkpoint: str, device: torch.device) -> Classifier:
     if len(class_names) != num_classes:  # the checkpoint lies elsewhere, or is older than the file
         class_names = [f"class {label}" for label in range(num_classes)]
     transform = workload.evaluation_transform()
-    return Classifier(layers.to(device).eval(), transform, class_names, device, workload.has_several_labels)
+    return TrainedClassifier(layers.to(device).eval(), transform, class_names, device, workload.has_several_labels)
 
 
 def _find_images(place: Path) -> list[Path]:
@@ -127,7 +127,7 @@ def _find_images(place: Path) -> list[Path]:
     return found
 
 
-def _answers(model: Classifier, paths: Sequence[Path], settings: PredictConfig) -> Iterator[Answer | None]:
+def _answers(model: TrainedClassifier, paths: Sequence[Path], settings: PredictConfig) -> Iterator[Answer | None]:
     """Yield the answer for each image, in their order; None for a broken image, of which a warning says why."""
     for first in range(0, len(paths), settings.batch_size):
         chosen = paths[first : first + settings.batch_size]

@@ -12,7 +12,7 @@ from gpipe.config import ConfigError, RunConfig, TranslationDataConfig, Translat
 from gpipe.config.saved import from_plain
 from gpipe.data import Tokenizer, open_tokenizer
 from gpipe.programs.build import build_layers
-from gpipe.programs.chosen_checkpoint import find_checkpoint
+from gpipe.programs.chosen_checkpoint import choose_checkpoint
 from gpipe.programs.workloads.kept_tokenizer import TOKENIZER_FILE
 
 
@@ -54,7 +54,7 @@ def find_trained(checkpoint: str, *families: str) -> tuple[Path, Manifest]:
 
     Raises ConfigError where there is none, and for one of another family of models.
     """
-    path = find_checkpoint("checkpoint", checkpoint)
+    path = choose_checkpoint("checkpoint", checkpoint)
     manifest = Manifest.read(path)
     if (found := manifest.config.get("model", {}).get("family")) not in families:
         raise ConfigError(

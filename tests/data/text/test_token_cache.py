@@ -211,9 +211,9 @@ def test_text_that_is_refused_leaves_nothing(root: Path) -> None:
 
 def test_text_that_changes_while_it_is_read_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / "train.de-en.de"
-    encode = parallel_text.Encoder._encode_block
+    encode = parallel_text.TextEncoder._encode_block
     with monkeypatch.context() as patch:
-        patch.setattr(parallel_text.Encoder, "_encode_block", lambda *args: (os.utime(path), encode(*args))[1])
+        patch.setattr(parallel_text.TextEncoder, "_encode_block", lambda *args: (os.utime(path), encode(*args))[1])
         with pytest.raises(ValueError, match=rf"^{path} changed while it was read: start again when it is complete$"):
             open_text(root)
     assert caches(root) == []

@@ -16,7 +16,7 @@ from gpipe.data.text.multilingual_text import (
     read_vlc_pairs,
 )
 from gpipe.data.text.parallel_corpus import LanguagePairs, ParallelCorpus, Skipped, list_some
-from gpipe.data.text.parallel_text import Encoder, TextPair, list_languages, open_text, read_text_pairs
+from gpipe.data.text.parallel_text import TextEncoder, TextPair, list_languages, open_text, read_text_pairs
 from gpipe.data.text.token_cache import DEFAULT_NAME, CachedPairs, TokenCache
 from gpipe.data.text.tokenizer import Tokenizer
 
@@ -162,7 +162,7 @@ def open_corpus(
         cached |= {each: open_text(token_cache, folder, split, each, tokenizer, max_tokens) for each in chosen}
         skipped = _add_up(cached.values())
     else:
-        size, encoder = tokenizer.vocabulary_size, Encoder(tokenizer, max_tokens)
+        size, encoder = tokenizer.vocabulary_size, TextEncoder(tokenizer, max_tokens)
         pairs = {each: encoder.encode(source.pairs(folder, split, each)) for each in chosen}
         skipped = [encoder.empty, encoder.long]
     for language, found in pairs.items():

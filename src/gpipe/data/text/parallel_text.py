@@ -90,7 +90,7 @@ def open_text(
     """Open a language of plain text. The first time, tokenise it, some thousand lines at a time."""
 
     def fill(writer: PairsWriter) -> Sequence[Skipped]:
-        encoder = Encoder(tokenizer, max_tokens)
+        encoder = TextEncoder(tokenizer, max_tokens)
         for block in encoder.encode_blocks(read_text_pairs(root, split, language)):
             writer.add(block)
         return encoder.empty, encoder.long
@@ -106,7 +106,7 @@ def open_text(
 _Encoded = tuple[TextPair, list[int], list[int]]
 
 
-class Encoder:
+class TextEncoder:
     """Encode lines as token ids; leave out and count pairs that are empty on a side or too long.
 
     Args:

@@ -20,7 +20,7 @@ _ALIGNMENT = 64  # bytes, that of torch's own allocations, so that received tens
 PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 
 
-class Layout(NamedTuple):
+class PayloadLayout(NamedTuple):
     """The spec of one tensor; `strides` is None for a contiguous one.
 
     `offset` is where it begins behind a line of 64 bytes, in elements: kernels add up in another order off such a line.
@@ -77,7 +77,7 @@ class MessageFormat:
     """What two neighbours must agree on to exchange a payload's bytes alone."""
 
     structure: Structure  # how the tensors are nested
-    layouts: tuple[Layout, ...]  # one per tensor
+    layouts: tuple[PayloadLayout, ...]  # one per tensor
     batch: MiniBatch  # that the payload belongs to
 
     @classmethod
@@ -129,12 +129,12 @@ class MessageFormat:
         structure, layouts, batch = json.loads(text)
         return cls(
             read_structure(structure),
-            tuple(Layout(d, tuple(shape), strides and tuple(strides), *rest) for d, shape, strides, *rest in layouts),
+            tuple(PayloadLayout(d, tuple(shape), strides and tuple(strides), *rest) for d, shape, strides, *rest in layouts),
             MiniBatch(*batch),
         )
 
 
-def flatten(tensor: Tensor, layout: Layout) -> Tensor:
+def flatten(tensor: Tensor, layout: PayloadLayout) -> Tensor:
     """Return a tensor's memory as bytes, in the order of its addresses; a view where that is possible."""
     tensor = tensor.detach()
     if layout.strides is None:
@@ -146,7 +146,7 @@ def flatten(tensor: Tensor, layout: Layout) -> Tensor:
     return elements.resolve_conj().resolve_neg().view(torch.uint8)  # not what lies there, but what it stands for
 
 
-def reshape(elements: Tensor, layout: Layout) -> Tensor:
+def reshape(elements: Tensor, layout: PayloadLayout) -> Tensor:
     """Return a run of elements under the shape and strides of a layout; a view where there are no holes."""
     if layout.strides is None:
         return elements.view(layout.shape)
@@ -169,9 +169,9 @@ def _layout(
     differentiable: bool,
     shared: bool,
     offset: int,
-) -> Layout:
+) -> PayloadLayout:
     name = str(dtype).removeprefix("torch.")
-    return Layout(name, tuple(shape), _strides(shape, strides), differentiable, shared, offset)
+    return PayloadLayout(name, tuple(shape), _strides(shape, strides), differentiable, shared, offset)
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
