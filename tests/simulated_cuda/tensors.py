@@ -62,6 +62,10 @@ class SimulatedTensor(Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory with the numbers, so that torch's fully_shard can let go of it and take it again."""
+        return self.held.untyped_storage()
+
     def tolist(self) -> Any:
         streams.wait_on_host([current_stream(self.device).clock], self.device)
         return self.held.tolist()
@@ -178,6 +182,7 @@ def _convert(source: Tensor, *, device: Any = None, non_blocking: bool = False, 
         allocate(made, current_stream(device))
         target = SimulatedTensor(made, device)
         _order_copy(target, source)
+    _await_copy(target, source, non_blocking)
     return target
 
 
@@ -188,6 +193,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         with lock:
             _order_copy(target, source)
             target.held.copy_(numbers)
+        _await_copy(target, source, non_blocking)
         return target
     with lock:
         stream, number = _order_copy(target, source)
@@ -196,6 +202,12 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not (non_blocking and target.is_pinned()):
         streams.wait_on_host([stream.clock], source.device)
     return target
+
+
+def _await_copy(target: SimulatedTensor, source: Tensor, non_blocking: bool) -> None:
+    """Let the host wait for a copy of its own memory, unless it said that it need not."""
+    if not (non_blocking or isinstance(source, SimulatedTensor)):
+        streams.wait_on_host([current_stream(target.device).clock], target.device)
 
 
 def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:

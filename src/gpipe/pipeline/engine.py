@@ -307,6 +307,7 @@ class Pipeline:
             self._await_gradients()
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
+                self.job.wait_for_devices()
             if scaler is not None:
                 scaler.unscale(self.parameters())
             conclusion = self._conclude(loss, note, may_skip=scaler is not None, max_norm=max_gradient_norm)
@@ -541,6 +542,7 @@ class Pipeline:
         self._compilation = Compilation(layers, self.num_layers, self.job.activity, asked_to_stop, options)
         for stage in self.stages.values():
             stage.compilation = self._compilation
+        self.job.expect_compiling()
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
@@ -596,7 +598,7 @@ class Pipeline:
         job.activity.start(stage.describe, micro_batch, doing)
         mark = None if clock is None else clock.start(stage.device)
         try:
-            with job.replicas.exchange() if self.shards_replicas else NOTHING:
+            with job.replicas.waiting() if self.shards_replicas else NOTHING:
                 result = work(stage, task, received)
         except (PipelineError, LostPeer):
             raise
@@ -626,8 +628,7 @@ class Pipeline:
             averaging.finish_step()
 
     def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
-        with self.job.replicas.exchange():
-            batch_norm.commit(norms, self.job.replicas.group)
+        batch_norm.commit(norms, self.job.replicas)
 
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where replicas exchange within a step, what each of them can cut its mini-batch into."""
