@@ -168,9 +168,15 @@ def name_link(rank: int) -> dict[str, Any]:
     return {"names the link": ending is not None and "see the link between" in ending.text}
 
 
-def name_replica(rank: int, where: str, model: str, shares: str) -> dict[str, Any]:
-    """Return whether both of two replicas name the one whose GPU hangs."""
-    ending = train(rank, *Trial(1, 0, "a kernel hangs", where, 2.0, 2, model, shares))
+def name_place(rank: int) -> dict[str, Any]:
+    """Return whether a process names the task in which its GPU hangs."""
+    ending = train(rank, *Trial(1, 0, "a kernel hangs", "backward", 1.0))
+    return {"names the place": ending is not None and "stage 0, micro-batch 3, backward" in ending.text}
+
+
+def name_replica(rank: int) -> dict[str, Any]:
+    """Return whether each of two replicas names the one whose GPU hangs."""
+    ending = train(rank, *Trial(1, 0, "a kernel hangs", "averaging", 2.0, num_replicas=2))
     return {"names the replica": ending is not None and "rank 0, " in ending.text}
 
 

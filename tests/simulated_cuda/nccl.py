@@ -212,6 +212,7 @@ class NCCL(dist.ProcessGroup):
         device = (reads + writes)[0].device
         with lock:
             self._stream = self._stream or Stream(device, name=f"NCCL's stream of {device}")
+            streams.exchanging.add(self._stream.number)
             self._stream.wait_stream(streams.current_stream(device))
             number = self._stream.enqueue()
             for tensor in reads:

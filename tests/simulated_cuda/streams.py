@@ -33,6 +33,7 @@ _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _default_streams: dict[int, Stream] = {}
 _unfinished: dict[tuple[int, int], threading.Event] = {}  # operations that have not ended: of hanging kernels, receives
 _deferred: list[tuple[int, int, Callable[[], None]]] = []  # copies to the host's memory, done when the host waits
+exchanging: set[int] = set()  # the numbers of NCCL's streams
 _broken: set[int] = set()  # devices on which a kernel failed
 
 
@@ -194,9 +195,11 @@ def wait_on_host(clocks: Iterable[Clock], device: torch.device) -> None:
     with lock:
         ledger.counts["host synchronisations"] += 1
         ledger.synchronisations[ledger.find_place()] += 1
-        unknown = (number - _host.get(stream, 0) for clock in clocks for stream, number in clock.items())
+        ends = [end for clock in clocks for end in clock.items()]
+        unknown = {stream: max(number - _host.get(stream, 0), 0) for stream, number in ends}
         # Such a wait has no end where something hangs. Looking at an event first makes it a short one.
-        ledger.counts["operations waited for blindly"] += sum(max(number, 0) for number in unknown)
+        ledger.counts["operations waited for blindly"] += sum(unknown.values())
+        ledger.counts["exchanges waited for blindly"] += sum(unknown[stream] for stream in exchanging & set(unknown))
     for clock in clocks:
         for event in find_unfinished(clock):
             event.wait()

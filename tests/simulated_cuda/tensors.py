@@ -22,6 +22,7 @@ _HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_non
 _VIEWS = {aten.detach.default, aten.alias.default, aten._unsafe_view.default}
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 _TAKE_CPU_INDICES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
+_TAKE_NO_NUMBERS = {aten.stack.default, aten.cat.default}  # of the CPU, beside tensors of a device
 _FACTORIES = (
     "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "full", "scalar_tensor",
 )  # fmt: skip
@@ -132,7 +133,9 @@ def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Sim
     """
     leaves = _find_tensors((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor) and leaf.ndim > 0]
+    others = [
+        leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor) and (leaf.ndim > 0 or func in _TAKE_NO_NUMBERS)
+    ]
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1 or (devices and others and func not in _TAKE_CPU_INDICES):
         found = ", ".join(sorted({str(tensor.device) for tensor in [*tensors, *others]}))

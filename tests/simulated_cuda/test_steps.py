@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.simulated_cuda.beside_steps import METRIC_WAITS, compute
 from tests.simulated_cuda.machine import Machine
 from tests.simulated_cuda.saves import save
-from tests.simulated_cuda.steps import SYNCHRONISATIONS, Setting, assert_same_bits, train, train_each
+from tests.simulated_cuda.steps import (
+    BLIND_EXCHANGES,
+    PLACES,
+    SYNCHRONISATIONS,
+    Setting,
+    assert_same_bits,
+    train,
+    train_each,
+)
 from tests.simulated_cuda.streams import NUM_DEVICES
 from tests.simulated_cuda.updates import update
 
@@ -74,24 +84,58 @@ def test_one_process_per_device_trains_as_one_stage_does(layout: Layout, machine
             assert_same_bits(outcome, train_one_stage(machine, setting), f"{setting}, rank {rank}")
 
 
-@pytest.mark.parametrize(("num_processes", "num_stages"), [(1, 1), (2, 2), (3, 3)])
-def test_the_host_waits_twice_per_step_at_most(num_processes: int, num_stages: int, simulated: Machine) -> None:
-    for outcome in simulated.run(num_processes, train, Setting(num_stages, "always")):
-        assert outcome[SYNCHRONISATIONS] <= 2
+NUM_EXCHANGES = 2 * 2 * 4  # of two batch norms in the forward and the backward of four micro-batches
 
 
-@pytest.mark.parametrize(("synchronize_batch_norm", "shards_optimizer"), [(False, True), (True, False)])
-def test_replicas_train_as_on_the_cpu(synchronize_batch_norm: bool, shards_optimizer: bool, simulated: Machine) -> None:
-    on_cpu, on_gpu = (
-        Setting(
-            2, "always", device=device, synchronize_batch_norm=synchronize_batch_norm,
-            shards_optimizer=shards_optimizer,
-        )
-        for device in ("cpu", "cuda")
-    )  # fmt: skip
-    pairs = zip(simulated.run(4, train, on_gpu), simulated.run(4, train, on_cpu), strict=True)
-    for rank, (found, expected) in enumerate(pairs):
-        assert_same_bits(found, expected, f"rank {rank}")
+@pytest.mark.parametrize(
+    ("num_processes", "setting", "most"),
+    [
+        *((num_stages, Setting(num_stages, "always"), 2) for num_stages in (1, 2, 3)),
+        *((1, Setting(num_stages, "never", "1f1b"), 2) for num_stages in (2, 3)),
+        *((num_processes, Setting(3, "always", "zb_h1", tied=True), 2) for num_processes in (1, 3)),
+        # A gradient that a replica lacks is dropped where all lack it: it asks for all of them at once.
+        (4, Setting(2, "always"), 3),
+        (2, Setting(1, "always", shards_optimizer=True), 3),
+        (4, Setting(2, "always", tied=True), 3),
+        # Weights that are shared out have gradients of zeros where they lack one: nobody asks.
+        (2, Setting(1, "always", shards_replicas=True), 2),
+        # The host reads in each exchange which batch norm the others run, before it uses the numbers of another one.
+        (2, Setting(1, "always", synchronize_batch_norm=True), 3 + NUM_EXCHANGES),
+    ],
+    ids=str,
+)
+def test_the_host_waits_a_few_times_per_step(
+    num_processes: int, setting: Setting, most: int, simulated: Machine
+) -> None:
+    for outcome in simulated.run(num_processes, train, setting):
+        assert outcome[SYNCHRONISATIONS] <= most, outcome[PLACES]
+        assert outcome[BLIND_EXCHANGES] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "settings"),
+    [
+        (2, [Setting(2, "always", synchronize_batch_norm=True)]),
+        (2, [Setting(2, "always", shards_optimizer=True), Setting(2, "always", shards_replicas=True)]),
+        (2, [Setting(2, "never", "1f1b", shards_replicas=True, synchronize_batch_norm=True)]),
+        (2, [Setting(2, "except_last", "zb_h1"), Setting(2, "never", "split_gpipe", synchronize_batch_norm=True)]),
+        (3, [Setting(1, "never", "1f1b"), Setting(1, "always", shards_optimizer=True)]),
+        (3, [Setting(1, "always", shards_replicas=True), Setting(1, "always", synchronize_batch_norm=True)]),
+    ],
+    ids=str,
+)
+def test_replicas_train_as_on_the_cpu(num_replicas: int, settings: list[Setting], simulated: Machine) -> None:
+    num_processes = num_replicas * settings[0].num_stages
+    on_gpu, on_cpu = (
+        simulated.run(num_processes, train_each, [replace(setting, device=device) for setting in settings])
+        for device in ("cuda", "cpu")
+    )
+    for (rank, setting), (found, expected) in zip(
+        itertools.product(range(num_processes), settings),
+        zip(itertools.chain(*on_gpu), itertools.chain(*on_cpu), strict=True),
+        strict=True,
+    ):
+        assert_same_bits(found, expected, f"{setting}, rank {rank}")
 
 
 @on_all_machines
@@ -108,6 +152,16 @@ def test_fused_updates_and_resumed_ones_are_those_of_the_cpu(name: str, machine:
     (found,), (expected,) = (machine.run(1, update, name, device) for device in ("cuda", "cpu"))
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+@on_all_machines
+def test_metrics_and_averages_are_those_of_the_cpu_and_the_host_waits_for_none(machine: Machine) -> None:
+    (found,), (expected,) = (machine.run(1, compute, device) for device in ("cuda", "cpu"))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert np.allclose(value, expected[name], rtol=1e-5), name
+    if machine.simulated:
+        assert found[METRIC_WAITS] == 0
 
 
 @on_all_machines

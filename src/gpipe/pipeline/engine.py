@@ -274,7 +274,6 @@ class Pipeline:
         """
         begin = time.perf_counter()
         inputs, targets = _unpack(batch)
-        clock = Clock() if record_timeline else None
         with self._step():
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
@@ -284,8 +283,7 @@ class Pipeline:
             self._tied.start_step()
             if scaler is not None:
                 scaler.scale_earlier(self.parameters())
-            if record_timeline:
-                self.job.wait_for_devices()  # before the clock does
+            clock = self._start_clock() if record_timeline else None
             for k, stage in self.stages.items():
                 stage.start_step(self.step, loss if k == self.num_stages - 1 else None, final[k])
 
@@ -307,7 +305,7 @@ class Pipeline:
             self._await_gradients()
             with self.job.activity.doing("adding up the gradients of tied parameters"):
                 self._tied.finish_step()
-                self.job.wait_for_devices()
+            self.job.wait_for_devices()
             if scaler is not None:
                 scaler.unscale(self.parameters())
             conclusion = self._conclude(loss, note, may_skip=scaler is not None, max_norm=max_gradient_norm)
@@ -618,14 +616,13 @@ class Pipeline:
         return moved if self._prepare_inputs is None else Payload.of(self._prepare_inputs(moved.value()))
 
     def _await_gradients(self) -> None:
-        """Wait for the averages over the replicas, and for the devices."""
+        """Let what comes next wait for the averages over the replicas."""
         averagings = [stage.averaging for stage in self.stages.values() if stage.averaging is not None]
         with self.job.activity.doing("averaging gradients over the replicas") if averagings else nullcontext():
             for averaging in averagings:
                 averaging.wait()
-        self.job.wait_for_devices()
-        for averaging in averagings:
-            averaging.finish_step()
+            for averaging in averagings:
+                averaging.finish_step()
 
     def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
         batch_norm.commit(norms, self.job.replicas)
@@ -709,6 +706,10 @@ class Pipeline:
     def _undo(self) -> None:
         for stage in self.stages.values():
             stage.undo_step()
+
+    def _start_clock(self) -> Clock:
+        self.job.wait_for_devices()  # a GPU's clock begins when its stream gets there
+        return Clock(self.job.devices.values())
 
     def _gather_timeline(self, clock: Clock) -> Timeline:
         own = Timeline(tuple(clock.events()), self.num_devices, self._placement)
