@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.simulated_cuda.faults import name_link
+from tests.simulated_cuda.beside_steps import compute
+from tests.simulated_cuda.faults import name_link, name_place, name_replica
 from tests.simulated_cuda.machine import Answer, Machine
 from tests.simulated_cuda.mutants import SOURCES, Mutant, find_mutants
 from tests.simulated_cuda.saves import save
@@ -17,7 +18,7 @@ from tests.simulated_cuda.steps import Setting, train
 
 MODULES = sorted(
     ".".join(path.relative_to(SOURCES).with_suffix("").parts)
-    for folder in ("pipeline", "checkpoint")
+    for folder in ("pipeline", "checkpoint", "training")
     for path in (SOURCES / "gpipe" / folder).rglob("*.py")
     if path.stem != "__init__"
 )
@@ -42,13 +43,19 @@ SCENARIOS = (
     Scenario(2, train, (Setting(1, "always", idle_norm=True),)),
     Scenario(2, train, (Setting(1, shards_optimizer=True),)),
     Scenario(1, train, (Setting(2, "always", checks_recomputation=True),)),
+    Scenario(1, compute, ("cuda",)),
+    Scenario(1, name_place),
     Scenario(2, name_link),
+    Scenario(2, name_replica),
 )
 
 # What can be taken out without effect, and why.
 EQUIVALENT = {
     "pipeline.shared.averaging, _Bucket.__init__: on the CPU: torch.empty_like(parameter, device='meta')": (
         "nothing but its strides is looked at"
+    ),
+    "training.ema, _Named.__init__: on the CPU: torch.zeros((), device=device)": (
+        "timm draws on that device to round averages of 16 bits, which are refused"
     ),
     "pipeline.timeline, Clock.events: without after.synchronize()": (
         "the step has waited for its devices when it asks for the times"
