@@ -155,7 +155,9 @@ def _damage(fault: str, device: torch.device) -> None:
     elif fault == "a kernel fails":
         streams.break_device(device)
     elif fault == "a link is cut":
-        nccl.links_are_cut = True
+        nccl.cut_operations.add("ncclGroup")
+    elif fault == "the link to the other replica is cut":
+        nccl.cut_operations.add("ncclAllReduce")
     elif fault == "a peer stops at once":
         os.kill(os.getpid(), signal.SIGSTOP)
     else:  # the host has announced the data, and never sends them

@@ -27,8 +27,8 @@ _FOREVER = timedelta(days=1)
 patience_seconds = 60.0
 """How long the host waits for the numbers of an operation."""
 
-links_are_cut = False
-"""Whether nothing that this process sends from now on arrives."""
+cut_operations: set[str] = set()
+"""The names of those in which nothing that this process sends arrives any more."""
 
 timeouts_seconds: dict[str, set[float]] = {}
 """After how long NCCL itself would have ended the operations of each name."""
@@ -220,7 +220,7 @@ class NCCL(dist.ProcessGroup):
             for tensor in writes:
                 find_block(_hold(tensor)).use(self._stream, number, name, writes=True)
             ledger.counts["NCCL operations"] += 1
-            is_stuck = (links_are_cut and bool(reads)) or bool(streams.find_unfinished(self._stream.clock))
+            is_stuck = (name in cut_operations and bool(reads)) or bool(streams.find_unfinished(self._stream.clock))
             done = streams.add_unfinished(self._stream, number)
 
         def carry_out() -> None:

@@ -133,16 +133,29 @@ def test_a_fault_of_one_replica_is_named_by_all(
                 assert names_culprit(ending, trial), what
 
 
-def test_a_link_between_replicas_over_which_nothing_comes_is_named(simulated: Machine) -> None:
-    places = ("forward", 0), ("averaging", 1)
-    trials = [Trial(2, culprit, "a link is cut", where, TIMEOUT_SECONDS, num_replicas=2) for where, culprit in places]
-    patterns = (
-        r"data that were sent from stage 0 of replica 0 \(rank 0, .* to stage 1 of replica 0 \(rank 1, .* have not",
-        r"data that stage 1 of replica 0 \(rank 1, .* and stage 1 of replica 1 \(rank 3, .* exchange have not",
-    )
-    for (trial, found), pattern in zip(endings(simulated, *trials), patterns, strict=True):
+def test_a_link_of_one_replica_over_which_nothing_comes_is_named(simulated: Machine) -> None:
+    ends = {("forward", 0): (0, 1), ("backward", 1): (1, 0)}  # of replica 0, by where it is cut, and whose link it is
+    trials = [Trial(2, culprit, "a link is cut", where, TIMEOUT_SECONDS, num_replicas=2) for where, culprit in ends]
+    for (trial, found), (source, target) in zip(endings(simulated, *trials), ends.values(), strict=True):
+        first, second = (rf"stage {rank} of replica 0 \(rank {rank}, process \d+ on \S+\)" for rank in (source, target))
         for rank, ending in found.items():
+            pattern = f"data that were sent from {first} to {second} have not arrived for 3 s; see the link"
             assert re.search(pattern, ending.text), f"{trial}, rank {rank}: {ending}"
+
+
+@pytest.mark.parametrize(("num_stages", "culprit", "ranks"), [(1, 1, (0, 1)), (2, 1, (1, 3))])
+def test_a_link_between_replicas_over_which_nothing_comes_is_named(
+    num_stages: int, culprit: int, ranks: Sequence[int], simulated: Machine
+) -> None:
+    fault = "the link to the other replica is cut"
+    trial = Trial(num_stages, culprit, fault, "averaging", TIMEOUT_SECONDS, num_replicas=2)
+    ((_, found),) = endings(simulated, trial)
+    for rank, ending in found.items():
+        names = (
+            f"stage {num_stages - 1} of replica {i} \\(rank {one}, \\S+ \\d+ on \\S+\\)" for i, one in enumerate(ranks)
+        )
+        pattern = f"data that {' and '.join(names)} exchange have not arrived for 3 s; see the links between their GPUs"
+        assert re.search(pattern, ending.text), f"rank {rank}: {ending}"
 
 
 def test_a_kernel_that_hangs_in_an_exchange_of_replicas_is_named_by_all(simulated: Machine) -> None:
