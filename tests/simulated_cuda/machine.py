@@ -82,11 +82,14 @@ class Machine:
         return self._answer([_Call(self._number(), num_processes, function, args, mutant, trace)], seconds)[0]
 
     def attempt_at_once(
-        self, num_processes: int, function: Callable[..., Any], each: Iterable[tuple[Any, ...]], *, seconds: float
+        self,
+        each: Iterable[tuple[int, Callable[..., Any], tuple[Any, ...]]],
+        *,
+        mutant: Mutant | None = None,
+        seconds: float,
     ) -> list[list[Answer]]:
-        """Return what `attempt` does for each of several tuples of arguments: calls that mostly wait, all at once."""
-        calls = [_Call(self._number(), num_processes, function, args, None, False) for args in each]
-        return self._answer(calls, seconds)
+        """Return what `attempt` does for each (number of processes, function, arguments), which all run at once."""
+        return self._answer([_Call(self._number(), *one, mutant, False) for one in each], seconds)
 
     def _number(self) -> int:
         self._num_calls += 1

@@ -30,7 +30,7 @@ WHERE = ("forward", "backward", "evaluation")
 def endings(machine: Machine, *trials: Trial) -> list[tuple[Trial, dict[int, Ending]]]:
     """Return how each process of some trials of one mesh ended, by rank; all run at once, as they mostly wait."""
     num_processes = trials[0].num_replicas * trials[0].num_stages
-    answers = machine.attempt_at_once(num_processes, train, trials, seconds=25)
+    answers = machine.attempt_at_once([(num_processes, train, trial) for trial in trials], seconds=25)
     return [
         (trial, check(found, trial.culprit if trial.fault.startswith("a peer stops") else None))
         for trial, found in zip(trials, answers, strict=True)
@@ -190,10 +190,8 @@ def test_a_fault_in_a_save_ends_all_with_its_place(simulated: Machine, tmp_path:
         "a link is cut": r"data that were sent from stage 1 \(rank 1, .* have not arrived for 3 s",
         "a peer stops": r"stage 1 \(rank 1, process .* does not answer",
     }
-    given = [(1, fault, TIMEOUT_SECONDS, tmp_path / fault) for fault in words]
-    for (_, fault, *_), answers in zip(
-        given, simulated.attempt_at_once(3, train_and_save, given, seconds=25), strict=True
-    ):
+    given = [(3, train_and_save, (1, fault, TIMEOUT_SECONDS, tmp_path / fault)) for fault in words]
+    for fault, answers in zip(words, simulated.attempt_at_once(given, seconds=25), strict=True):
         for rank, ending in check(answers, 1 if fault == "a peer stops" else None).items():
             assert re.search(words[fault], ending.text), f"{fault}, rank {rank}: {ending}"
 
