@@ -176,10 +176,10 @@ def name_place(rank: int) -> dict[str, Any]:
     return {"names the place": ending is not None and "stage 0, micro-batch 3, backward" in ending.text}
 
 
-def name_replica(rank: int) -> dict[str, Any]:
-    """Return whether each of two replicas names the one whose GPU hangs."""
-    ending = train(rank, *Trial(1, 0, "a kernel hangs", "averaging", 2.0, num_replicas=2))
-    return {"names the replica": ending is not None and "rank 0, " in ending.text}
+def name_exchange(rank: int) -> dict[str, Any]:
+    """Return whether a replica names the link that is cut between it and the other one."""
+    ending = train(rank, *Trial(1, 0, "the link to the other replica is cut", "averaging", 2.0, num_replicas=2))
+    return {"names the links": ending is not None and "see the links between" in ending.text}
 
 
 def save(rank: int, timeout_seconds: float) -> Ending:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.simulated_cuda.beside_steps import compute
-from tests.simulated_cuda.faults import name_link, name_place, name_replica
+from tests.simulated_cuda.faults import name_exchange, name_link, name_place
 from tests.simulated_cuda.machine import Answer, Machine
 from tests.simulated_cuda.mutants import SOURCES, Mutant, find_mutants
 from tests.simulated_cuda.saves import save
@@ -46,7 +46,7 @@ SCENARIOS = (
     Scenario(1, compute, ("cuda",)),
     Scenario(1, name_place),
     Scenario(2, name_link),
-    Scenario(2, name_replica),
+    Scenario(2, name_exchange),
 )
 
 # What can be taken out without effect, and why.
