@@ -112,7 +112,9 @@ def extend(best: float, part: int, objective: CutObjective) -> float:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", ["random", "one giant layer", "heavy tail", "equal"])
-def test_middle_sized_problems_reach_the_optimum_of_a_plain_dynamic_programme(kind: str, objective: CutObjective) -> None:
+def test_middle_sized_problems_reach_the_optimum_of_a_plain_dynamic_programme(
+    kind: str, objective: CutObjective
+) -> None:
     generator = random.Random(kind)
     costs = {
         "random": [generator.randrange(1000) for _ in range(70)],
@@ -126,7 +128,9 @@ def test_middle_sized_problems_reach_the_optimum_of_a_plain_dynamic_programme(ki
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("giant", [1, 10**9], ids=["even", "giant"])
-def test_no_layer_of_1663_in_128_partitions_is_better_moved_to_its_neighbour(giant: int, objective: CutObjective) -> None:
+def test_no_layer_of_1663_in_128_partitions_is_better_moved_to_its_neighbour(
+    giant: int, objective: CutObjective
+) -> None:
     generator = random.Random(1663)
     costs = [giant, *(generator.randrange(500, 1500) for _ in range(1662))]
     sizes = partition_layers(costs, 128, objective=objective)

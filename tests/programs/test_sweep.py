@@ -14,7 +14,16 @@ from gpipe.config import RunConfig, to_plain, to_run, to_yaml
 from gpipe.data import DataMissing
 from gpipe.launch import devices
 from gpipe.programs.folder_lock import hold
-from gpipe.programs.jobs import OUTCOME_FILE, SUMMARY_FILE, SweepJob, Outcome, describe_best, read_jobs, summarize, write_outcome
+from gpipe.programs.jobs import (
+    OUTCOME_FILE,
+    SUMMARY_FILE,
+    Outcome,
+    SweepJob,
+    describe_best,
+    read_jobs,
+    summarize,
+    write_outcome,
+)
 from gpipe.programs.sweep import SweepEnd, run_job
 from gpipe.records import RECORD_FILE, make_record, write_record
 
@@ -293,7 +302,7 @@ def test_a_launcher_without_a_sweep_is_refused() -> None:
         ("", "the file: Invalid JSON: EOF while parsing a value at line 1 column 0"),
         ('{"status": "done"}', "overrides: Field required"),
         ('{"status": "lost", "overrides": [], "data": "x"}', "status: Input should be 'done', 'failed' or 'not run'"),
-        ('{"status": "done", "overrides": "a", "data": "x"}', "overrides: Input should be a valid list"),
+        ('{"status": "done", "overrides": "a", "data": "x"}', "overrides: Input should be a valid array"),
     ],
 )
 def test_a_damaged_outcome_is_named(tmp_path: Path, damage: str, said: str) -> None:

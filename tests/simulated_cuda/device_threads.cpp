@@ -90,6 +90,9 @@ struct Hooks final : public at::CUDAHooksInterface {
 };
 }  // namespace
 
+// The device of this thread, as autograd sets it in its own.
+extern "C" int get_current_device() { return current_device; }
+
 // cudaHostRegister and cudaHostUnregister.
 extern "C" void register_host_memory(void* data) {
   std::lock_guard<std::mutex> guard(pinned_mutex);

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,7 @@ def build() -> Path:
     return library
 
 
+@cache
 def find_library() -> ctypes.CDLL:
     """Return the library that `load` has loaded."""
     return ctypes.CDLL(str(build()))

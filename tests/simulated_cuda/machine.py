@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 # Nothing here imports torch: the simulation must be loaded before.
 from tests.simulated_cuda import device_threads
 from tests.simulated_cuda.mutants import Mutant, apply
+
+_LOOK_SECONDS = 0.5  # between two looks at processes that may have been stopped
 
 
 class Answer(NamedTuple):
@@ -76,10 +79,25 @@ class Machine:
 
         mutant: what to change in the code under test. trace: whether to note which functions ran.
         """
+        return self._answer([_Call(self._number(), num_processes, function, args, mutant, trace)], seconds)[0]
+
+    def attempt_at_once(
+        self,
+        each: Iterable[tuple[int, Callable[..., Any], tuple[Any, ...]]],
+        *,
+        mutant: Mutant | None = None,
+        seconds: float,
+    ) -> list[list[Answer]]:
+        """Return what `attempt` does for each (number of processes, function, arguments), which all run at once."""
+        return self._answer([_Call(self._number(), *one, mutant, False) for one in each], seconds)
+
+    def _number(self) -> int:
         self._num_calls += 1
-        call = _Call(self._num_calls, num_processes, function, args, mutant, trace)
-        self._pipe.send((call, seconds))
-        answers: list[Answer] = self._pipe.recv()
+        return self._num_calls
+
+    def _answer(self, calls: list[_Call], seconds: float) -> list[list[Answer]]:
+        self._pipe.send((calls, seconds))
+        answers: list[list[Answer]] = self._pipe.recv()
         return answers
 
     def close(self) -> None:
@@ -107,33 +125,42 @@ def _serve(pipe: Connection, simulated: bool, port: int) -> None:
     set_numerics(deterministic=True, float32_matmul_precision="highest")  # bits are compared
     while True:
         try:
-            call, seconds = pipe.recv()
+            calls, seconds = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(_fork(call, simulated, port, seconds))
+        pipe.send(_fork(calls, simulated, port, seconds))
 
 
-def _fork(call: _Call, simulated: bool, port: int, seconds: float) -> list[Answer]:
+def _fork(calls: list[_Call], simulated: bool, port: int, seconds: float) -> list[list[Answer]]:
     context = multiprocessing.get_context("fork")
-    processes, pipes = [], {}
-    for rank in range(call.num_processes):
-        ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_answer, args=(theirs, rank, call, simulated, port)))
-        processes[-1].start()
-        theirs.close()
-        pipes[ours] = rank
-    answers = [Answer()] * call.num_processes
+    processes, pipes, process_of = [], {}, {}
+    for number, call in enumerate(calls):
+        for rank in range(call.num_processes):
+            ours, theirs = context.Pipe(duplex=False)
+            processes.append(context.Process(target=_answer, args=(theirs, rank, call, simulated, port)))
+            processes[-1].start()
+            theirs.close()
+            pipes[ours], process_of[ours] = (number, rank), processes[-1].pid
+    answers = [[Answer()] * call.num_processes for call in calls]
     deadline = time.monotonic() + seconds
     while pipes and (remaining := deadline - time.monotonic()) > 0:
-        for ready in wait(list(pipes), remaining):
+        if all(_is_stopped(process_of[pipe]) for pipe in pipes):
+            break
+        for ready in wait(list(pipes), min(remaining, _LOOK_SECONDS)):
+            number, rank = pipes.pop(ready)
             try:
-                answers[pipes.pop(ready)] = ready.recv()
+                answers[number][rank] = ready.recv()
             except EOFError:  # it died
                 continue
     for process in processes:
         process.kill()
         process.join()
     return answers
+
+
+def _is_stopped(process: int) -> bool:
+    """Return whether a signal stopped a process, which then answers no more."""
+    return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int) -> None:

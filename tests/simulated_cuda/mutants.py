@@ -112,7 +112,8 @@ class _Change(ast.NodeTransformer):
     @staticmethod
     def _is_place(argument: ast.expr) -> bool:
         """Return whether an argument of `.to` is a device, not a type."""
-        return not ast.unparse(argument).endswith("dtype")
+        text = ast.unparse(argument)
+        return "device" in text or not ("dtype" in text or text == "wide")
 
 
 def find_mutants(module: str) -> list[Mutant]:

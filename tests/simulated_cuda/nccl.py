@@ -27,8 +27,11 @@ _FOREVER = timedelta(days=1)
 patience_seconds = 60.0
 """How long the host waits for the numbers of an operation."""
 
-links_are_cut = False
-"""Whether nothing that is sent from now on arrives."""
+cut_operations: set[str] = set()
+"""The names of those in which nothing that this process sends arrives any more."""
+
+timeouts_seconds: dict[str, set[float]] = {}
+"""After how long NCCL itself would have ended the operations of each name."""
 
 
 class Work(dist._Work):
@@ -81,6 +84,13 @@ class NCCL(dist.ProcessGroup):
         return "nccl"
 
     @property
+    def group_name(self) -> str:  # torch's own asks a backend that it has itself
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cuda")]
 
@@ -124,7 +134,7 @@ class NCCL(dist.ProcessGroup):
                 _hold(one.tensor).copy_(part)
 
         reads, writes = ([one.tensor for _, one in part] for part in (sent, received))
-        return self._enqueue("ncclGroup", reads, writes, transport)
+        return self._enqueue("ncclGroup", reads, writes, transport, None)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         (tensor,) = tensors
@@ -134,18 +144,19 @@ class NCCL(dist.ProcessGroup):
             self._gloo.allreduce([part], options).wait(_FOREVER)
             _hold(tensor).copy_(part)
 
-        return self._enqueue("ncclAllReduce", [tensor], [tensor], transport)
+        return self._enqueue("ncclAllReduce", [tensor], [tensor], transport, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Work:
         (tensor,) = tensors
-        part = _hold(tensor).clone()
+        part, root = _hold(tensor).clone(), options.rootRank
 
         def transport() -> None:
-            options.timeout = _FOREVER
-            self._gloo.broadcast([part], options).wait(_FOREVER)
+            over_gloo = dist.BroadcastOptions()
+            over_gloo.rootRank, over_gloo.timeout = root, _FOREVER
+            self._gloo.broadcast([part], over_gloo).wait(_FOREVER)
             _hold(tensor).copy_(part)
 
-        return self._enqueue("ncclBroadcast", [tensor], [tensor], transport)
+        return self._enqueue("ncclBroadcast", [tensor], [tensor], transport, options)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> Work:
         (tensor,), (into,) = tensors, outputs
@@ -156,7 +167,26 @@ class NCCL(dist.ProcessGroup):
             for one, other in zip(into, found, strict=True):
                 _hold(one).copy_(other)
 
-        return self._enqueue("ncclAllGather", [tensor], into, transport)
+        return self._enqueue("ncclAllGather", [tensor], into, transport, options)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
+        part, found = _hold(tensor).clone(), torch.empty_like(_hold(output))
+
+        def transport() -> None:
+            self._gloo._allgather_base(found, part).wait(_FOREVER)
+            _hold(output).copy_(found)
+
+        return self._enqueue("ncclAllGather", [tensor], [output], transport, options)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> Work:
+        part, own = _hold(tensor).clone(), slice(self.rank() * output.numel(), (self.rank() + 1) * output.numel())
+        is_mean = options.reduceOp == dist.ReduceOp.AVG  # which Gloo does not know
+
+        def transport() -> None:
+            self._gloo.allreduce([part], dist.AllreduceOptions()).wait(_FOREVER)
+            _hold(output).copy_(part[own].div_(self.size() if is_mean else 1).view_as(_hold(output)))
+
+        return self._enqueue("ncclReduceScatter", [tensor], [output], transport, options)
 
     @property
     def num_operations(self) -> int:
@@ -172,7 +202,12 @@ class NCCL(dist.ProcessGroup):
         if self._stream is not None:
             streams.end_unfinished(self._stream)
 
-    def _enqueue(self, name: str, reads: list[Tensor], writes: list[Tensor], transport: Callable[[], None]) -> Work:
+    def _enqueue(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], transport: Callable[[], None], options: Any
+    ) -> Work:
+        own_seconds = -1.0 if options is None else options.timeout.total_seconds()  # negative: the group's
+        seconds = own_seconds if own_seconds >= 0 else self.timeout.total_seconds()
+        timeouts_seconds.setdefault(name, set()).add(seconds)
         self._users.add(threading.get_ident())
         if not self._is_connected:
             ledger.complain(f"a communicator is made in the midst of the work: {name} at {ledger.find_place()}")
@@ -186,6 +221,7 @@ class NCCL(dist.ProcessGroup):
         device = (reads + writes)[0].device
         with lock:
             self._stream = self._stream or Stream(device, name=f"NCCL's stream of {device}")
+            streams.exchanging.add(self._stream.number)
             self._stream.wait_stream(streams.current_stream(device))
             number = self._stream.enqueue()
             for tensor in reads:
@@ -193,9 +229,7 @@ class NCCL(dist.ProcessGroup):
             for tensor in writes:
                 find_block(_hold(tensor)).use(self._stream, number, name, writes=True)
             ledger.counts["NCCL operations"] += 1
-            is_stuck = (links_are_cut and name == "ncclGroup" and not writes) or bool(
-                streams.find_unfinished(self._stream.clock)
-            )
+            is_stuck = (name in cut_operations and bool(reads)) or bool(streams.find_unfinished(self._stream.clock))
             done = streams.add_unfinished(self._stream, number)
 
         def carry_out() -> None:
@@ -234,3 +268,4 @@ def install() -> None:
     distributed_c10d.is_nccl_available = lambda: True
     distributed_c10d.ProcessGroupNCCL = NCCL
     dist.is_nccl_available = lambda: True
+    torch.cuda.nccl.version = lambda: (2, 27, 0)  # type: ignore[assignment]

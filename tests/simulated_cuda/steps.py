@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
+from gpipe.pipeline.gradient_norm import local_part
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, StepSchedule
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.training.checkpoints import wrap_optimizer
@@ -27,6 +28,7 @@ KINDS = (
 CUTS = {1: (13,), 2: (6, 7), 3: (3, 4, 6), 4: (1, 5, 5, 2), 6: (2, 2, 2, 2, 2, 3)}
 STATE_WAITS = "operations waited for blindly for the optimizer's state"
 SYNCHRONISATIONS, WAITS, BLIND = "host synchronisations", "waits of default streams", "operations waited for blindly"
+PLACES, BLIND_EXCHANGES = "places of host synchronisations", "exchanges waited for blindly"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Setting:
         first_on_cpu: whether a process that plays all stages has the first one on the CPU.
         idle_norm: whether replica 1 leaves out a batch norm.
         shards_optimizer: whether replicas share out the optimizer's state.
+        shards_replicas: whether they share out the weights too.
         checks_recomputation: whether recomputations are compared with forwards.
     """
 
@@ -54,6 +57,7 @@ class Setting:
     idle_norm: bool = False
     autocast: bool = False
     shards_optimizer: bool = False
+    shards_replicas: bool = False
     checks_recomputation: bool = False
 
     def one_stage(self) -> Setting:
@@ -81,6 +85,7 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         rematerialize=setting.rematerialize, schedule=setting.schedule, stages_per_device=setting.stages_per_device,
         devices=_choose_devices(setting, world), mesh=mesh, seed=3, timeout_seconds=10,
         synchronize_batch_norm=setting.synchronize_batch_norm, check_recomputation=setting.checks_recomputation,
+        shard_replicas=setting.shards_replicas,
     )  # fmt: skip
     nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
     optimizer: torch.optim.Optimizer
@@ -92,7 +97,9 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(pipeline.job.replica_index)
     states = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
     found: dict[str, Any] = {}
-    num_blind = 0
+    num_blind = num_blind_exchanges = 0
+    for stage_device in pipeline.job.devices.values():
+        torch.ones(1, device=stage_device)  # something that the first step finds unfinished
     for step in range(2):
         inputs, targets = torch.randn(7, 4, 6, 6, generator=generator), torch.randint(5, (7,), generator=generator)
         optimizer.zero_grad()
@@ -102,6 +109,8 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
             batch = inputs if pipeline.is_first else None, targets if pipeline.is_last else None
             report = pipeline.train_step(batch, record_timeline=step == 0)
         found |= {count: ledger.counts[count] for count in (SYNCHRONISATIONS, WAITS)}  # those of the last step stay
+        found[PLACES] = dict(ledger.synchronisations)
+        num_blind_exchanges += ledger.counts[BLIND_EXCHANGES]
         found |= {f"loss {step}": report.loss, f"norm {step}": pipeline.clip_gradients(0.5)}
         optimizer.step()
         if report.timeline is not None:
@@ -119,6 +128,7 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         pipeline.train_step((inputs * math.nan, targets))
     except gpipe.NonFiniteError:
         found["the first that is not finite"] = str(pipeline.first_non_finite((inputs * math.nan, targets)))
+    found[BLIND_EXCHANGES] = num_blind_exchanges
     if world == 1:  # with several, it depends on who comes first
         found[BLIND] = num_blind + ledger.counts[BLIND]
     after = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
@@ -169,12 +179,12 @@ def _check_timeline(timeline: gpipe.Timeline, setting: Setting) -> None:
 
 
 def _numbers(tensor: Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.detach().cpu().contiguous().numpy().copy()
+    return None if tensor is None else local_part(tensor).detach().cpu().contiguous().numpy().copy()
 
 
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
     """Compare all that one process found; it knows only its own layers."""
     for name, value in found.items():
-        if name not in (SYNCHRONISATIONS, WAITS, BLIND, STATE_WAITS):
+        if name not in (SYNCHRONISATIONS, PLACES, WAITS, BLIND, BLIND_EXCHANGES, STATE_WAITS):
             assert name in expected, f"{what}: {name} is new"
             assert np.array_equal(value, expected[name]), f"{what}: {name} differs"  # type: ignore[arg-type]

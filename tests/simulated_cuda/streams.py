@@ -9,6 +9,7 @@ The host has such a clock too. Deviation: all threads of the host share it, as i
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.cuda import _gpu_trace as trace  # tells torch's own sanitizer what happens
 
-from tests.simulated_cuda import ledger
+from tests.simulated_cuda import device_threads, ledger
 from tests.simulated_cuda.ledger import lock
 
 NUM_DEVICES = 8
@@ -32,11 +33,16 @@ _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _default_streams: dict[int, Stream] = {}
 _unfinished: dict[tuple[int, int], threading.Event] = {}  # operations that have not ended: of hanging kernels, receives
 _deferred: list[tuple[int, int, Callable[[], None]]] = []  # copies to the host's memory, done when the host waits
+exchanging: set[int] = set()  # the numbers of NCCL's streams
 _broken: set[int] = set()  # devices on which a kernel failed
 
 
 class Stream:
-    """In the place of torch.cuda.Stream."""
+    """In the place of torch.cuda.Stream.
+
+    Attributes:
+        orders_allocations: whether memory that was freed may still be in use elsewhere, as the next owner waits.
+    """
 
     _count = 0
 
@@ -46,6 +52,8 @@ class Stream:
             self.number = Stream._count
             _streams.add(self)
         self.device = as_device(device)
+        # Torch's fully_shard makes its streams wait for the computing one before it asks for memory on them again.
+        self.orders_allocations = "/fsdp/" in sys._getframe(1).f_code.co_filename
         self.name = name or f"the stream made at {ledger.find_place()}"
         self.clock: Clock = {}
         if self.cuda_stream:
@@ -187,9 +195,11 @@ def wait_on_host(clocks: Iterable[Clock], device: torch.device) -> None:
     with lock:
         ledger.counts["host synchronisations"] += 1
         ledger.synchronisations[ledger.find_place()] += 1
-        unknown = (number - _host.get(stream, 0) for clock in clocks for stream, number in clock.items())
+        ends = [end for clock in clocks for end in clock.items()]
+        unknown = {stream: max(number - _host.get(stream, 0), 0) for stream, number in ends}
         # Such a wait has no end where something hangs. Looking at an event first makes it a short one.
-        ledger.counts["operations waited for blindly"] += sum(max(number, 0) for number in unknown)
+        ledger.counts["operations waited for blindly"] += sum(unknown.values())
+        ledger.counts["exchanges waited for blindly"] += sum(unknown[stream] for stream in exchanging & set(unknown))
     for clock in clocks:
         for event in find_unfinished(clock):
             event.wait()
@@ -236,7 +246,8 @@ def as_device(device: Any) -> torch.device:
 
 
 def current_device() -> int:
-    return int(getattr(_local, "device", 0))
+    device: int | None = getattr(_local, "device", None)
+    return int(device_threads.find_library().get_current_device()) if device is None else device
 
 
 def set_device(device: Any) -> None:

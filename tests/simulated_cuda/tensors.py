@@ -22,6 +22,7 @@ _HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_non
 _VIEWS = {aten.detach.default, aten.alias.default, aten._unsafe_view.default}
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 _TAKE_CPU_INDICES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
+_TAKE_NO_NUMBERS = {aten.stack.default, aten.cat.default}  # of the CPU, beside tensors of a device
 _FACTORIES = (
     "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "full", "scalar_tensor",
 )  # fmt: skip
@@ -61,6 +62,10 @@ class SimulatedTensor(Tensor):
 
     def data_ptr(self) -> int:
         return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory with the numbers, so that torch's fully_shard can let go of it and take it again."""
+        return self.held.untyped_storage()
 
     def tolist(self) -> Any:
         streams.wait_on_host([current_stream(self.device).clock], self.device)
@@ -131,7 +136,9 @@ def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Sim
     """
     leaves = _find_tensors((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor) and leaf.ndim > 0]
+    others = [
+        leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor) and (leaf.ndim > 0 or func in _TAKE_NO_NUMBERS)
+    ]
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1 or (devices and others and func not in _TAKE_CPU_INDICES):
         found = ", ".join(sorted({str(tensor.device) for tensor in [*tensors, *others]}))
@@ -181,6 +188,7 @@ def _convert(source: Tensor, *, device: Any = None, non_blocking: bool = False, 
         allocate(made, current_stream(device))
         target = SimulatedTensor(made, device)
         _order_copy(target, source)
+    _await_copy(target, source, non_blocking)
     return target
 
 
@@ -191,6 +199,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         with lock:
             _order_copy(target, source)
             target.held.copy_(numbers)
+        _await_copy(target, source, non_blocking)
         return target
     with lock:
         stream, number = _order_copy(target, source)
@@ -199,6 +208,12 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not (non_blocking and target.is_pinned()):
         streams.wait_on_host([stream.clock], source.device)
     return target
+
+
+def _await_copy(target: SimulatedTensor, source: Tensor, non_blocking: bool) -> None:
+    """Let the host wait for a copy of its own memory, unless it said that it need not."""
+    if not (non_blocking or isinstance(source, SimulatedTensor)):
+        streams.wait_on_host([current_stream(target.device).clock], target.device)
 
 
 def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,19 @@ import torch
 
 from gpipe.planning.optimizer_memory import try_optimizer
 from gpipe.training.optimizers import OPTIMIZERS, build_optimizer
+from tests.simulated_cuda.beside_steps import METRIC_WAITS, compute
 from tests.simulated_cuda.machine import Machine
 from tests.simulated_cuda.saves import save
-from tests.simulated_cuda.steps import SYNCHRONISATIONS, Setting, assert_same_bits, count_transfers, train, train_each
+from tests.simulated_cuda.steps import (
+    BLIND_EXCHANGES,
+    PLACES,
+    SYNCHRONISATIONS,
+    Setting,
+    assert_same_bits,
+    count_transfers,
+    train,
+    train_each,
+)
 from tests.simulated_cuda.streams import NUM_DEVICES
 from tests.simulated_cuda.updates import measure_update, update
 
@@ -76,10 +87,61 @@ def test_one_process_per_device_trains_as_one_stage_does(layout: Layout, machine
             assert_same_bits(outcome, train_one_stage(machine, setting), f"{setting}, rank {rank}")
 
 
-@pytest.mark.parametrize(("num_processes", "num_stages"), [(1, 1), (2, 2), (3, 3)])
-def test_the_host_waits_twice_per_step_at_most(num_processes: int, num_stages: int, simulated: Machine) -> None:
-    for outcome in simulated.run(num_processes, train, Setting(num_stages, "always")):
-        assert outcome[SYNCHRONISATIONS] <= 2
+NUM_EXCHANGES = 2 * 2 * 4  # of two batch norms in the forward and the backward of four micro-batches
+
+
+def assert_that_the_host_hardly_waits(outcome: dict[str, Any], setting: Setting, num_replicas: int = 1) -> None:
+    most = 2
+    if num_replicas > 1 and not setting.shards_replicas:
+        # A gradient that a replica lacks is dropped where all lack it: the host asks for all of them at once. (Weights
+        # that are shared out have gradients of zeros instead.)
+        most += 1
+    if setting.synchronize_batch_norm:
+        # The host reads in each exchange which batch norm the others run, before it uses the numbers of another one.
+        most += NUM_EXCHANGES
+    assert outcome[SYNCHRONISATIONS] <= most, f"{setting}: {outcome[PLACES]}"
+    assert outcome[BLIND_EXCHANGES] == 0, setting
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "setting"),
+    [
+        *((num_stages, Setting(num_stages, "always")) for num_stages in (1, 2, 3)),
+        (1, Setting(3, "never", "1f1b")),
+        *((num_processes, Setting(3, "always", "zb_h1", tied=True)) for num_processes in (1, 3)),
+    ],
+    ids=str,
+)
+def test_the_host_waits_twice_per_step_at_most(num_processes: int, setting: Setting, simulated: Machine) -> None:
+    for outcome in simulated.run(num_processes, train, setting):
+        assert_that_the_host_hardly_waits(outcome, setting)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "settings"),
+    [
+        (2, [Setting(2, "always", synchronize_batch_norm=True)]),
+        (2, [Setting(2, "always", shards_optimizer=True), Setting(2, "always", shards_replicas=True)]),
+        (2, [Setting(2, "never", "1f1b", shards_replicas=True, synchronize_batch_norm=True)]),
+        (2, [Setting(2, "except_last", "zb_h1"), Setting(2, "never", "split_gpipe", synchronize_batch_norm=True)]),
+        (3, [Setting(1, "never", "1f1b"), Setting(1, "always", shards_optimizer=True)]),
+        (3, [Setting(1, "always", shards_replicas=True), Setting(1, "always", synchronize_batch_norm=True)]),
+    ],
+    ids=str,
+)
+def test_replicas_train_as_on_the_cpu(num_replicas: int, settings: list[Setting], simulated: Machine) -> None:
+    num_processes = num_replicas * settings[0].num_stages
+    on_gpu, on_cpu = (
+        simulated.run(num_processes, train_each, [replace(setting, device=device) for setting in settings])
+        for device in ("cuda", "cpu")
+    )
+    for (rank, setting), (found, expected) in zip(
+        itertools.product(range(num_processes), settings),
+        zip(itertools.chain(*on_gpu), itertools.chain(*on_cpu), strict=True),
+        strict=True,
+    ):
+        assert_same_bits(found, expected, f"{setting}, rank {rank}")
+        assert_that_the_host_hardly_waits(found, setting, num_replicas)
 
 
 @pytest.mark.parametrize(
@@ -88,20 +150,6 @@ def test_the_host_waits_twice_per_step_at_most(num_processes: int, num_stages: i
 def test_a_payload_of_many_tensors_is_one_operation(kinds: tuple[str, ...], simulated: Machine) -> None:
     num_microbatches = 4
     assert simulated.run(2, count_transfers, kinds, num_microbatches) == [2 * num_microbatches] * 2  # there and back
-
-
-@pytest.mark.parametrize(("synchronize_batch_norm", "shards_optimizer"), [(False, True), (True, False)])
-def test_replicas_train_as_on_the_cpu(synchronize_batch_norm: bool, shards_optimizer: bool, simulated: Machine) -> None:
-    on_cpu, on_gpu = (
-        Setting(
-            2, "always", device=device, synchronize_batch_norm=synchronize_batch_norm,
-            shards_optimizer=shards_optimizer,
-        )
-        for device in ("cpu", "cuda")
-    )  # fmt: skip
-    pairs = zip(simulated.run(4, train, on_gpu), simulated.run(4, train, on_cpu), strict=True)
-    for rank, (found, expected) in enumerate(pairs):
-        assert_same_bits(found, expected, f"rank {rank}")
 
 
 @on_all_machines
@@ -126,6 +174,16 @@ def test_an_update_allocates_what_is_planned(name: str, machine: Machine) -> Non
     planned = try_optimizer(functools.partial(build_optimizer, name, lr=0.1, weight_decay=0.1, on_gpus=True))
     (found,) = machine.run(1, measure_update, name)
     assert found == pytest.approx(planned.update, abs=0.1)
+
+
+@on_all_machines
+def test_metrics_and_averages_are_those_of_the_cpu_and_the_host_waits_for_none(machine: Machine) -> None:
+    (found,), (expected,) = (machine.run(1, compute, device) for device in ("cuda", "cpu"))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert np.allclose(value, expected[name], rtol=1e-5), name
+    if machine.simulated:
+        assert found[METRIC_WAITS] == 0
 
 
 @on_all_machines

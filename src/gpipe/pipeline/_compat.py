@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def open_store() -> Store:
@@ -27,6 +31,27 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     A group is made with a short time-out, so that a process that never comes is noticed, and used with a long one.
     """
     _set_pg_timeout(timeout, group)
+
+
+def surround_collectives(module: FSDPModule, surrounding: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run each collective of a module that fully_shard has changed in a context of its own.
+
+    Torch lets others replace the collectives, but its own ones, which are called here, have private names.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    class AllGather(DefaultAllGather):
+        def __call__(self, *args: Any, **options: Any) -> dist.Work | None:
+            with surrounding():
+                return super().__call__(*args, **options)
+
+    class ReduceScatter(DefaultReduceScatter):
+        def __call__(self, *args: Any, **options: Any) -> dist.Work:
+            with surrounding():
+                return super().__call__(*args, **options)
+
+    module.set_custom_all_gather(AllGather())
+    module.set_custom_reduce_scatter(ReduceScatter())
 
 
 # Torch's own limit is 8. A forward, a recomputation and an evaluation are variants of each other, and so are the sizes

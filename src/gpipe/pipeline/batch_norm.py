@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
 
 if TYPE_CHECKING:
+    from gpipe.pipeline.shared.replicas import Replicas
     from gpipe.pipeline.shared.synchronized_norm import SynchronizedMicroBatch
 
 # _REPEAT: what a forward with a graph ran runs again, in a checkpoint inside of a layer: it must save the same tensors.
@@ -201,7 +202,7 @@ def discard(norms: Iterable[MicroBatchNorm]) -> None:
 
 
 @torch.no_grad()
-def commit(norms: Sequence[MicroBatchNorm], replicas: dist.ProcessGroup | None = None) -> None:
+def commit(norms: Sequence[MicroBatchNorm], replicas: Replicas | None = None) -> None:
     """Move the moving averages by the statistics of the whole mini-batch, once, and forget those.
 
     Statistics are combined in float64. All layers of a device are worked on at once: one by one, their small vectors
@@ -211,18 +212,25 @@ def commit(norms: Sequence[MicroBatchNorm], replicas: dist.ProcessGroup | None =
         norms: of one or several devices; with replicas, of one.
         replicas: the processes that hold the same layers. The mini-batch is then that of all replicas, and each gets
             the same moving averages.
+
+    Raises:
+        LostPeer, PipelineError: another replica is gone, failed or hangs.
     """
+    has_others = replicas is not None and replicas.count > 1
     by_device: dict[torch.device, list[MicroBatchNorm]] = {}
     for norm in norms:
         # A batch norm that was unused in one replica may have been used in another.
         running_mean = norm._buffers["running_mean"]
-        if running_mean is not None and (norm.seen or replicas is not None):
+        if running_mean is not None and (norm.seen or has_others):
             by_device.setdefault(running_mean.device, []).append(norm)
     for group in by_device.values():
         moments = _compute_moments(group)
-        if replicas is not None:  # one exchange for all layers
-            parts = [torch.empty_like(moments) for _ in range(dist.get_world_size(replicas))]
-            dist.all_gather(parts, moments.contiguous(), group=replicas)
+        if replicas is not None and has_others:  # one exchange for all layers
+            parts = [torch.empty_like(moments) for _ in range(replicas.count)]
+            with replicas.exchange():
+                dist.all_gather(parts, moments.contiguous(), group=replicas.group)
+            if not all(norm.seen for norm in group):  # a number is asked for
+                replicas.wait_for_devices()
             counts, means, within = torch.stack(parts).unbind(1)
             moments = combine(counts, means, within.sum(0))
         _update(group, moments)
@@ -306,4 +314,4 @@ def _running(norm: MicroBatchNorm) -> tuple[Tensor, Tensor]:
 
 def _spread(values: Tensor, sizes: list[int], device: torch.device) -> Tensor:
     """Repeat each layer's number for its channels: [rows, layers] -> [rows, channels of all]."""
-    return values.repeat_interleave(torch.tensor(sizes), dim=1).to(device)
+    return values.repeat_interleave(torch.tensor(sizes), dim=1).to(device, non_blocking=True)

@@ -37,7 +37,9 @@ class Buffers:
         self._layers = layers
         self._modules: dict[int, nn.Module] = {}  # those with buffers, by identity
         self._places: list[BufferPlace] = []
-        self._moving: Iterable[BufferPlace] | None = None  # those that forwards change; None before a step's first forward
+        self._moving: Iterable[BufferPlace] | None = (
+            None  # those that forwards change; None before a step's first forward
+        )
         self._silent: set[BufferPlace] | None = None  # those that layers change through `.data`, which leaves no trace
         self._start: BufferCopies = {}
 

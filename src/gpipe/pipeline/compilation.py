@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpipe.pipeline._compat import noting_compilation
-from gpipe.pipeline.job.watch import Activity
+from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.structure import structure
 
 

@@ -274,7 +274,6 @@ class Pipeline:
         """
         begin = time.perf_counter()
         inputs, targets = _unpack(batch)
-        clock = Clock() if record_timeline else None
         with self._step():
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
@@ -284,8 +283,7 @@ class Pipeline:
             self._tied.start_step()
             if scaler is not None:
                 scaler.scale_earlier(self.parameters())
-            if record_timeline:
-                self.job.wait_for_devices()  # before the clock does
+            clock = self._start_clock() if record_timeline else None
             for k, stage in self.stages.items():
                 stage.start_step(self.step, loss if k == self.num_stages - 1 else None, final[k])
 
@@ -539,6 +537,7 @@ class Pipeline:
         self._compilation = Compilation(layers, self.num_layers, self.job.activity, asked_to_stop, options)
         for stage in self.stages.values():
             stage.compilation = self._compilation
+        self.job.expect_compiling()
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
@@ -594,7 +593,7 @@ class Pipeline:
         job.activity.start(stage.describe, micro_batch, doing)
         mark = None if clock is None else clock.start(stage.device)
         try:
-            with job.replicas.exchange() if self.shards_replicas else NOTHING:
+            with job.replicas.waiting() if self.shards_replicas else NOTHING:
                 result = work(stage, task, received)
         except (PipelineError, LostPeer):
             raise
@@ -618,23 +617,22 @@ class Pipeline:
         self._await_averages()
         with self.job.activity.doing("adding up the gradients of tied parameters"):
             self._tied.finish_step()
+        self.job.wait_for_devices()
         with self.job.activity.doing("calling the hooks of parameters"):
             for stage in self.stages.values():
                 stage.call_hooks()
 
     def _await_averages(self) -> None:
-        """Wait for the averages over the replicas, and for the devices."""
+        """Let what comes next wait for the averages over the replicas."""
         averagings = [stage.averaging for stage in self.stages.values() if stage.averaging is not None]
         with self.job.activity.doing("averaging gradients over the replicas") if averagings else nullcontext():
             for averaging in averagings:
                 averaging.wait()
-        self.job.wait_for_devices()
-        for averaging in averagings:
-            averaging.finish_step()
+            for averaging in averagings:
+                averaging.finish_step()
 
     def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
-        with self.job.replicas.exchange():
-            batch_norm.commit(norms, self.job.replicas.group)
+        batch_norm.commit(norms, self.job.replicas)
 
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where replicas exchange within a step, what each of them can cut its mini-batch into."""
@@ -715,6 +713,10 @@ class Pipeline:
     def _undo(self) -> None:
         for stage in self.stages.values():
             stage.undo_step()
+
+    def _start_clock(self) -> Clock:
+        self.job.wait_for_devices()  # a GPU's clock begins when its stream gets there
+        return Clock(self.job.devices.values())
 
     def _gather_timeline(self, clock: Clock) -> Timeline:
         own = Timeline(tuple(clock.events()), self.num_devices, self._placement)

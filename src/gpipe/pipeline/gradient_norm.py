@@ -28,7 +28,7 @@ def _name_parameters(prefix: str, module: nn.Module, found: dict[str, Tensor], s
 
 
 def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, float]]:
-    """Return the name and gradient norm of each parameter that has a gradient; waits for the device once.
+    """Return the name and gradient norm of each parameter that has a gradient; waits for the devices once.
 
     Raises:
         ValueError: a gradient is sparse.
@@ -51,8 +51,12 @@ def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[
         names_of.setdefault(device, []).extend(names)
         norms_of.setdefault(device, []).append(torch.stack(norms).double())
     found: dict[str, float] = {}
-    for device, names in names_of.items():
-        found.update(zip(names, torch.cat(norms_of[device]).tolist(), strict=True))
+    # The norms of all GPUs are put together on one of them: each that is asked for numbers is waited for.
+    for type_ in {device.type for device in norms_of}:
+        devices = [device for device in norms_of if device.type == type_]
+        parts = [norm.to(devices[0], non_blocking=True) for device in devices for norm in norms_of[device]]
+        names = [name for device in devices for name in names_of[device]]
+        found.update(zip(names, torch.cat(parts).tolist(), strict=True))
     return [(name, _exact(found[name], gradient)) for name, gradient in gradients.items()]
 
 
@@ -111,4 +115,4 @@ def scale_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) 
             continue
         by_device.setdefault(parameter.device, []).append(parameter)
     for device, group in by_device.items():
-        clip_grads_with_norm_(group, max_norm, torch.tensor(norm, dtype=torch.float64, device=device))
+        clip_grads_with_norm_(group, max_norm, torch.full((), norm, dtype=torch.float64, device=device))

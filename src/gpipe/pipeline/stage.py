@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
-from gpipe.pipeline.buffers import Buffers, BufferCopies
+from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.low_precision import lower

@@ -116,21 +116,23 @@ class Clock:
     On the CPU it reads the host's clock; on CUDA it leaves events in the stream, and nothing waits for them before
     `events` is called. Times are seconds since the epoch, so that those of several processes can stand side by side (of
     several hosts, as well as their clocks agree).
+
+    Args:
+        devices: on which tasks will run, and which have nothing to do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self._offset = time.time() - time.perf_counter()
         self._host: list[tuple[Task, float, float]] = []
         self._device: list[tuple[Task, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
-        self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
+        self._origins = {
+            device: (time.perf_counter(), self._mark(device)) for device in set(devices) if device.type == "cuda"
+        }
 
     def start(self, device: torch.device) -> float | torch.cuda.Event:
         """Return a mark of when a task begins on a device, for `stop`."""
         if device.type != "cuda":
             return time.perf_counter()
-        if device not in self._origins:
-            torch.cuda.synchronize(device)
-            self._origins[device] = time.perf_counter(), self._mark(device)
         return self._mark(device)
 
     def stop(self, task: Task, device: torch.device, mark: float | torch.cuda.Event | None) -> None:

@@ -78,7 +78,9 @@ def read_jobs(folder: Path) -> list[SweepJob]:
         outcome = _read_outcome(path)
         record = path.with_name(RECORD_FILE)
         jobs.append(
-            SweepJob(outcome, path.parent, read_records(record)[0] if outcome.status == "done" and record.exists() else None)
+            SweepJob(
+                outcome, path.parent, read_records(record)[0] if outcome.status == "done" and record.exists() else None
+            )
         )
     return sorted(jobs, key=lambda job: [_order(override) for override in job.outcome.overrides])
 

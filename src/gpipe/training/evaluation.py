@@ -39,10 +39,10 @@ class EvaluationMetrics:
             logits: [..., classes]; the sums stay on their device.
             targets: class indices [...], on any device.
         """
-        targets = targets.to(logits.device)
+        targets = targets.to(logits.device, non_blocking=True)  # a GPU would be waited for
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
         found = judge(logits, targets, ranks=choose_ranks(logits.shape[-1]))
-        count = torch.tensor(targets.numel(), dtype=torch.float64, device=logits.device)
+        count = torch.full((), targets.numel(), dtype=torch.float64, device=logits.device)
         return torch.stack([count, *(values.double().sum() for values in (found.losses, *found.correct))])
 
     def compute(self, sums: Tensor) -> dict[str, float]:
@@ -64,12 +64,12 @@ class MultiLabelMetrics:
             logits: [n, classes]; a class is claimed where its probability is one half or more.
             targets: 0 or 1, float [n, classes], on any device.
         """
-        targets = targets.to(logits.device, torch.float32)
+        targets = targets.to(logits.device, torch.float32, non_blocking=True)
         losses = F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").mean(1)
         claimed = (logits >= 0).double()
         return torch.stack(
             [
-                torch.tensor(len(targets), dtype=torch.float64, device=logits.device),
+                torch.full((), len(targets), dtype=torch.float64, device=logits.device),
                 losses.double().sum(),
                 find_labelled(logits, targets).double().sum(),
                 (claimed * targets).sum(),
@@ -116,14 +116,14 @@ class TokenMetrics:
             logits: [batch, time, vocabulary].
             targets: "tokens" [batch, time] and "language" [batch].
         """
-        tokens = targets["tokens"].to(logits.device)
+        tokens = targets["tokens"].to(logits.device, non_blocking=True)
         counts = tokens != self._padding_index
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
         found = judge(logits, tokens)
         losses, right = found.losses.view_as(tokens), found.correct[0].view_as(tokens)
         rows = torch.stack([(values * counts).double().sum(1) for values in (counts, losses, right)], dim=1)
         sums = torch.zeros(len(self._languages), 3, dtype=torch.float64, device=logits.device)
-        return sums.index_add(0, targets["language"].to(logits.device), rows)
+        return sums.index_add(0, targets["language"].to(logits.device, non_blocking=True), rows)
 
     def compute(self, sums: Tensor) -> dict[str, float]:
         """Return "<language>/loss", in nats per token, and "<language>/top1", and their means over the languages."""

@@ -142,7 +142,7 @@ def _beside_torchs(rank: int, part: Part, mesh: Any) -> dict[str, tuple[np.ndarr
     with microbatch_phase([ours], recompute=False, synchronized=exchange.start(notes=True)):
         ours_y = ours(ours_x)
     ours_y.backward(dy)
-    commit([ours], pipeline.job.replicas.group)
+    commit([ours], pipeline.job.replicas)
     torchs_y = SyncBatchNorm.apply(
         torchs_x, torchs.weight, torchs.bias, torchs.running_mean, torchs.running_var, torchs.eps, part.momentum,
         dist.group.WORLD, len(part.sizes),

@@ -5,11 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.job.errors import PipelineError
+
+_LONGEST_PAUSE_SECONDS = 1e-3  # between two looks at a GPU
+_PAUSE_SHARE = 0.01  # of the time waited so far: by no more do the pauses make a wait longer
 
 
 class DeviceStep(NamedTuple):
@@ -20,27 +27,27 @@ class DeviceStep(NamedTuple):
         text: what it is, such as "stage 1, micro-batch 0, forward".
         stage: whose task it is; None where it belongs to none.
         micro_batch: likewise.
-        rank: of the process whose data it waits for; None where the GPU itself works.
+        ranks: of the processes whose data it waits for; none where the GPU itself works.
     """
 
     event: torch.cuda.Event
     text: str
     stage: int | None = None
     micro_batch: int | None = None
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """Data on their way to another process.
+    """Data on their way to other processes.
 
     Attributes:
-        rank: of that process.
+        ranks: of those processes.
         ready: comes when the data have been computed.
         sent: comes when they have been sent; None until NCCL was told to.
     """
 
-    rank: int
+    ranks: tuple[int, ...]
     ready: torch.cuda.Event
     sent: torch.cuda.Event | None = None
 
@@ -51,28 +58,73 @@ class DeviceWork:
     The host runs far ahead of its GPUs. Where it waits for one, it must not wait in CUDA, where nothing could end the
     wait: it looks at these events again and again. The first that has not come tells what is waited for.
 
+    Args:
+        activity: what the process is doing, for messages.
+        timeout_seconds: how long a GPU may work on one step.
+        stage: of the process, for errors; None where it has several.
+
     Attributes:
+        activity: the same.
         num_done: how many steps were seen to be done: the progress of the GPUs.
         since: when the first one became the first, by the monotonic clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, activity: Activity, timeout_seconds: float, stage: int | None) -> None:
+        self.activity = activity
+        self._timeout_seconds, self._stage = timeout_seconds, stage
         self._steps: deque[DeviceStep] = deque()
         self._deliveries: list[Delivery] = []
         self._lock = threading.Lock()
         self.num_done = 0
         self.since = time.monotonic()
 
-    def add(self, device: torch.device, doing: str, stage: int | None = None, micro_batch: int | None = None) -> None:
-        """Note all that the current stream of a device was given so far; a CPU has done it already."""
+    def add(self, device: torch.device, doing: str, stage: int, micro_batch: int) -> None:
+        """Note all that the current stream of a device was given so far for a task; a CPU has done it already."""
         if device.type == "cuda":
             event = torch.cuda.current_stream(device).record_event()
-            text = doing if stage is None else f"stage {stage}, micro-batch {micro_batch}, {doing}"
-            self._append(DeviceStep(event, text, stage, micro_batch))
+            self._append(DeviceStep(event, f"stage {stage}, micro-batch {micro_batch}, {doing}", stage, micro_batch))
 
-    def expect(self, arrived: torch.cuda.Event, rank: int) -> None:
-        """Note that what comes next needs data of another process, behind an event."""
-        self._append(DeviceStep(arrived, f"data from rank {rank}", rank=rank))
+    def expect(self, arrived: torch.cuda.Event, *ranks: int) -> None:
+        """Note that what comes next needs data of other processes, behind an event."""
+        self._append(DeviceStep(arrived, f"data from rank {', '.join(map(str, ranks))}", ranks=ranks))
+
+    @contextmanager
+    def exchanging(self, device: torch.device, ranks: Sequence[int]) -> Iterator[None]:
+        """Note that what the body gives to a device's current stream waits for data of other processes, as they do.
+
+        What the stream was given before is this process's own work: where that hangs, this process is to blame.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        ready = self._mark(device)
+        yield
+        arrived = torch.cuda.current_stream(device).record_event()
+        self.expect(arrived, *ranks)
+        self.deliver(Delivery(tuple(ranks), ready, arrived))
+
+    def wait_for_devices(self, devices: Iterable[torch.device], check: Callable[[], None]) -> None:
+        """Wait until GPUs have done all that their current streams were given; a CPU has.
+
+        check: raises an error that ends the wait.
+
+        Raises:
+            PipelineError: a GPU failed, or did nothing for longer than the time-out.
+        """
+        for device in set(devices):
+            if device.type == "cuda":
+                self._mark(device)
+        begin = time.monotonic()
+        while (step := self._find_first_to_wait_for()) is not None:
+            check()
+            now = time.monotonic()
+            if not step.ranks and now - self.since > self._timeout_seconds:
+                text = f"{step.text}: the GPU has not finished it for {self._timeout_seconds:g} s"
+                text = f"{text}; see what happens there, or raise timeout_seconds"
+                stage = self._stage if step.stage is None else step.stage
+                raise PipelineError(text, stage=stage, micro_batch=step.micro_batch)
+            time.sleep(min((now - begin) * _PAUSE_SHARE, _LONGEST_PAUSE_SECONDS))
+        check()  # a wait on the device that was cut off ends without an error
 
     def find_first(self) -> DeviceStep | None:
         """Return the first step that is not done; None where all are.
@@ -101,12 +153,7 @@ class DeviceWork:
         with self._lock:
             left = [one for one in self._deliveries if one.sent is None or not one.sent.query()]
             self._deliveries = left
-            return sorted({one.rank for one in left if one.ready.query()})
-
-    def first_text(self) -> str:
-        """Return what the first step that is not known to be done is, without asking a GPU."""
-        with self._lock:
-            return self._steps[0].text if self._steps else "between two steps"
+            return sorted({rank for one in left if one.ready.query() for rank in one.ranks})
 
     def clear(self) -> None:
         """Forget everything, after a failure."""
@@ -114,10 +161,20 @@ class DeviceWork:
             self._steps.clear()
             self._deliveries.clear()
 
-    def mark(self, devices: Iterable[torch.device]) -> None:
-        """Note what the devices were given since the last step."""
-        for device in set(devices):
-            self.add(device, f"the work of {device} between two tasks")
+    def _find_first_to_wait_for(self) -> DeviceStep | None:
+        try:
+            return self.find_first()
+        except RuntimeError as error:
+            with self._lock:
+                place = self._steps[0].text if self._steps else str(self.activity)
+            text = f"{place}, or right after it: {type(error).__name__}: {error}"
+            raise PipelineError(text, stage=self._stage) from error
+
+    def _mark(self, device: torch.device) -> torch.cuda.Event:
+        """Note what the current stream of a device was given since the last step, and return the event behind it."""
+        event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+        self._append(DeviceStep(event, f"{self.activity}, on {device}"))
+        return event
 
     def _append(self, step: DeviceStep) -> None:
         with self._lock:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,10 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe.pipeline._compat import open_store
-from gpipe.pipeline.job.device_work import DeviceStep, DeviceWork
+from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError, StepAbandoned
 from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
-from gpipe.pipeline.job.watch import Activity, Watch
+from gpipe.pipeline.job.watch import Watch
 from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
 from gpipe.pipeline.shared.tied_parameters import TiedProcesses
@@ -42,7 +42,6 @@ Devices: TypeAlias = "Sequence[torch.device | str] | torch.device | str | None"
 """One per stage, or one for all; None for the default."""
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_POLL_SECONDS = 1e-4  # between two looks at a GPU
 _CONNECT_SECONDS = 0.1  # between two looks at the others while NCCL connects
 
 
@@ -82,11 +81,12 @@ class Job:
 
     def __init__(self, devices: Mapping[int, torch.device], timeout_seconds: float) -> None:
         self.devices = dict(devices)
-        self.device_work = DeviceWork()
+        self._stage = next(iter(devices)) if len(devices) == 1 else None  # for errors
+        self.activity = Activity()
+        self.device_work = DeviceWork(self.activity, timeout_seconds, self._stage)
         self._timeout = timedelta(seconds=timeout_seconds)
         self.transfer: LocalTransfer | ProcessTransfer = LocalTransfer(list(devices.values()))
         self.replicas = Replicas()
-        self.activity = Activity()
         self.on_failure: list[Callable[[], None]] = []
         self._name = ""  # what messages call this process
         self._failure: str | None = None  # why the processes cannot go on together
@@ -167,6 +167,9 @@ class Job:
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one."""
 
+    def expect_compiling(self) -> None:
+        """Let processes wait for each other however long one of them compiles."""
+
     def wait_for_devices(self) -> None:
         """Wait until this process's GPUs have done all that their current streams were given; a CPU has.
 
@@ -176,22 +179,7 @@ class Job:
             PipelineError: a GPU failed, or did nothing for longer than the time-out.
             PeerFailure: another process failed, hangs, or sends nothing.
         """
-        self.device_work.mark(self.devices.values())
-        while (step := self._find_device_step()) is not None:
-            self._raise_failure()
-            silent = time.monotonic() - self.device_work.since
-            if step.rank is None and silent > self._timeout.total_seconds():
-                text = f"{step.text}: the GPU has not finished it for {self._timeout.total_seconds():g} s"
-                text = f"{text}; see what happens there, or raise timeout_seconds"
-                raise PipelineError(text, stage=step.stage, micro_batch=step.micro_batch)
-            time.sleep(_POLL_SECONDS)
-
-    def _find_device_step(self) -> DeviceStep | None:
-        try:
-            return self.device_work.find_first()
-        except RuntimeError as error:
-            place = self.device_work.first_text()
-            raise PipelineError(f"{place}, or right after it: {type(error).__name__}: {error}") from error
+        self.device_work.wait_for_devices(self.devices.values(), self._raise_failure)
 
     def _raise_failure(self) -> None:
         """Raise the cause of failure of another process, if there is one."""
@@ -269,11 +257,9 @@ class MeshJob(Job):
         super().__init__(dict.fromkeys(own, device), timeout_seconds)
         stages = name_stages(own)
         self._name = f"rank {self._rank}, {stages}, "
-        self._stage = own[0] if len(own) == 1 else None  # for errors
         name = stages if len(own) == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
         self._watch = Watch(open_store(), self._rank, self._stage, name, timeout_seconds, self.device_work)
-        self.activity = self._watch.activity
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
 
@@ -303,7 +289,7 @@ class MeshJob(Job):
         if self._replica_messenger is None:
             return self.replicas
         group = self._make_groups(self._columns, _BACKENDS[self._device.type])
-        return ReplicaGroup(group, self._replica_messenger, self._watch)
+        return ReplicaGroup(group, self._replica_messenger, self._watch, self._device, self.device_work)
 
     def connect_tied(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], TiedProcesses]:
         """Connect some processes of each pipeline with each other; return the connections that this one is in."""
@@ -312,7 +298,7 @@ class MeshJob(Job):
             members = [[row[process] for process in processes] for row in self._rows]
             group = self._make_groups(members, _BACKENDS[self._device.type])
             if group is not None:
-                found[processes] = TiedProcesses(group, processes, self._device, self._watch)
+                found[processes] = TiedProcesses(group, processes, self._device, self._watch, self.device_work)
         return found
 
     def gather(self, value: Any) -> list[Any]:
@@ -328,6 +314,10 @@ class MeshJob(Job):
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one."""
         self._watch.check()
+
+    def expect_compiling(self) -> None:
+        """Let processes wait for each other however long one of them compiles."""
+        self._watch.expect_compiling()
 
     def _raise_failure(self) -> None:
         self._watch.raise_failure()

@@ -31,6 +31,7 @@ _GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its 
 _EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
 _SECOND_NET = 10  # times the time-out: after so long NCCL itself ends a process whose watch has not
+_LEAST_SECONDS = 3600.0  # of that net where a whole step of another process may pass before its part comes
 _LOOKS_PER_TIMEOUT = 8  # a chain of many stages is long to follow, and need not be followed often
 _FAILURE = "failure"
 PROBE_TAG = 1 << 16  # of messages that nobody sends or receives
@@ -40,7 +41,7 @@ FOREVER = timedelta(days=365)  # a wait that the watch alone ends
 class _Wait(NamedTuple):
     ranks: tuple[int, ...]
     since: float
-    is_for_data: bool = False  # whether the GPU waits, and not the host
+    data_from: tuple[int, ...] = ()  # those whose data the GPU waits for, among them
 
 
 class Watch:
@@ -52,7 +53,7 @@ class Watch:
     The thread also decides that a process hangs: it waits for nobody, and has made no progress for longer than allowed
     while this process waited for it. A stage that is only slow makes progress, task by task.
 
-    A process waits for whom its host waits for; or for the one whose data its GPU lacks, as the first step of
+    A process waits for whom its host waits for; or for those whose data its GPU lacks, as the first step of
     `device_work` that is not done says. While its own GPU works, it waits for nobody.
 
     Args:
@@ -78,7 +79,7 @@ class Watch:
     ) -> None:
         self._device_work = device_work
         self._board, self._rank, self._timeout_seconds = Board(store), rank, timeout_seconds
-        self.activity = Activity()
+        self.activity = device_work.activity
         self._num_processes, self._num_known = dist.get_world_size(), 0
         self._progress = 0
         self._wait: _Wait | None = None
@@ -89,6 +90,7 @@ class Watch:
         self._failure: PeerFailure | None = None
         self._failure_seen = 0.0
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
+        self._whole_steps: list[dist.ProcessGroup] = []  # NCCL's, that wait for another process's whole step
         self._retired: float | None = None
         self._closed = threading.Event()
         name = f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})"
@@ -100,11 +102,26 @@ class Watch:
     def guard(self, group: dist.ProcessGroup, *, is_link: bool = False) -> None:
         """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain.
 
-        is_link: whether it is NCCL's for one boundary. A transfer is posted when the data have been computed or are
-        about to be: NCCL may end one that takes many times the time-out. A replica may wait for another's compiling.
+        NCCL itself ends a wait after many times the time-out, and the process with it, should this object not do it.
+
+        is_link: whether it is NCCL's for one boundary, whose transfers are posted when the data have been computed or
+            are about to be. In another group NCCL's clock may run for a whole step: it starts when the host asks.
         """
-        set_timeout(group, timedelta(seconds=_SECOND_NET * self._timeout_seconds) if is_link else FOREVER)
-        self._groups.append((group, dist.get_backend(group)))
+        backend = dist.get_backend(group)
+        self._groups.append((group, backend))
+        net_seconds = _SECOND_NET * self._timeout_seconds
+        if backend == "gloo":
+            set_timeout(group, FOREVER)
+        elif is_link:
+            set_timeout(group, timedelta(seconds=net_seconds))
+        else:
+            set_timeout(group, timedelta(seconds=max(net_seconds, _LEAST_SECONDS)))
+            self._whole_steps.append(group)
+
+    def expect_compiling(self) -> None:
+        """Let a process wait for another one that compiles, however long that takes."""
+        for group in self._whole_steps:
+            set_timeout(group, FOREVER)
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -178,7 +195,7 @@ class Watch:
             self._num_known += self._board.read(f"process/{self._num_known}") is not None
         wait = self._find_wait()
         others = list(wait.ranks) if wait is not None else []
-        data_from = others[-1] if wait is not None and wait.is_for_data else None
+        data_from = list(wait.data_from) if wait is not None else []
         compiling = self.activity.compiling
         self._progress += compiling is not None  # however long it takes
         progress = self._progress + self._device_work.num_done
@@ -195,7 +212,7 @@ class Watch:
         return self._end_wait(wait or self._wait, now)
 
     def _find_wait(self) -> _Wait | None:
-        """Return for whom this process waits; the last one is that whose data the GPU waits for, if it does."""
+        """Return for whom this process waits: its host, or its GPU for their data."""
         wait = self._wait
         try:
             first = self._device_work.find_first()
@@ -203,10 +220,10 @@ class Watch:
             return wait
         if first is None:
             return wait
-        if first.rank is None:  # the GPU works, which is progress, or it hangs, whatever the host waits for
+        if not first.ranks:  # the GPU works, which is progress, or it hangs, whatever the host waits for
             return None
         ranks, since = (wait.ranks, wait.since) if wait is not None else ((), self._device_work.since)
-        return _Wait((*ranks, first.rank), since, is_for_data=True)
+        return _Wait((*ranks, *first.ranks), since, first.ranks)
 
     def _find_undelivered(self) -> list[int]:
         try:
@@ -244,7 +261,7 @@ class Watch:
         """Cut off a wait that is in vain, after a while; return whether there is more to look after."""
         if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
             return True
-        if wait is self._wait or wait.is_for_data:
+        if wait is self._wait or wait.data_from:
             self._cut()
             return False
         return True
@@ -252,12 +269,12 @@ class Watch:
     def _find_hanging(self, wait: _Wait, now: float) -> PeerFailure | None:
         """Follow the notes of who waits for whom to those who wait for nobody, and name them if they hang."""
         reached: dict[int, list[int]] = {self._rank: []}
-        data_from = {self._rank: wait.ranks[-1] if wait.is_for_data else None}
+        data_from: dict[int, Sequence[int]] = {self._rank: wait.data_from}
         undelivered = {self._rank: self._find_undelivered()}
         pending = list(wait.ranks)
         while pending:
             if (rank := pending.pop()) not in reached:
-                state = self._board.read(f"state/{rank}") or [-1, -1, [], "", None, None, []]
+                state = self._board.read(f"state/{rank}") or [-1, -1, [], "", None, [], []]
                 looks, progress, others, *_, data_from[rank], undelivered[rank] = state
                 _note(self._seen, rank, progress, now)
                 _note(self._alive, rank, looks, now)
@@ -275,7 +292,7 @@ class Watch:
             self._next_search = since + self._timeout_seconds
             return None
         # Where a link hangs, many wait for data; but only what it should carry is there and was not sent.
-        links = [(s, rank) for rank, s in data_from.items() if s is not None and rank in undelivered.get(s, [])]
+        links = [(s, rank) for rank, part in data_from.items() for s in part if rank in undelivered.get(s, [])]
         return self._blame(suspects, deadlock=not culprits, links=links)
 
     def find_compiling(self) -> str | None:
@@ -296,10 +313,7 @@ class Watch:
         described = [self._describe(rank) for rank in ranks]
         stage, own_name = self._describe(self._rank)
         if deadlock and links:
-            source, target = ([self._describe(rank) for rank in ends] for ends in zip(*links, strict=True))
-            pairs = " and ".join(f"from {a} to {b}" for (_, a), (_, b) in zip(source, target, strict=True))
-            text = f"data that were sent {pairs} have not arrived for {self._timeout_seconds:g} s; see the link between"
-            return PeerFailure(f"{text} their GPUs, or raise timeout_seconds", stage=target[0][0])
+            return self._blame_links(links)
         if deadlock:
             names = " and ".join(name for _, name in described if name != own_name)
             text = f"{own_name} and {names} wait for each other; every process must make the same calls of the pipeline"
@@ -309,6 +323,20 @@ class Watch:
         waited = f"{own_name} waited {self._timeout_seconds:g} s"
         text = f"{names} {verb} not answer: {waited}; see what happens there, or raise timeout_seconds"
         return PeerFailure(text, stage=described[0][0])
+
+    def _blame_links(self, links: Sequence[tuple[int, int]]) -> PeerFailure:
+        waited = f"have not arrived for {self._timeout_seconds:g} s"
+        # In an exchange each lacks the data of the others, and which of them did not come is not known.
+        if exchanging := sorted({rank for source, rank in links if (rank, source) in links}):
+            described = [self._describe(rank) for rank in exchanging]
+            text = f"data that {' and '.join(name for _, name in described)} exchange {waited}; see the links between"
+        else:
+            described = [self._describe(rank) for _, rank in links]
+            pairs = " and ".join(
+                f"from {self._describe(source)[1]} to {self._describe(rank)[1]}" for source, rank in links
+            )
+            text = f"data that were sent {pairs} {waited}; see the link between"
+        return PeerFailure(f"{text} their GPUs, or raise timeout_seconds", stage=described[0][0])
 
     def _cut(self) -> None:
         """End all waits of this process."""
@@ -400,50 +428,3 @@ class Board:
             return None
         finally:
             del self._under_way[thread]
-
-
-class Activity:
-    """What one process is doing: a task of a stage, or what lies between two steps.
-
-    Noting costs an assignment; the words are put together only when somebody asks, from any thread.
-
-    Attributes:
-        compiling: the layer that is being compiled, in words; None while none is.
-    """
-
-    def __init__(self) -> None:
-        self.compiling: str | None = None
-        self._task: tuple[Callable[[int, str], str], int, str] | None = None
-        self._outside = "between two steps"
-        self._beside: str | None = None
-
-    def start(self, describe: Callable[[int, str], str], micro_batch: int, doing: str) -> None:
-        """Note a task; `describe`, called with micro-batch and doing, returns the place of an error that is now."""
-        self._task = describe, micro_batch, doing
-
-    def stop(self) -> None:
-        """Note that the task has finished."""
-        self._task = None
-
-    @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Note what is done in the body, apart from tasks, such as "loading data"; where it fails the note stays."""
-        before, self._outside = self._outside, what
-        yield
-        self._outside = before
-
-    @contextmanager
-    def doing_beside(self, what: str) -> Iterator[None]:
-        """Note what another thread does in the body, while the pipeline works."""
-        self._beside = what
-        try:
-            yield
-        finally:
-            self._beside = None
-
-    def __str__(self) -> str:
-        """Return it in the words of an error's place."""
-        task, beside = self._task, self._beside
-        words = task[0](*task[1:]) if task is not None else self._outside
-        words = words if beside in (None, words) else f"{words}, while {beside}"
-        return words if self.compiling is None else f"{words}, {self.compiling}"

@@ -69,12 +69,10 @@ class _Bucket:
             work.wait()
             self._work = None
 
-    def drop_unused(self) -> None:
-        """Take away the gradients that no replica has; only where this one lacked some a GPU is asked."""
-        for parameter, flag in self._unused:
-            if not flag:
-                parameter.grad = None
-        self._unused.clear()
+    def take_unused(self) -> list[tuple[Parameter, Tensor]]:
+        """Return the parameters for which this replica had no gradient, with what is zero where no replica had one."""
+        unused, self._unused = self._unused, []
+        return unused
 
     def reset(self) -> None:
         """Forget a step that failed."""
@@ -165,9 +163,15 @@ class Averaging:
                 bucket.wait()
 
     def finish_step(self) -> None:
-        """Drop what no replica has a gradient for, when the devices have done their work."""
-        for bucket in self._buckets:
-            bucket.drop_unused()
+        """Drop what no replica has a gradient for; where this one lacked some, wait for the averages."""
+        unused = [pair for bucket in self._buckets for pair in bucket.take_unused()]
+        if not unused:
+            return
+        self.replicas.wait_for_devices()
+        flags = torch.stack([flag.double() for _, flag in unused]).tolist()
+        for (parameter, _), flag in zip(unused, flags, strict=True):
+            if not flag:
+                parameter.grad = None
 
     def reset(self) -> None:
         """Forget a step that failed."""

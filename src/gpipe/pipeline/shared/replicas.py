@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PipelineError
 from gpipe.pipeline.job.messages import Messenger
 from gpipe.pipeline.job.watch import PROBE_TAG, Watch
@@ -31,22 +32,45 @@ class Replicas:
         return [value]
 
     @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Let the other replicas be waited for while the body runs.
+    def waiting(self) -> Iterator[None]:
+        """Let the other replicas be waited for by the host while the body runs.
 
         Raises:
             LostPeer: in place of an error of the connections; any other error is left as it is.
         """
         yield
 
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Let the other replicas be waited for while the body runs, and by the GPU in what the body asks of it.
+
+        Keep the body short: all that it asks of the GPU counts as waiting for the others. Raises what `waiting` does.
+        """
+        yield
+
+    def wait_for_devices(self) -> None:
+        """Wait until the GPU has what was exchanged, before the host asks it for a number.
+
+        Raises:
+            PipelineError: as `Job.wait_for_devices`.
+        """
+
 
 class ReplicaGroup(Replicas):
     """This process and those that hold the same stages in the other pipelines; `messenger` connects the same ones."""
 
-    def __init__(self, group: dist.ProcessGroup, messenger: Messenger, watch: Watch) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        messenger: Messenger,
+        watch: Watch,
+        device: torch.device,
+        device_work: DeviceWork,
+    ) -> None:
         self.group: dist.ProcessGroup = group
         self.index, self.count = messenger.rank, messenger.size
         self._messenger, self._watch = messenger, watch
+        self._device, self._device_work = device, device_work
         self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
 
     def gather(self, value: Any) -> list[Any]:
@@ -54,8 +78,8 @@ class ReplicaGroup(Replicas):
         return self._messenger.gather(value)
 
     @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Let the other replicas be waited for while the body runs."""
+    def waiting(self) -> Iterator[None]:
+        """Let the other replicas be waited for by the host while the body runs."""
         try:
             with self._watch.waiting_for(self._others):
                 yield
@@ -63,6 +87,16 @@ class ReplicaGroup(Replicas):
             if isinstance(error, PipelineError | LostPeer) or not self._is_broken(error):
                 raise
             raise LostPeer(self._others, str(error)) from None
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Let the other replicas be waited for while the body runs, and by the GPU in what the body asks of it."""
+        with self.waiting(), self._device_work.exchanging(self._device, self._others):
+            yield
+
+    def wait_for_devices(self) -> None:
+        """Wait until the GPU has what was exchanged, before the host asks it for a number."""
+        self._device_work.wait_for_devices([self._device], self._watch.raise_failure)
 
     def _is_broken(self, error: RuntimeError) -> bool:
         """Return whether a connection to another replica is gone; torch has no class for such an error of Gloo's."""

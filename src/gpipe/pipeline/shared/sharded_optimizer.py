@@ -67,7 +67,7 @@ class ShardedOptimizer(Optimizer):
         finally:
             for parameter, gradient in others.items():
                 parameter.grad = gradient
-        with self._job.guard(), self._job.replicas.exchange():
+        with self._job.guard(), self._job.replicas.waiting():
             self._exchange_parameters()
 
     @torch.no_grad()
@@ -83,7 +83,8 @@ class ShardedOptimizer(Optimizer):
 
     def _take(self, replica: int, bucket: list[Parameter], flat: Tensor, work: dist.Work) -> None:
         """Wait for the parameters of a bucket, and put them in their places."""
-        work.wait()
+        with self._job.replicas.exchange():
+            work.wait()
         if replica != self._job.replica_index:
             for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                 parameter.copy_(part.view(parameter.shape))
@@ -104,7 +105,7 @@ class ShardedOptimizer(Optimizer):
             own: what this replica keeps, by name; tensors without dimensions are numbers in the host's memory.
         """
         found: dict[str, Tensor] = {}
-        with self._job.guard(), self._job.replicas.exchange():
+        with self._job.guard(), self._job.replicas.waiting():
             specs = [(name, str(one.dtype), list(one.shape), _number(one)) for name, one in own.items()]
             for replica, part in enumerate(self._job.replicas.gather(specs)):
                 for name, dtype, shape, number in part:
@@ -117,7 +118,8 @@ class ShardedOptimizer(Optimizer):
             return torch.tensor(number, dtype=dtype)
         device = next(iter(self._job.devices.values()))
         sent = torch.empty(shape, dtype=dtype, device=device) if own is None else own.contiguous()
-        self._broadcast(sent, replica).wait()
+        with self._job.replicas.exchange():
+            self._broadcast(sent, replica).wait()
         if own is not None or self._job.replica_index != 0:  # the first replica saves
             return sent if own is None else own
         self._job.wait_for_devices()

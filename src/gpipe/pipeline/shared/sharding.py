@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from gpipe.pipeline._compat import surround_collectives
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.shared.replicas import Replicas
 
@@ -76,6 +77,7 @@ class Sharding:
                 continue
             mesh = DeviceMesh.from_group(replicas.group, first.device.type)
             self._layers.append(fully_shard(layer, mesh=mesh, reshard_after_forward=True))
+            surround_collectives(self._layers[-1], replicas.exchange)
             layer.register_forward_hook(self._use, prepend=True)  # while its parameters are together
 
     def start_step(self) -> None:

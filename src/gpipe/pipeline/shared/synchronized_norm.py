@@ -70,22 +70,30 @@ class StatisticsExchange:
         """Return what normalises the next micro-batch of a stage; with `notes`, it keeps statistics for `commit`."""
         return SynchronizedMicroBatch(self, notes=notes)
 
-    def gather(self, norm: MicroBatchNorm, count: float, rows: Tensor, *, backward: bool) -> tuple[list[float], Tensor]:
-        """Return the replicas' counts, in their order, and their rows: [replicas, 2, channels] in float64.
+    def gather(
+        self, norm: MicroBatchNorm, count: float, rows: Tensor, *, backward: bool
+    ) -> tuple[float, Tensor, Tensor]:
+        """Return the sum of the replicas' counts, the counts in the replicas' order, and their rows, in float64.
+
+        The counts are [replicas], the rows [replicas, 2, channels].
 
         Raises:
             ValueError: another replica runs another batch norm.
             LostPeer: in place of an error of the connections.
+            PipelineError: a GPU failed or hangs, here or in another replica.
         """
         message = torch.zeros(_HEADER + 2 * self._width, dtype=torch.float64, device=rows.device)
-        message[:_HEADER] = torch.tensor([self._numbers[norm], backward, count], dtype=torch.float64)
+        for position, number in enumerate((self._numbers[norm], backward, count)):
+            message[position].fill_(number)  # a copy from the host would wait for the GPU
         message[_HEADER : _HEADER + rows.numel()] = rows.flatten()
         table = message.new_empty(self._replicas.count, len(message))
         with self._replicas.exchange():
             dist.all_gather(list(table.unbind()), message, group=self._replicas.group)
-            headers = table[:, :_HEADER].tolist()  # a GPU is waited for here, where a lost replica is named
+        self._replicas.wait_for_devices()
+        headers = table[:, :_HEADER].tolist()
         self._refuse_difference(headers)
-        return [header[-1] for header in headers], table[:, _HEADER : _HEADER + rows.numel()].view(-1, *rows.shape)
+        gathered = table[:, _HEADER : _HEADER + rows.numel()].view(-1, *rows.shape)
+        return sum(header[-1] for header in headers), table[:, _HEADER - 1], gathered
 
     def _refuse_difference(self, headers: list[list[float]]) -> None:
         first, *others = [
@@ -162,15 +170,15 @@ class SynchronizedMicroBatch:
             norm.__dict__["fresh"] = (*norm.fresh, *part)
         mean, variance = part.statistics.double()
         rows = torch.stack([mean, (part.num_values - 1) * variance])
-        counts, gathered = self._exchange.gather(norm, part.num_values, rows, backward=False)
-        if sum(counts) < 2:
+        num_values, counts, gathered = self._exchange.gather(norm, part.num_values, rows, backward=False)
+        if num_values < 2:
             raise ValueError(
                 "the batch norm sees one value per channel over all replicas, which has no variance; give each "
                 "micro-batch more examples: lower num_microbatches, or raise the batch size"
             )
         means, within = gathered.unbind(1)
-        total, mean, deviations = combine(means.new_tensor(counts)[:, None].expand_as(means), means, within.sum(0))
-        whole = _Moments(torch.stack([mean, deviations / total]).to(part.statistics.dtype), sum(counts))
+        total, mean, deviations = combine(counts[:, None].expand_as(means), means, within.sum(0))
+        whole = _Moments(torch.stack([mean, deviations / total]).to(part.statistics.dtype), num_values)
         self._wholes.append((norm, whole))
         return whole
 
@@ -245,7 +253,7 @@ class _Normalize(torch.autograd.Function):
                 gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
             )
             sums = torch.stack(found)
-        _, gathered = exchange.gather(norm, input.numel() // len(mean), sums, backward=True)
+        _, _, gathered = exchange.gather(norm, input.numel() // len(mean), sums, backward=True)
         _, _, input_wanted, weight_wanted, bias_wanted = ctx.needs_input_grad
         input_gradient = None
         if input_wanted:

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.initialization import materialize, replace_parameter
+from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
@@ -322,15 +323,22 @@ def _refuse_partly_frozen(group: TiedGroup, states: Mapping[Member, _State]) -> 
 class TiedProcesses:
     """The processes of one pipeline that hold copies of the same parameters, and how a tensor travels between them.
 
-    A transfer has ended when its call returns, on CUDA too: a process that waits in vain is then known to wait.
+    On a CPU a transfer has ended when its call returns; on a GPU what comes next on its current stream waits for it.
     `members` are their indices in the pipeline, ascending.
     """
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], device: torch.device, watch: Watch) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        members: Sequence[int],
+        device: torch.device,
+        watch: Watch,
+        device_work: DeviceWork,
+    ) -> None:
         self._group = group
         self._ranks = dict(zip(members, dist.get_process_group_ranks(group), strict=True))  # in the job
         self._device = device
-        self._watch = watch
+        self._watch, self._device_work = watch, device_work
 
     def send(self, tensor: Tensor, process: int) -> None:
         """Send a tensor to one of them.
@@ -356,23 +364,27 @@ class TiedProcesses:
         others = [rank for rank in self._ranks.values() if rank != dist.get_rank()] if is_source else [source]
         with _fill(tensor) as part, self._exchange(others):
             options = dist.BroadcastOptions()
-            options.rootRank, options.timeout = dist.get_group_rank(self._group, source), FOREVER
+            options.rootRank = dist.get_group_rank(self._group, source)
+            if self._device.type != "cuda":
+                options.timeout = FOREVER
             self._wait(self._group.broadcast([part], options))
 
     def _wait(self, work: dist.Work) -> None:
         """Wait as long as the watch allows: Gloo would give up by itself, before anybody knows why."""
         if self._device.type == "cuda":
-            work.wait()  # the stream waits; see `_exchange`
+            work.wait()  # the stream waits
         else:
             work.wait(FOREVER)
 
     @contextmanager
     def _exchange(self, ranks: Sequence[int]) -> Iterator[None]:
-        with self._watch.waiting_for(ranks), LostPeer.named(ranks):
+        with (
+            self._watch.waiting_for(ranks),
+            LostPeer.named(ranks),
+            self._device_work.exchanging(self._device, ranks),
+        ):
             yield
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-        self._watch.check()  # a wait on the device that was cut off ends without an error
+        self._watch.check()
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:

@@ -129,7 +129,10 @@ class MessageFormat:
         structure, layouts, batch = json.loads(text)
         return cls(
             read_structure(structure),
-            tuple(PayloadLayout(d, tuple(shape), strides and tuple(strides), *rest) for d, shape, strides, *rest in layouts),
+            tuple(
+                PayloadLayout(d, tuple(shape), strides and tuple(strides), *rest)
+                for d, shape, strides, *rest in layouts
+            ),
             MiniBatch(*batch),
         )
 

@@ -150,7 +150,7 @@ class Sender(_End):
         delivery = None
         if self.link.nccl is not None:
             ready = torch.cuda.current_stream(self.link.device).record_event()
-            delivery = Delivery(self.link.messenger.rank_in_job(self.link.peer), ready)
+            delivery = Delivery((self.link.messenger.rank_in_job(self.link.peer),), ready)
             self.link.device_work.deliver(delivery)
         self._work.put(lambda: self._send(payload, batch, delivery))
 
