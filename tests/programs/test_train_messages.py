@@ -68,7 +68,7 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
     [
         (
             "model.num_filter=3",
-            "error: model.num_filter is unknown: `python train.py --cfg job` prints all settings.\n",
+            "error: model.num_filter is unknown, expected one of auxiliary_head, ",
         ),
         ("+model.num_filter=3", "error: model.num_filter is unknown, expected one of auxiliary_head"),
     ],

@@ -156,7 +156,7 @@ def test_a_wrong_value_is_answered_in_a_sentence(home: Path, arguments: tuple[st
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("trainer.max_step=3", "Key 'max_step' not in 'TrainerConfig'"),
+        ("trainer.max_step=3", "trainer.max_step is unknown, expected one of autocast, batch_size, "),
         ("debug=nothing", "\tone_step\n"),
         ("+experiment=nothing", "\tamoebanet_imagenet_laptop\n"),
     ],

@@ -130,7 +130,9 @@ def _sentence(error: Exception) -> str:
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
     if unknown := _UNKNOWN.match(message):
-        return f"{unknown['key']} is unknown: `python {Path(sys.argv[0]).name} --cfg job` prints all settings."
+        node = getattr(error.__cause__, "parent_node", None)
+        there = f", expected one of {', '.join(sorted(map(str, node)))}" if node else ""
+        return f"{unknown['key']} is unknown{there}: correct its name."
     if type(error).__module__ == "hydra.errors" and error.__cause__ is not None:  # which says what is wrong
         reason = str(error.__cause__).partition("\n")[0]
         word = message.removeprefix("Error merging override ")
