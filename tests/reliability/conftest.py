@@ -1,7 +1,8 @@
-"""One undisturbed run for all tests here."""
+"""One undisturbed run for all tests here, and sessions that end with their test."""
 
 import fcntl
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert session.status() == 0, session.said()
             session.close()
     return run_folder(folder)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    """Starts sessions in the test's folder; what is left of them ends with the test."""
+    sessions: list[Session] = []
+
+    def begin(launch: str, *arguments: str, **how: bool) -> Session:
+        sessions.append(Session(tmp_path, launch, *arguments, **how))
+        return sessions[-1]
+
+    yield begin
+    for session in sessions:
+        session.close()

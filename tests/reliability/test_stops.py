@@ -5,7 +5,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,19 +32,6 @@ STOPS = [
     ("launched", "evaluation", signal.SIGUSR1),
     ("launched", "save", signal.SIGHUP),
 ]
-
-
-@pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
-    sessions: list[Session] = []
-
-    def begin(launch: str, *arguments: str, **how: bool) -> Session:
-        sessions.append(Session(tmp_path, launch, *arguments, **how))
-        return sessions[-1]
-
-    yield begin
-    for session in sessions:
-        session.close()
 
 
 def check_stopped(session: Session, launch: str, number: signal.Signals) -> None:
@@ -88,16 +75,9 @@ def test_a_signal_to_all_processes_is_one_request(
 
 
 @pytest.mark.alone  # five seconds are those of a machine that does nothing else
+@pytest.mark.parametrize("launch", ["one process", "launched"])
 @pytest.mark.parametrize(
-    ("launch", "seconds", "number"),
-    [
-        ("one process", 0.0, signal.SIGTERM),
-        ("one process", 4.0, signal.SIGQUIT),
-        ("launched", 0.0, signal.SIGTERM),
-        ("launched", 0.5, signal.SIGQUIT),
-        ("launched", 2.0, signal.SIGHUP),
-        ("launched", 4.0, signal.SIGINT),
-    ],
+    ("seconds", "number"), [(0.0, signal.SIGTERM), (0.5, signal.SIGQUIT), (2.0, signal.SIGHUP), (3.0, signal.SIGQUIT)]
 )
 def test_a_signal_before_anything_is_there_leaves_nothing(
     begin: Callable[..., Session], launch: str, seconds: float, number: signal.Signals

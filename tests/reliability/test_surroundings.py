@@ -21,19 +21,6 @@ _SET_FLAGS, _IMMUTABLE = 0x40086602, 0x10  # of linux/fs.h
 LONG = "trainer.num_epochs=100"
 
 
-@pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
-    sessions: list[Session] = []
-
-    def begin(launch: str, *arguments: str, **how: bool) -> Session:
-        sessions.append(Session(tmp_path, launch, *arguments, **how))
-        return sessions[-1]
-
-    yield begin
-    for session in sessions:
-        session.close()
-
-
 class Disk:
     """A small disk of its own, which only root may mount."""
 
