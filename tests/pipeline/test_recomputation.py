@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +18,7 @@ import gpipe
 import gpipe._compat.torchvision  # before timm and torchvision's models
 
 # isort: split
+import timm
 from timm.layers import EvoNorm2dB0
 from torchvision.models.densenet import _DenseBlock
 
