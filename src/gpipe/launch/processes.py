@@ -86,6 +86,14 @@ class Place:
         store.set(str(dist.get_rank()), value)
         return [store.get(str(rank)).decode() for rank in range(dist.get_world_size())]
 
+    def heed_stop(self, moment: str) -> None:
+        """Exit with status 75 if any process is asked to stop; every process calls it, once per moment of the start.
+
+        What follows would take seconds, and all would be for nothing.
+        """
+        asked = filter(None, self.collect(f"stop when {moment}", stops.find_reason() or ""))
+        stops.exit_before_start(next(asked, None), speaks=self.is_main)
+
     def share_each(self, name: str, count: int, make: Callable[[Callable[[str], None]], Any]) -> list[str]:
         """Return `count` values, which the first process makes one by one, on every process; every process calls it.
 
@@ -244,9 +252,7 @@ def _work(
             num_cores = len(own_cores())
             _set_threads(processes)
             place = replace(_join(processes, began), num_cores=num_cores)
-            # Data, model and plan would take seconds, and all would be for nothing.
-            asked = filter(None, place.collect("stop", stops.find_reason() or ""))
-            stops.exit_before_start(next(asked, None), speaks=place.is_main)
+            place.heed_stop("joined")
             if note is None and place.is_main:
                 forget_errors(processes.folder)
             folder = Path(place.share("folder", str(processes.folder)))

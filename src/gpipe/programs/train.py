@@ -67,10 +67,12 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     from gpipe.programs.chosen_checkpoint import check_earlier
     from gpipe.programs.precision import settle_precision
 
+    place.heed_stop("loaded")
     garbage_collection.resume()
     check_earlier(run, folder)
     layers = build.build_layers(run)
     layout = build.share_layout(run, layers, place)
+    place.heed_stop("planned")
     plan = None
     if (planner := layout.planner) is not None:
         write_flushed(folder / "config.yaml", to_yaml(run))
