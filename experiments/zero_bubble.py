@@ -4,9 +4,11 @@
 
 A device has two layers. Each takes 4 ms forward, 4 ms for the gradient of its input and 4 ms for that of its weight, so
 a step has M x 24 ms of work per device. Layers sleep, so that P = 8 processes overlap on two cores. The schedules take
-turns in the same P processes over Gloo; the figures are medians. Each engine also trains a small network with dropout
-for one step, in one process and in P, and compares the gradients. Last, two real models train on two cores under ours.
-Ten minutes on an idle machine.
+turns in the same P processes over Gloo; the figures are medians. "Alone" is the least that any engine could take here,
+but for the bubble: each process runs its two layers forward and backward M times and sends nothing.
+
+Each engine also trains a small network with dropout for one step, in one process and in P, and compares the gradients.
+Last, two real models train on two cores under ours. Ten minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from reproductions.bubble.tables import (
 
 SIZE, LAYERS_PER_DEVICE, PORT = 16, 2, 29720
 TRANSFORMER, AMOEBANET, MODEL_MICROBATCHES = "Transformer-L, 8 layers of width 512", "AmoebaNet-D (6,32), 64 px", 4
+ALONE = "no engine: the layers alone"
 OURS = {"gpipe": 1, "1f1b": 1, "split_gpipe": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zb_v": 2}  # stages per device
 TORCHS: dict[str, type[PipelineScheduleMulti]] = {
     "interleaved zero bubble": ScheduleInterleavedZeroBubble,
@@ -92,6 +95,13 @@ def build_torchs(name: str, num_microbatches: int, layers: Sequence[nn.Module]) 
     return TORCHS[name](stages, num_microbatches, loss_fn=compute_loss)
 
 
+def step_alone(layers: Sequence[nn.Module], micro_batches: Sequence[Tensor]) -> None:
+    """Make the work of one device in a step, without an engine and without others."""
+    for value, layer in itertools.product(micro_batches, layers):
+        outputs = layer(value.clone().requires_grad_())
+        torch.autograd.backward(outputs, torch.ones_like(outputs))
+
+
 def step_torchs(schedule: PipelineScheduleMulti, name: str, batch: tuple[Tensor, Tensor]) -> None:
     """Make a step: the first process has the inputs, the last stage's process the targets."""
     rank, last = dist.get_rank(), 0 if name == "ZB-V" else dist.get_world_size() - 1
@@ -105,7 +115,8 @@ def measure(rank: int, num_devices: int, num_microbatches: int, rounds: int, por
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
     calibrate()
     batch = torch.randn(num_microbatches, SIZE), torch.randn(num_microbatches, SIZE)
-    steps: dict[str, Callable[[], object]] = {}
+    alone = [SplitSleeper(SIZE) for _ in range(LAYERS_PER_DEVICE)]
+    steps: dict[str, Callable[[], object]] = {ALONE: partial(step_alone, alone, batch[0].split(1))}
 
     layers = [SplitSleeper(SIZE) for _ in range(num_devices * LAYERS_PER_DEVICE)]
     for name in OURS:

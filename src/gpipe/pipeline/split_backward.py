@@ -9,8 +9,10 @@ twice or is computed from others, and those whose tensors are kept by hooks. The
 
 The first task is an ordinary backward that stops short of the deferred weights: autograd then asks an operation for the
 gradients that somebody needs, and no others. On its way it meets the gradient of each deferred product. The second task
-makes the kernel's other call, with the operation's own arguments, and hands the result to the weight through autograd.
-So the bits are those of one backward, and hooks of parameters run once.
+makes the kernel's other call, with the operation's own arguments, and adds the result to the weight's `.grad`: through
+autograd where there is none yet, where hooks want to see it, or where the product's weight was computed from the
+parameter; else at once, which is the same addition without a backward around it. So the bits are those of one backward,
+and hooks of parameters run once.
 
 Why not torch.autograd.grad twice: the second call would go through the activations again. torch's pipelining cuts the
 graph at intermediate nodes (`torch/distributed/pipelining/_backward.py`): it keeps the whole graph until then, and
@@ -34,9 +36,9 @@ Differentiate: TypeAlias = Callable[[Tensor], Iterable[Tensor | None]]
 """The gradient of a product -> those of its weight and, if it has one, its bias."""
 
 CACHE_BYTES = 2**20
-"""Gradients of weights are made together up to about this size, that of a processor core's cache."""
+"""Gradients of weights go through autograd together up to about this size, that of a processor core's cache."""
 
-_ACCUMULATE, _REENTRANT = "AccumulateGrad", "CheckpointFunctionBackward"
+_ACCUMULATE, _TRANSPOSE, _REENTRANT = "AccumulateGrad", "TBackward0", "CheckpointFunctionBackward"
 
 
 class _Product(NamedTuple):
@@ -57,6 +59,33 @@ class _Product(NamedTuple):
     can_wait: Callable[[Any], bool] = lambda _: True
 
 
+class _End(NamedTuple):
+    """Where the gradient of a product's weight goes.
+
+    Attributes:
+        edge: the place in the graph to which autograd would hand it.
+        leaf: autograd's node that adds to the parameter's `.grad`.
+        is_own: whether the product's weight is the parameter.
+        is_transposed: whether it is the parameter transposed, as in a fully connected layer.
+    """
+
+    edge: GradientEdge
+    leaf: Any
+    is_own: bool
+    is_transposed: bool
+
+    def add(self, gradient: Tensor) -> bool:
+        """Add to the parameter's gradient; return False, having done nothing, where that is autograd's task."""
+        parameter = self.leaf.variable
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or (found := parameter.grad) is None:
+            return False
+        if self.is_own:
+            found.add_(gradient)
+        elif self.is_transposed:
+            found.add_(gradient.t())
+        return self.is_own or self.is_transposed
+
+
 class DeferredProduct(NamedTuple):
     """A product of activations and a weight, whose weight waits.
 
@@ -64,23 +93,19 @@ class DeferredProduct(NamedTuple):
         node: the operation of autograd. Its tensors are there until it has run.
         kind: of operation.
         wanted: which of its weights get a gradient.
+        ends: where those go.
     """
 
     node: Any
     kind: _Product
     wanted: list[int]
+    ends: list[_End]
 
     @property
     def inputs(self) -> Tensor:
         """The activations."""
         found: Tensor = getattr(self.node, f"_saved_{self.kind.saved[0]}")
         return found
-
-    @property
-    def edges(self) -> list[GradientEdge]:
-        """The places in the graph to which the gradients of the weights go."""
-        following = self.node.next_functions
-        return [GradientEdge(*following[which]) for which in self.wanted]
 
     def prepare(self) -> Differentiate:
         """Return what makes the gradients of the weights; it holds the tensors."""
@@ -91,7 +116,7 @@ class WeightGradients:
     """The gradients of weights that wait."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Differentiate, list[GradientEdge], Tensor, Any]] = []
+        self._waiting: list[tuple[Differentiate, list[_End], Tensor, Any]] = []
 
     def note(
         self, product: DeferredProduct, position: Callable[[], Any]
@@ -100,18 +125,15 @@ class WeightGradients:
 
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
-                self._waiting.append((product.prepare(), product.edges, gradients[0], position()))
+                self._waiting.append((product.prepare(), product.ends, gradients[0], position()))
 
         return note
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the weights."""
-        for _, edges, _, _ in self._waiting:
-            for edge in edges:
-                node: Any = edge.node
-                while type(node).__name__ != _ACCUMULATE:
-                    ((node, _),) = node.next_functions
-                yield node.variable
+        for _, ends, _, _ in self._waiting:
+            for end in ends:
+                yield end.leaf.variable
 
     @torch.no_grad()
     def compute(self, on_position: Callable[[Any], None] = lambda _: None) -> None:
@@ -119,13 +141,15 @@ class WeightGradients:
         self._waiting.reverse()
         made: list[tuple[GradientEdge, Tensor]] = []
         while self._waiting:
-            differentiate, edges, gradient, position = self._waiting.pop()
+            differentiate, ends, gradient, position = self._waiting.pop()
             on_position(position)
-            made += [(e, value) for e, value in zip(edges, differentiate(gradient), strict=True) if value is not None]
-            del differentiate, gradient
+            for end, value in zip(ends, differentiate(gradient), strict=True):
+                if value is not None and not end.add(value):
+                    made.append((end.edge, value))
+            del differentiate, gradient, value
             # Small gradients together, for each backward takes time. Large ones one by one: each is added to the others
             # while it is in the processor's cache, and its memory is free for the next.
-            if not self._waiting or sum(value.nbytes for _, value in made) > CACHE_BYTES:
+            if made and (not self._waiting or sum(value.nbytes for _, value in made) > CACHE_BYTES):
                 torch.autograd.backward([edge for edge, _ in made], [value for _, value in made])
                 made.clear()
 
@@ -175,13 +199,14 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
     products = []
     for node, kind, edges in met:
         wanted = [which for which in kind.weights if edges[which][0] is not None]
-        ends = [_find_leaf(edges[which][0], uses) for which in wanted]
+        ends = [_find_end(GradientEdge(*edges[which]), uses) for which in wanted]
         # A frozen weight is nothing to wait for. Without activations to differentiate, no backward would come here.
         is_split = kind.weights[0] in wanted and edges[kind.activations][0] is not None and None not in ends
         if is_split and _has_own_tensors(node, kind) and kind.can_wait(node):
-            for end in ends:
-                leaves.pop(end)
-            products.append(DeferredProduct(node, kind, wanted))
+            known = [end for end in ends if end is not None]
+            for end in known:
+                leaves.pop(end.leaf)
+            products.append(DeferredProduct(node, kind, wanted, known))
     return list(leaves.values()), products
 
 
@@ -190,11 +215,14 @@ def _has_own_tensors(node: Any, kind: _Product) -> bool:
     return all(getattr(node, f"_raw_saved_{name}").unpack_hook is None for name in kind.saved)
 
 
-def _find_leaf(node: Any, uses: dict[Any, int]) -> Any:
+def _find_end(edge: GradientEdge, uses: dict[Any, int]) -> _End | None:
     """Return the leaf to which a chain of operations leads that nobody else uses; None where there is none."""
+    node: Any = edge.node
+    names: list[str] = []
     while node is not None and uses[node] == 1:
-        if type(node).__name__ == _ACCUMULATE:
-            return node
+        if (name := type(node).__name__) == _ACCUMULATE:
+            return _End(edge, node, not names, names == [_TRANSPOSE])
+        names.append(name)
         following = node.next_functions
         node = following[0][0] if len(following) == 1 else None
     return None
