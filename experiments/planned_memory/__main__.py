@@ -1,11 +1,11 @@
-"""Compare planned memory with the allocator's, for every stage of small models on the CPU: ours, and strangers'.
+"""Compare planned memory with the allocator's, for every device of small models on the CPU: ours, and strangers'.
 
     python -m experiments.planned_memory
 
-One process plays all stages of a real step. stage_accounting.py reads the peak of each stage from torch's allocator,
-for every mode of re-materialisation, K = 1, 2 and 4, and the schedules with one stage per device; of the strangers'
-models with GPipe's schedule, with and without re-materialisation. With `fit` the limit is half way between what a step
-needs that recomputes everything and one that recomputes nothing. Four minutes on two cores.
+One process plays all stages of a real step. stage_accounting.py reads the peak of each device from torch's allocator,
+for every mode of re-materialisation and every schedule, on 1, 2 and 4 devices, or 1 and 2 where each has two stages; of
+the strangers' models with GPipe's schedule, with and without re-materialisation. With `fit` the limit is half way
+between what a step needs that recomputes everything and one that recomputes nothing. Five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from experiments.planned_memory.small_models import MICROBATCH_SIZE, SmallModel,
 from experiments.planned_memory.stage_accounting import Accounting, ProcessorAllocator
 from experiments.planned_memory.strangers import make_strangers
 from experiments.program import StudyProgram, track
-from gpipe.pipeline.schedule import Rematerialize
+from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from gpipe.pipeline.schedule_choice import place_stages
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.fit import Fit
 from gpipe.planning.step import Setting, plan_memory, settle
@@ -31,24 +32,27 @@ from reproductions.table1_model_size import tables
 CLAIM = "table1_model_size"
 NUM_MICROBATCHES = 4
 FIT = Fit(0)  # its limit depends on the model
-# Several stages of a device share its memory, whose peak is not the sum of theirs.
 SETTINGS = [
-    Setting(num_stages, NUM_MICROBATCHES, mode, schedule)
-    for schedule, mode, num_stages in product(
-        ("gpipe", "1f1b", "split_gpipe", "zb_h1"), (*Rematerialize, FIT), (1, 2, 4)
-    )
+    Setting(num_stages, NUM_MICROBATCHES, mode, schedule, per_device)
+    for schedule, mode, num_stages in product(SCHEDULES, (*Rematerialize, FIT), (1, 2, 4))
+    if num_stages % (per_device := 2 if schedule in ("interleaved_1f1b", "zb_v") else 1) == 0
 ]
 
 
 def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
-    """Return the planned and the measured peak of each stage in bytes, with a cut by memory.
+    """Return the planned and the measured peak of each device in bytes, with a cut by memory.
+
+    Where a device has two stages, which share its memory, the layers are cut into equal numbers instead.
 
     Planned with each operation measured by itself, and from the description of the layers alone.
     """
     mode = "two kept" if isinstance(setting.rematerialize, tuple) else "fit"
     if isinstance(setting.rematerialize, Rematerialize):
         mode = setting.rematerialize
-    cut = partition_by_memory(model.profiles, setting.leanest)
+    if setting.stages_per_device == 1:
+        cut = partition_by_memory(model.profiles, setting.leanest)
+    else:
+        cut = gpipe.partition_layers([1.0] * len(model.layers), setting.num_stages)
     if isinstance(setting.rematerialize, Fit):
         setting = settle(model.profiles, cut, replace(setting, rematerialize=Fit(_find_middle(model, cut, setting))))
     planned, described = (plan_memory(profiles, cut, setting) for profiles in (model.profiles, model.described))
@@ -57,6 +61,7 @@ def compare(model: SmallModel, setting: Setting) -> dict[str, Any]:
         "schedule": setting.schedule,
         "rematerialize": mode,
         "num_stages": setting.num_stages,
+        "stages_per_device": setting.stages_per_device,
         "partitions": cut,
         "planned_bytes": [memory.peak_bytes for memory in planned],
         "described_bytes": [memory.peak_bytes for memory in described],
@@ -71,7 +76,7 @@ def _find_middle(model: SmallModel, cut: list[int], setting: Setting) -> int:
 
 
 def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list[int]:
-    """Make two steps; return each stage's peak in the second, when the optimiser has its state."""
+    """Make two steps; return each device's peak in the second, when the optimiser has its state."""
     assert not isinstance(setting.rematerialize, Fit)
     pipeline = gpipe.Pipeline(
         model.layers,
@@ -80,14 +85,16 @@ def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list
         setting.num_microbatches,
         rematerialize=setting.rematerialize,
         schedule=setting.schedule,
+        stages_per_device=setting.stages_per_device,
     )
+    placement = place_stages(setting.schedule, setting.num_stages, setting.stages_per_device)
     optimizer = torch.optim.RMSprop(pipeline.parameters())
     batch = model.batch(MICROBATCH_SIZE * setting.num_microbatches)
     with model.autocast():
         pipeline.train_step(batch)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return Accounting(pipeline, optimizer, ProcessorAllocator()).step(batch)
+        return Accounting(pipeline, optimizer, ProcessorAllocator(), placement).step(batch)
 
 
 def main() -> None:

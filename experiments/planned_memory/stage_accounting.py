@@ -1,13 +1,13 @@
-"""Attribute every allocation of a step to the stage that holds it, while one process plays all stages.
+"""Attribute every allocation of a step to the device that would hold it, while one process plays all stages.
 
 The allocator is read before and after each forward, recomputation and backward of a stage. Memory that a task leaves
-behind belongs to its stage, except for boundary outputs and input gradients: these belong to their receiver from then
-on. Memory that is freed after a task, such as the gradients that it received, also counts for its stage.
+behind belongs to its stage's device, except for boundary outputs and input gradients: these belong to their receiver's
+from then on. Memory that is freed after a task, such as the gradients that it received, also counts for its device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -104,43 +104,53 @@ class CudaAllocator:
 
 @dataclass
 class Account:
-    """The bytes of a stage: weights, buffers and optimiser state; what its tasks left behind; the peak of that."""
+    """The bytes of a device: weights, buffers and optimiser state; what its tasks left behind; the peak of that."""
 
-    fixed: int
+    fixed: int = 0
     held: int = 0
     peak: int = 0
 
 
 class Accounting:
-    """Accounts of all stages of a pipeline.
+    """Accounts of all devices that a pipeline would have.
 
     Args:
         pipeline: plays all its stages in this process.
         optimizer: its state counts, once it has made a step.
         allocator: of the device.
+        placement: the device of each stage; None gives each its own.
     """
 
-    def __init__(self, pipeline: gpipe.Pipeline, optimizer: torch.optim.Optimizer | None, allocator: Allocator) -> None:
+    def __init__(
+        self,
+        pipeline: gpipe.Pipeline,
+        optimizer: torch.optim.Optimizer | None,
+        allocator: Allocator,
+        placement: Sequence[int] | None = None,
+    ) -> None:
         self._allocator = allocator
         self._pipeline = pipeline
-        self._tasks: list[tuple[int, int, int]] = []  # stage, receiver of the result, bytes of the result
-        self.accounts = {
-            index: Account(_count_fixed_bytes(stage, optimizer)) for index, stage in pipeline.stages.items()
-        }
-        for stage in pipeline.stages.values():
+        self._placement = dict(enumerate(range(pipeline.num_stages) if placement is None else placement))
+        self._tasks: list[tuple[int, int, int]] = []  # device, that of the result's receiver, bytes of that
+        self.accounts: dict[int, Account] = {}
+        for index, stage in pipeline.stages.items():
+            account = self.accounts.setdefault(self._placement[index], Account())
+            account.fixed += _count_fixed_bytes(stage, optimizer)
             self._watch(stage)
 
     def step(self, batch: tuple[Any, Any]) -> list[int]:
-        """Make a training step; return the peak of each stage in bytes, with weights and optimiser state."""
-        for index, account in self.accounts.items():
-            account.held = account.peak = _count_storage_bytes(Payload.of(batch[0]).tensors) if index == 0 else 0
+        """Make a training step; return the peak of each device in bytes, with weights and optimiser state."""
+        for account in self.accounts.values():
+            account.held = account.peak = 0
+        first = self.accounts[self._placement[0]]
+        first.held = first.peak = _count_storage_bytes(Payload.of(batch[0]).tensors)
         self._tasks.clear()
         self._allocator.readings.clear()
         self._allocator.step(lambda: self._pipeline.train_step(batch))
-        account = self.accounts[0]
-        for (index, target, travelling), reading in zip(self._tasks, self._allocator.readings, strict=True):
+        account = first
+        for (device, target, travelling), reading in zip(self._tasks, self._allocator.readings, strict=True):
             account.held += reading.between  # of the previous task
-            account = self.accounts[index]
+            account = self.accounts[device]
             account.peak = max(account.peak, account.held + reading.most)
             account.held += reading.grown
             if target in self.accounts:
@@ -153,13 +163,14 @@ class Accounting:
             setattr(stage, name, self._wrap(stage.index, name, getattr(stage, name)))
 
     def _wrap(self, index: int, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        target = {"forward": index + 1, "backward": index - 1}.get(name, index)
+        device = self._placement[index]
+        target = self._placement.get({"forward": index + 1, "backward": index - 1}.get(name, index), -1)
 
         def run_and_account(*args: Any, **options: Any) -> Any:
             result = self._allocator.task(lambda: run(*args, **options))
-            if name in ("forward", "backward"):  # on its own device, the receiver has a copy, whatever the sender keeps
+            if target != device:  # where the receiver has a copy, whatever the sender keeps
                 result.tensors = [tensor.clone() for tensor in result.tensors]
-            self._tasks.append((index, target, 0 if result is None else _count_storage_bytes(result.tensors)))
+            self._tasks.append((device, target, 0 if result is None else _count_storage_bytes(result.tensors)))
             return result
 
         return run_and_account

@@ -256,7 +256,8 @@ def planned_memory_deviations(records: Sequence[Record]) -> str:
         return not_run("python -m experiments.planned_memory")
     groups: dict[tuple[str, ...], list[float]] = {}
     for row in record.results["rows"]:
-        groups.setdefault((row["model"], str(row["num_stages"])), []).extend(_deviations(row))
+        stages = f"{row['num_stages']}, two per device" if row["stages_per_device"] == 2 else str(row["num_stages"])
+        groups.setdefault((row["model"], stages), []).extend(_deviations(row))
     groups["all", ""] = [deviation for found in groups.values() for deviation in found]
     return _spread(["model", "K"], groups)
 
@@ -291,7 +292,7 @@ def _spread(header: Sequence[str], groups: Mapping[tuple[str, ...], Sequence[flo
         [*names, str(len(found)), f"{median(map(abs, found)):.1%}", f"{min(found):+z.1%}", f"{max(found):+z.1%}"]
         for names, found in groups.items()
     ]
-    return markdown([*header, "stages measured", "median, either way", "furthest below", "furthest above"], rows)
+    return markdown([*header, "devices measured", "median, either way", "furthest below", "furthest above"], rows)
 
 
 def planned_memory_run(records: Sequence[Record]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from gpipe.pipeline.schedule import (
     zero_bubble_h1,
     zero_bubble_v,
 )
+from gpipe.pipeline.schedule_choice import place_stages
 from gpipe.planning.simulation import simulate
 from tests.pipeline.schedule_shapes import STAGES_PER_DEVICE, Shape, shapes, tasks
 
@@ -125,6 +127,21 @@ def test_zero_bubble_v_goes_down_the_devices_and_back_up() -> None:
         tasks("F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3", 0, 3),
         tasks("F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3", 1, 1),
     ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_drawn_in_its_docstring(name: str) -> None:
+    """One row per device; gaps and dots are time in which a device waits, or works on."""
+    function = SCHEDULES[name]
+    rows = re.findall(r"^ +(?:stage|device) \d +(.+)$", function.__doc__ or "", re.MULTILINE)
+    per_device = 2 if name in STAGES_PER_DEVICE else 1
+    assert len(rows) == 4 - per_device
+    num_stages, num_microbatches = per_device * len(rows), 1 + max(map(int, re.findall(r"\d", rows[0])))
+    schedule = function(num_stages, num_microbatches, ALWAYS if "R" in rows[0] else NEVER, per_device)
+    placement = place_stages(name, num_stages, per_device)
+    for device, row in enumerate(rows):
+        second = max(stage for stage, place in enumerate(placement) if place == device)
+        assert schedule[device] == tasks(row.replace(".", ""), device, second - device)
 
 
 @given(st.integers(1, 8), st.integers(1, 40))
