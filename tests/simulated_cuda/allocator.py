@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import _gpu_trace as trace
 
-from tests.simulated_cuda import ledger, streams
+from tests.simulated_cuda import streams
 from tests.simulated_cuda.ledger import complain, lock
 from tests.simulated_cuda.streams import Stream
 
@@ -34,15 +34,16 @@ class Block:
         self._written: tuple[Stream, int, str] | None = None
         self._used: dict[int, tuple[Stream, int, str]] = {}  # the last use by each stream
 
-    def use(self, stream: Stream, number: int, operation: str, *, writes: bool) -> None:
-        """Note that operation `number` of a stream uses the block, which must be ordered after what others did."""
-        place = ledger.find_place()
-        at = f"{operation} on {stream.name} at {place}"
+    def use(self, stream: Stream, number: int, operation: str, place: str, *, writes: bool) -> None:
+        """Note that operation `number` of a stream uses the block, which must be ordered after what others did.
+
+        place: where the code under test is.
+        """
         if self._written is not None and (before := _unordered(self._written, stream)):
-            complain(f"race: {at} does not wait for the write on {before}")
-        for use in self._used.values():
-            if writes and (before := _unordered(use, stream)):
-                complain(f"race: {at} overwrites what is still in use on {before}")
+            complain(f"race: {operation} on {stream.name} at {place} does not wait for the write on {before}")
+        for use in self._used.values() if writes else ():
+            if before := _unordered(use, stream):
+                complain(f"race: {operation} on {stream.name} at {place} overwrites what is still in use on {before}")
         if writes:
             self._written = stream, number, place
         self._used[stream.number] = stream, number, place

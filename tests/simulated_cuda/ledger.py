@@ -26,6 +26,9 @@ counts: Counter[str] = Counter()
 on_kernel: Callable[[Any, Any, Any, list[Any]], None] | None = None
 """What to call with each kernel: torch's operation, its arguments, and the tensors that it returns."""
 
+on_fault: Callable[[str], None] | None = None
+"""What to call with each fault."""
+
 registered: dict[int, int] = {}
 """The bytes of host memory that was registered with CUDA, by address."""
 
@@ -48,6 +51,8 @@ def complain(text: str) -> None:
     if FAULTS_FILE in os.environ:
         with Path(os.environ[FAULTS_FILE]).open("a") as file:
             file.write(f"{text}\n")
+    if on_fault is not None:
+        on_fault(text)
 
 
 def find_place() -> str:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 # Nothing here imports torch: the simulation must be loaded before.
@@ -77,7 +77,8 @@ class Machine:
     ) -> list[Answer]:
         """Return what became of each process's call after at most some seconds, by rank.
 
-        mutant: what to change in the code under test. trace: whether to note which functions ran.
+        mutant: what to change in the code under test; all ends at the first error or fault, which is enough to notice.
+        trace: whether to note which functions ran.
         """
         return self._answer([_Call(self._number(), num_processes, function, args, mutant, trace)], seconds)[0]
 
@@ -149,9 +150,12 @@ def _fork(calls: list[_Call], simulated: bool, port: int, seconds: float) -> lis
         for ready in wait(list(pipes), min(remaining, _LOOK_SECONDS)):
             number, rank = pipes.pop(ready)
             try:
-                answers[number][rank] = ready.recv()
+                answers[number][rank] = answer = ready.recv()
             except EOFError:  # it died
                 continue
+            if calls[number].mutant is not None and (answer.error or answer.faults):
+                pipes.clear()
+                break
     for process in processes:
         process.kill()
         process.join()
@@ -168,7 +172,7 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
     import torch
     import torch.distributed as dist
 
-    reached: set[tuple[str, str]] = set()
+    reached: dict[CodeType, str] = {}
     if call.num_processes > 1:
         store = dist.PrefixStore(str(call.number), dist.TCPStore("127.0.0.1", port, is_master=False))
         backend = "gloo" if simulated else "cpu:gloo,cuda:nccl"
@@ -177,6 +181,8 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
         torch.cuda.set_device(rank % torch.cuda.device_count() if call.num_processes > 1 else 0)
         if call.mutant is not None:
             apply(call.mutant)
+            if simulated:
+                _end_at_a_fault(pipe)
         if call.trace:
             note = _note_functions_in(reached)
             threading.setprofile(note)
@@ -188,16 +194,28 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
     faults: list[str] = []
     if simulated:
         from tests.simulated_cuda.ledger import faults
-    pipe.send(Answer(value, error, tuple(faults), frozenset(reached)))
+    functions = [(module, code.co_qualname.split(".<locals>")[0]) for code, module in reached.items()]
+    reached_functions = frozenset(one for one in functions if one[0].startswith("gpipe."))
+    pipe.send(Answer(value, error, tuple(faults), reached_functions))
     time.sleep(3600)  # until it is killed: the others would notice an early exit
 
 
-def _note_functions_in(reached: set[tuple[str, str]]) -> Callable[..., None]:
-    """Return a profile function that notes which functions of gpipe run."""
+def _end_at_a_fault(pipe: Connection) -> None:
+    """Answer as soon as the simulation finds a fault, and end this process."""
+    from tests.simulated_cuda import ledger
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith("gpipe."):
-            reached.add((module, frame.f_code.co_qualname.split(".<locals>")[0]))
+    def end(fault: str) -> None:
+        pipe.send(Answer(error="", faults=(fault,)))
+        os._exit(0)
+
+    ledger.on_fault = end
+
+
+def _note_functions_in(reached: dict[CodeType, str]) -> Callable[..., None]:
+    """Return a profile function that notes which functions run, and the modules that they are of."""
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:  # as little as can be: it runs at each call
+        if event == "call" and (code := frame.f_code) not in reached:
+            reached[code] = frame.f_globals.get("__name__", "")
 
     return note

@@ -223,11 +223,11 @@ class NCCL(dist.ProcessGroup):
             self._stream = self._stream or Stream(device, name=f"NCCL's stream of {device}")
             streams.exchanging.add(self._stream.number)
             self._stream.wait_stream(streams.current_stream(device))
-            number = self._stream.enqueue()
+            number, place = self._stream.enqueue(), ledger.find_place()
             for tensor in reads:
-                find_block(_hold(tensor)).use(self._stream, number, name, writes=False)
+                find_block(_hold(tensor)).use(self._stream, number, name, place, writes=False)
             for tensor in writes:
-                find_block(_hold(tensor)).use(self._stream, number, name, writes=True)
+                find_block(_hold(tensor)).use(self._stream, number, name, place, writes=True)
             ledger.counts["NCCL operations"] += 1
             is_stuck = (name in cut_operations and bool(reads)) or bool(streams.find_unfinished(self._stream.clock))
             done = streams.add_unfinished(self._stream, number)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Self
+from functools import cache
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,37 @@ _TAKE_NO_NUMBERS = {aten.stack.default, aten.cat.default}  # of the CPU, beside 
 _FACTORIES = (
     "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "full", "scalar_tensor",
 )  # fmt: skip
+
+
+_NOTHING = nullcontext()
+
+
+class _Operation(NamedTuple):
+    """What the simulation asks of one of torch's operations each time.
+
+    Attributes:
+        name: without "aten::".
+        is_kernel: whether it works on the device.
+        takes_lists: of tensors, perhaps of several devices.
+        draws: random numbers.
+        written: the places and names of the arguments that it writes to.
+    """
+
+    name: str
+    is_kernel: bool
+    takes_lists: bool
+    draws: bool
+    written: tuple[tuple[int, str], ...]
+
+
+@cache
+def _describe(func: Any) -> _Operation:
+    name: str = func._schema.name.removeprefix("aten::")
+    is_kernel = not (func.is_view or func in _VIEWS or name in _NO_KERNEL)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    infos = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    written = tuple((place, name) for place, (name, info) in enumerate(infos) if info is not None and info.is_write)
+    return _Operation(name, is_kernel, name.startswith("_foreach_"), draws, written)
 
 
 class SimulatedTensor(Tensor):
@@ -85,7 +117,8 @@ class SimulatedTensor(Tensor):
 
 def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation of one device on its current stream."""
-    if func._schema.name.startswith("aten::_foreach_") and len({tensor.device for tensor in args[0]}) > 1:
+    operation = _describe(func)
+    if operation.takes_lists and len({tensor.device for tensor in args[0]}) > 1:
         each = [_launch(func, [_pick(index, list_) for list_ in args], kwargs) for index in range(len(args[0]))]
         return None if each[0] is None else [result for results in each for result in results]
     tensors, device = _find_device(func, args, kwargs)
@@ -93,17 +126,18 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _HOST_READS:
         streams.wait_on_host([stream.clock], device)
     with lock:
-        number, name = None, func._schema.name.removeprefix("aten::")
-        if not (func.is_view or func in _VIEWS or name in _NO_KERNEL):
-            number = stream.enqueue()
+        number, place = None, ""
+        if operation.is_kernel:
+            number, place = stream.enqueue(), ledger.find_place()
             ledger.counts[f"kernels on {device}"] += 1
-            mutated = _find_mutated(func, args, kwargs)
+            written = _find_written(operation, args, kwargs)
             for tensor in tensors:
-                find_block(tensor.held).use(stream, number, name, writes=any(tensor is one for one in mutated))
+                writes = any(tensor is one for one in written)
+                find_block(tensor.held).use(stream, number, operation.name, place, writes=writes)
         inner = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if "device" in inner:
             inner["device"] = torch.device("cpu")
-        with drawing_from(device) if torch.Tag.nondeterministic_seeded in func.tags else nullcontext():
+        with drawing_from(device) if operation.draws else _NOTHING:
             result = func(*_unwrap(args), **_unwrap(inner))
         if func in _HOST_READS and not isinstance(result, Tensor):
             return result
@@ -114,7 +148,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return known[id(leaf)]
             block = allocate(leaf, stream)
             if number is not None:
-                block.use(stream, number, name, writes=True)
+                block.use(stream, number, operation.name, place, writes=True)
             return SimulatedTensor(leaf, device)
 
         wrapped = _map(wrap, result)
@@ -146,32 +180,43 @@ def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Sim
     return tensors, devices.pop() if devices else streams.as_device(kwargs.get("device"))
 
 
-def _find_mutated(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes to."""
-    arguments = func._schema.arguments
-    passed = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    written = [value for argument, value in passed if argument.alias_info is not None and argument.alias_info.is_write]
-    return [leaf for leaf in _find_tensors(written) if isinstance(leaf, SimulatedTensor)]
+def _find_written(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that an operation writes to."""
+    passed = [args[place] if place < len(args) else kwargs.get(name) for place, name in operation.written]
+    return _find_tensors(passed) if passed else []
 
 
 def _unwrap(nest: Any) -> Any:
-    return _map(lambda leaf: leaf.held if isinstance(leaf, SimulatedTensor) else leaf, nest)
+    if isinstance(nest, SimulatedTensor):
+        return nest.held
+    if isinstance(nest, list | tuple):
+        return type(nest)([_unwrap(child) for child in nest])
+    if isinstance(nest, dict):
+        return {key: _unwrap(child) for key, child in nest.items()}
+    return nest
 
 
 def _map(function: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """Replace the tensors of an operation's arguments or results, several times as fast as torch's tree_map."""
+    """Replace the tensors of an operation's results, several times as fast as torch's tree_map."""
     if isinstance(nest, Tensor):
         return function(nest)
     if isinstance(nest, list | tuple):
-        return type(nest)(_map(function, child) for child in nest)
-    if isinstance(nest, dict):
-        return {key: _map(function, child) for key, child in nest.items()}
+        return type(nest)([_map(function, child) for child in nest])
     return nest
 
 
 def _find_tensors(nest: Any) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results, in their order."""
     found: list[Tensor] = []
-    _map(lambda tensor: found.append(tensor) or tensor, nest)  # type: ignore[func-returns-value]
+    stack = [nest]
+    while stack:
+        nest = stack.pop()
+        if isinstance(nest, Tensor):
+            found.append(nest)
+        elif isinstance(nest, list | tuple):
+            stack.extend(reversed(nest))
+        elif isinstance(nest, dict):
+            stack.extend(reversed(nest.values()))
     return found
 
 
@@ -225,11 +270,11 @@ def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:
     between = here is not None and there is not None and source.device != target.device
     if between:
         here.wait_stream(there)
-    number = stream.enqueue()
+    number, place = stream.enqueue(), ledger.find_place()
     if isinstance(source, SimulatedTensor):
-        find_block(source.held).use(stream, number, "copy", writes=False)
+        find_block(source.held).use(stream, number, "copy", place, writes=False)
     if isinstance(target, SimulatedTensor):
-        find_block(target.held).use(stream, number, "copy", writes=True)
+        find_block(target.held).use(stream, number, "copy", place, writes=True)
     if between:
         there.wait_stream(here)
         what = "copies between devices"
