@@ -117,13 +117,12 @@ def settings_of(settings: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def refusal_of(program: str, settings: DictConfig, place: str, value: str) -> str | None:
-    """Return the message with which a program refuses a value, None where it is taken."""
+    """Return the message with which a program refuses a value, None where it is taken; the value stays."""
     word = f"{place}={value}"
     (override,) = OverridesParser.create().parse_overrides([word])
-    changed = settings.copy()
     try:
-        OmegaConf.update(changed, place, override.value())
-        PROGRAMS[program][1](changed)
+        OmegaConf.update(settings, place, override.value())
+        PROGRAMS[program][1](settings)
     except OmegaConfBaseException as error:
         refused = HydraException(f"Error merging override {word}")  # as Hydra says it
         refused.__cause__ = error
@@ -142,7 +141,8 @@ def test_a_value_is_refused_in_a_line_that_names_the_setting_or_is_fine() -> Non
         for place, kind in settings_of(check(settings)):
             if (place, kind) in found:
                 continue
-            messages = {value: refusal_of(program, settings, place, value) for value in VALUES}
+            changed = settings.copy()  # one for all values: each is put in the place of the one before
+            messages = {value: refusal_of(program, changed, place, value) for value in VALUES}
             found[place, kind] = {value for value, message in messages.items() if message is None}
             for value, message in messages.items():
                 assert message is None or (place in message and "\n" not in message), (value, message)

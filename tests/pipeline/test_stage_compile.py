@@ -170,14 +170,13 @@ def test_a_drop_path_rate_that_changes_compiles_nothing_more() -> None:
 @pytest.mark.slow
 @about_grad
 def test_equal_cells_share_what_was_compiled() -> None:
-    counts = set()
-    for num_layers in (9, 12):
-        torch._dynamo.reset()
-        pipeline = pipeline_of(cells(num_layers), num_microbatches=1, rematerialize="never")
-        pipeline.compile(backend=(graphs := Graphs()), dynamic=False)
-        pipeline.train_step((torch.randn(2, 3, 32, 32), torch.arange(2)))
-        counts.add(graphs.count)
-    assert len(counts) == 1, counts
+    torch._dynamo.reset()
+    layers = cells(12)
+    pipeline = pipeline_of(layers, num_microbatches=1, rematerialize="never")
+    pipeline.compile(backend=(graphs := Graphs()), dynamic=False)
+    pipeline.train_step((torch.randn(2, 3, 32, 32), torch.arange(2)))
+    # Of the four cells in each of the three blocks, the last two are equal.
+    assert graphs.count == len(layers) - 3
 
 
 @about_grad

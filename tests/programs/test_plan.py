@@ -69,8 +69,8 @@ def test_an_evaluation_has_to_fit_too(plan: Plan) -> None:
 
 
 def test_the_largest_is_found(plan: Plan) -> None:
-    assert plan(*SMALL, "memory_gib=0.003", "find=num_filters").startswith("The largest num_filters that fits is ")
-    assert plan(*SMALL, "memory_gib=0.0014", "find=num_layers").startswith("The largest num_layers that fits is ")
+    assert plan(*SMALL, "memory_gib=0.002", "find=num_filters").startswith("The largest num_filters that fits is ")
+    assert plan(*SMALL, "memory_gib=0.0011", "find=num_layers").startswith("The largest num_layers that fits is ")
 
 
 def test_the_parameters_of_training_alone_are_told_apart(plan: Plan) -> None:

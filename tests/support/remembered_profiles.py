@@ -6,15 +6,19 @@ tests/planning describes layers itself.
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from gpipe.config import RunConfig
+from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.profile import LayerProfile
 from gpipe.programs import build
 
-_make_profiler = build._profiler
+_make_profiler, _plan_evaluations = build._profiler, build._evaluation_planner
+Profiler = Callable[[int], list[LayerProfile]]
 
 
 def remember_profiles(folder: Path) -> None:
@@ -23,18 +27,27 @@ def remember_profiles(folder: Path) -> None:
     Args:
         folder: where the profiles are kept, for several processes; it must be new, and belong to nobody else.
     """
-    build._profiler = lambda run, memory: _remembering(run, memory, folder)
+
+    def profiler(run: RunConfig, memory: OperationMemory | None) -> Profiler:
+        key = "training", memory is None, run.model, run.data, run.trainer.autocast, run.trainer.label_smoothing
+        return _remembering(folder, key, lambda: _make_profiler(run, memory))
+
+    def evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
+        planner = _plan_evaluations(run)
+        if planner is None:
+            return None
+        key = "evaluation", run.model, run.data, run.trainer.evaluation.autocast
+        return replace(planner, profiler=_remembering(folder, key, lambda: planner.profiler))
+
+    build._profiler, build._evaluation_planner = profiler, evaluation_planner
 
 
-def _remembering(run: RunConfig, memory: OperationMemory | None, folder: Path) -> Callable[[int], list[LayerProfile]]:
-    profiler = _make_profiler(run, memory)
-
+def _remembering(folder: Path, key: tuple[Any, ...], make: Callable[[], Profiler]) -> Profiler:
     def profile(size: int) -> list[LayerProfile]:
-        key = str((size, memory is None, run.model, run.data, run.trainer.autocast, run.trainer.label_smoothing))
-        path = folder / sha256(key.encode()).hexdigest()
+        path = folder / sha256(str((size, *key)).encode()).hexdigest()
         if not path.exists():
             unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_bytes(pickle.dumps(profiler(size)))
+            unfinished.write_bytes(pickle.dumps(make()(size)))
             unfinished.rename(path)
         found: list[LayerProfile] = pickle.loads(path.read_bytes())
         return found
