@@ -128,7 +128,12 @@ def _handed_on() -> _Environment:
 def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
     """Refuse a composed configuration that names a file or code, or has a secret in it.
 
-    overrides: the command line's, which may name files. Raises ConfigCompositionException.
+    Args:
+        composed: with Hydra's own settings.
+        overrides: the words of the command line, which may name files.
+
+    Raises:
+        ConfigCompositionException: it does, or has one.
     """
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)

@@ -472,7 +472,11 @@ def _model_names(workload: Workload) -> dict[str, Any]:
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:
-    """Return a warning where training ends within the warm-up. Raises ConfigError where only num_epochs makes it so."""
+    """Return a warning where training ends within the warm-up.
+
+    Raises:
+        ConfigError: only num_epochs makes it so.
+    """
     schedule, trainer = run.schedule, run.trainer
     if schedule.warm_up_steps is not None:
         setting, warm_up_steps = f"schedule.warm_up_steps={schedule.warm_up_steps}", schedule.warm_up_steps
