@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
 from gpipe.config.checks import ConfigError, at_least, countable, require, why
@@ -259,6 +259,10 @@ def to_run(composed: DictConfig) -> RunConfig:
     refuse_open(composed)
     try:
         run = OmegaConf.to_object(composed)
+    except InterpolationKeyError as error:
+        raise ConfigError(
+            f"{error.full_key} follows from a setting that is not there ({why(error)}): set {error.full_key}=... ."
+        ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {why(error)}") from None
     assert isinstance(run, RunConfig)
