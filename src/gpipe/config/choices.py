@@ -9,10 +9,11 @@ inherits from another one and chooses a file of its own.
 
 from collections.abc import Iterable, Iterator
 
-from hydra._internal.config_repository import IConfigRepository
 from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
+
+from gpipe._compat.hydra import IConfigRepository
 
 
 def drop_replaced_values(defaults: Iterable[ResultDefault], repo: IConfigRepository, words: Iterable[str]) -> None:

@@ -14,8 +14,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
@@ -24,6 +22,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpipe._compat.hydra import CachingConfigRepository, ConfigLoaderImpl, IConfigRepository
 from gpipe.config.checks import ConfigError, why
 from gpipe.config.choices import drop_replaced_values
 from gpipe.config.group_files import explain_file
