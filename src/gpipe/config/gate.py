@@ -24,8 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe._compat.hydra import CachingConfigRepository, ConfigLoaderImpl, IConfigRepository
 from gpipe.config.checks import ConfigError, why
-from gpipe.config.choices import drop_replaced_values
-from gpipe.config.group_files import explain_file
+from gpipe.config.group_files import drop_replaced_values, explain_file
 from gpipe.config.interpolations import refuse_endless_interpolations
 from gpipe.config.yaml_files import MAX_FILES, refuse_hostile_yaml
 from gpipe.environment_secrets import find_secret, is_secret

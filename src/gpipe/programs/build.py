@@ -54,9 +54,9 @@ from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
+from gpipe.training.loader import RepeatedLoader
 from gpipe.training.numerics import set_numerics
 from gpipe.training.optimizers import build_optimizer
-from gpipe.training.overfit import RepeatedLoader
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer

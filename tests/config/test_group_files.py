@@ -17,7 +17,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe.config import ConfigError, gate, name_sources, to_run
-from gpipe.config.choices import _load, drop_replaced_values
+from gpipe.config.group_files import _load, drop_replaced_values
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
