@@ -53,7 +53,11 @@ def read_script(script: Path) -> NotebookNode:
 
 
 def execute(script: Path) -> NotebookNode:
-    """Execute a script in this folder and return the notebook. Raises CellExecutionError."""
+    """Execute a script in this folder and return the notebook.
+
+    Raises:
+        CellExecutionError: a cell fails.
+    """
     notebook = read_script(script)
     resources = {"metadata": {"path": str(FOLDER)}}
     with TemporaryDirectory() as folder:

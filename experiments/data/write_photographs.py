@@ -14,7 +14,11 @@ FOLDERS = {"train": "train", "test": "val"}
 
 
 def write_photographs(folder: Path) -> None:
-    """Write both splits. Raises FileExistsError where a folder of a class is there."""
+    """Write both splits.
+
+    Raises:
+        FileExistsError: the folder of a class is there.
+    """
     for split, name in FOLDERS.items():
         images = open_image_set("fashion_mnist_embedded", split)
         classes = [folder / name / class_name.replace("/", "-").replace(" ", "_") for class_name in images.class_names]

@@ -14,7 +14,11 @@ FOLDERS = {"train": "train", "valid": "val"}
 
 
 def write_sentences(folder: Path) -> None:
-    """Write both splits. Raises FileExistsError where one is there."""
+    """Write both splits.
+
+    Raises:
+        FileExistsError: one is there.
+    """
     for split, name in FOLDERS.items():
         (folder / name).mkdir(parents=True)
         for language in list_embedded_languages(folder):

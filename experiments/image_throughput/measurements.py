@@ -69,7 +69,7 @@ def try_batch(
 ) -> dict[str, Any]:
     """Measure a model with a batch, and say whether it fits."""
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if images.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
+from torch._C._profiler import _EventType  # noqa: TID251 - the kinds of a public profile
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import gpipe

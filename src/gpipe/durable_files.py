@@ -10,7 +10,10 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield where to write what then takes the place of a file; where the body or the disk fails, nothing has changed.
 
-    What is yielded has the same suffix and folder. Raises OSError, with `path` where the system names no file.
+    What is yielded has the same suffix and folder.
+
+    Raises:
+        OSError: it cannot be written; the error has `path` where the system names no file.
     """
     partial = path.with_name(f".partial.{path.name}")
     try:

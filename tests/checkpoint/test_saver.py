@@ -75,7 +75,7 @@ def test_training_that_goes_on_does_not_change_what_is_written(tmp_path: Path, g
     saver = Saver(tmp_path, run.pipeline)
     path = begin(saver, run)
     run.train(3, saver.wait_until_copied)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     saver.check([saver.status()])
     assert saver.is_busy and not path.exists() and find_latest(tmp_path) is None
     gate.open.set()
@@ -92,7 +92,7 @@ def test_a_late_copy_has_no_statistics_of_a_later_forward(tmp_path: Path, monkey
     run, is_late, copy = small_run((1, 2, 3)), threading.Event(), Snapshot.copy
 
     def late_copy(snapshot: Snapshot) -> None:
-        assert is_late.wait(10)
+        assert is_late.wait(60)
         copy(snapshot)
 
     def before_update() -> None:
@@ -205,7 +205,7 @@ def test_a_disk_that_does_not_answer_is_an_error(tmp_path: Path, gate: Gate, mon
     saver = Saver(tmp_path, run.pipeline)
     gate.hangs = True
     begin(saver, run)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     assert run.pipeline.job.place == "between two steps, while saving after step 4"
     with pytest.raises(CheckpointError, match=r"the disk does not answer for \d+ s\): check the disk"):
         saver.wait()

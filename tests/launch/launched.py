@@ -40,6 +40,13 @@ def is_running(pid: int) -> bool:
     return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
+def is_pending(pid: int, number: int) -> bool:
+    """Return whether a signal waits for a process, where a second one of its kind would be lost in it."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def pids(folder: Path) -> list[int]:
     return [int(path.name.partition("-")[2]) for path in folder.glob("process-*")]
 

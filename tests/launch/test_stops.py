@@ -12,7 +12,7 @@ import pytest
 
 from gpipe.launch import stops
 from gpipe.launch.processes import Place, run
-from tests.launch.launched import MANY_SECONDS, PYTHONPATH, is_running, note_place, pids, two, wait_until
+from tests.launch.launched import MANY_SECONDS, PYTHONPATH, is_pending, is_running, note_place, pids, two, wait_until
 
 
 def hang(place: Place, folder: Path) -> None:
@@ -53,8 +53,8 @@ def parent_of(function: str, folder: Path) -> subprocess.Popen[str]:
 def test_ending_the_parent_at_once_leaves_no_orphan(tmp_path: Path, numbers: list[signal.Signals]) -> None:
     with parent_of("hang", tmp_path) as parent:
         for number in numbers:
+            wait_until(lambda: not is_pending(parent.pid, signal.SIGINT))
             parent.send_signal(number)
-            time.sleep(0.5)
         said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
     if signal.SIGINT in numbers:
@@ -139,7 +139,6 @@ def test_a_closed_window_is_a_request_unless_it_was_ignored_before(ignored: bool
         assert process.stdout is not None and process.stdout.readline() == "listening\n"
         process.send_signal(signal.SIGHUP)
         if ignored:
-            time.sleep(0.3)
             process.send_signal(signal.SIGUSR1)
         expected = "SIGUSR1\n" if ignored else "SIGHUP\n"
         assert process.communicate(timeout=MANY_SECONDS / 2) == (expected, None)
@@ -152,7 +151,10 @@ def test_a_process_of_torchrun_does_not_outlive_it() -> None:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "listening\n"
         process.kill()
-        assert process.communicate(timeout=5) == ("", None)  # which waits until nobody has its output open
+        assert process.communicate(timeout=MANY_SECONDS / 2) == (
+            "",
+            None,
+        )  # which waits until nobody has its output open
 
 
 def test_requests_are_heard_while_a_body_runs_and_handed_on_where_it_stops() -> None:

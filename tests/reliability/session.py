@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.launch.launched import is_pending
 from tests.support.program_server import TORCHRUN, Program
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,10 @@ class Session:
             os.killpg(self._process.pid, number)
         else:
             os.kill(self._process.pid, number)
+
+    def is_pending(self, number: signal.Signals) -> bool:
+        """Return whether a signal waits for the process that was started, where a second one would be lost in it."""
+        return is_pending(self._process.pid, number)
 
     def pids_of(self, word: str) -> list[int]:
         """Return the processes of the session that have a word in their command lines."""

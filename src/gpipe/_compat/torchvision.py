@@ -6,6 +6,8 @@ and models and for all of timm; its compiled operators (detection, `torchvision.
 """
 
 from importlib import import_module  # noqa: TID251 - torchvision can only be imported behind this guard
+from pathlib import Path
+from typing import Any
 
 from torch import library
 
@@ -29,6 +31,14 @@ def import_torchvision() -> None:
         for operator in ("nms", "qnms"):
             _declarations.define(operator + _ARGUMENTS)
         import_module("torchvision")
+
+
+def list_files(data_set: Any) -> tuple[list[Path], list[int]]:
+    """Return the paths and the labels of a data set's images, which torchvision has under private names only."""
+    if hasattr(data_set, "_samples"):
+        return [Path(path) for path, _ in data_set._samples], [int(label) for _, label in data_set._samples]
+    paths = data_set._images if hasattr(data_set, "_images") else data_set._image_files
+    return [Path(path) for path in paths], list(data_set._labels)
 
 
 import_torchvision()

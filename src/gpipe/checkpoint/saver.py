@@ -143,7 +143,11 @@ class Saver:
             self._writer = None
 
     def wait(self) -> None:
-        """Wait until the save under way is finished on all processes; raises CheckpointError as `check` does."""
+        """Wait until the save under way is finished on all processes.
+
+        Raises:
+            CheckpointError: on all processes, if one of them failed.
+        """
         while self._writer is not None:
             # In short rounds: a slow disk must not look like a process that hangs.
             self._writer.wait(_ROUND_SECONDS)

@@ -171,7 +171,11 @@ class Writer:
         return not self._given_up.is_set()
 
     def _pause(self) -> None:
-        """Wait a moment; raises InterruptedError if the checkpoint is not needed any more."""
+        """Wait a moment.
+
+        Raises:
+            InterruptedError: the checkpoint is not needed any more.
+        """
         self._last_sign = time.monotonic()
         if self._given_up.wait(_POLL_SECONDS):
             raise InterruptedError(f"{self._partial} is not needed any more")

@@ -14,8 +14,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
@@ -24,9 +22,9 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpipe._compat.hydra import CachingConfigRepository, ConfigLoaderImpl, IConfigRepository
 from gpipe.config.checks import ConfigError, why
-from gpipe.config.choices import drop_replaced_values
-from gpipe.config.group_files import explain_file
+from gpipe.config.group_files import drop_replaced_values, explain_file
 from gpipe.config.interpolations import refuse_endless_interpolations
 from gpipe.config.yaml_files import MAX_FILES, refuse_hostile_yaml
 from gpipe.environment_secrets import find_secret, is_secret
@@ -128,7 +126,12 @@ def _handed_on() -> _Environment:
 def refuse(composed: DictConfig, overrides: Sequence[str] = ()) -> None:
     """Refuse a composed configuration that names a file or code, or has a secret in it.
 
-    overrides: the command line's, which may name files. Raises ConfigCompositionException.
+    Args:
+        composed: with Hydra's own settings.
+        overrides: the words of the command line, which may name files.
+
+    Raises:
+        ConfigCompositionException: it does, or has one.
     """
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)

@@ -1,14 +1,25 @@
-"""Explain what is wrong with a file of the user's own for a group of settings.
+"""The files of a group of settings: one that is chosen replaces what was said about the group before.
+
+    python train.py +experiment=amoebanet_imagenet_laptop pipeline=interleaved
+
+Hydra merges an experiment's values over the files of the groups, whoever chose these. Here the experiment's values of
+`pipeline:` would remain, and the choice on the command line would have no effect. The same holds for an experiment that
+inherits from another one and chooses a file of its own.
 
 A file for `data`, `model` or `optimizer` has the settings of one kind only: of images or of text, for example. It
 inherits them from a file of that kind. Without that, Hydra would refuse correct settings as unknown.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.errors import ConfigCompositionException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from gpipe._compat.hydra import IConfigRepository
 from gpipe.config.checks import why
 from gpipe.config.data import DataConfig
 from gpipe.config.model import ModelConfig
@@ -34,3 +45,41 @@ def explain_file(error: ConfigCompositionException) -> ConfigCompositionExceptio
         f"{place}: {fault.full_key} is known only in a file that inherits from another one of its kind: begin it with "
         f"`defaults: [<parent>, _self_]`, where <parent> is a file such as {parents}."
     )
+
+
+def drop_replaced_values(defaults: Iterable[ResultDefault], repo: IConfigRepository, words: Iterable[str]) -> None:
+    """Remove from each loaded file the sections of groups that are chosen later.
+
+    Args:
+        defaults: the files that are about to be merged, in this order.
+        repo: holds them; it caches what it loads, so that it is merged without these sections.
+        words: those of the command line, which chooses last.
+    """
+    files = [loaded for default in defaults if (loaded := _load(default, repo)) is not None]
+    usual = {
+        group: value for overrides in (False, True) for loaded in files for group, value in _choices(loaded, overrides)
+    }
+    words_split = (word.lstrip("+").partition("=") for word in words)
+    # A choice of the file that is chosen anyway changes nothing.
+    chosen = {group for group, _, value in words_split if usual.get(group) != value}
+    for loaded in reversed(files):
+        for section in chosen & {str(key) for key in loaded.config}:
+            del loaded.config[section]
+        chosen |= {group for group, _ in _choices(loaded, overrides=True)}
+
+
+def _load(default: ResultDefault, repo: IConfigRepository) -> ConfigResult | None:
+    """Return a file that sets values of several groups; None for a group's own file and for a schema."""
+    if default.package or default.config_path is None:
+        return None
+    loaded = repo.load_config(default.config_path)
+    if loaded is None or loaded.path.startswith("structured:") or not isinstance(loaded.config, DictConfig):
+        return None
+    return loaded
+
+
+def _choices(loaded: ConfigResult, overrides: bool) -> Iterator[tuple[str, str]]:
+    """Yield the groups for which a file chooses, each with its choice: overrides, or first choices."""
+    for item in loaded.defaults_list or ():
+        if isinstance(item, GroupDefault) and bool(item.override) == overrides:
+            yield str(item.group).removeprefix("/"), str(item.value)

@@ -10,8 +10,10 @@ from functools import wraps
 from typing import Any
 
 from hydra.errors import ConfigCompositionException
-from omegaconf import Container, ListConfig
+from omegaconf import Container
 from omegaconf.errors import OmegaConfBaseException
+
+from gpipe._compat.omegaconf import list_raw
 
 _MAX_COST = 200_000  # half a second; our own settings cost 2,000 at most
 _COST_OF_ONE = 100  # finding a value takes as long as a hundred characters of it
@@ -19,11 +21,8 @@ _COST_OF_ONE = 100  # finding a value takes as long as a hundred characters of i
 
 def refuse_endless_interpolations(node: Container, place: str = "") -> None:
     """Raise ConfigCompositionException for a value whose interpolations stand for too much; ignore other faults."""
-    keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
-    for key in keys:
+    for key, child, value in list_raw(node):
         inside = f"{place}.{key}" if place else str(key)
-        child: Any = node._get_node(key)
-        value = child._value()
         if isinstance(value, str) and value.count("${") > 1:  # a chain of single ones is as long as the files
             with _limited(inside, value), suppress(OmegaConfBaseException):
                 node[key]

@@ -53,7 +53,11 @@ def register_schema() -> None:
 
 
 def to_settings(composed: DictConfig) -> PredictConfig:
-    """Turn what Hydra composed into checked settings. Raises ConfigError for wrong values and unknown keys."""
+    """Turn what Hydra composed into checked settings.
+
+    Raises:
+        ConfigError: a value is wrong, or a key is unknown.
+    """
     refuse_added_keys(composed, "")
     settings = OmegaConf.to_object(composed)
     assert isinstance(settings, PredictConfig)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError  # noqa: TID251 - OmegaConf lets this error through
 
 from gpipe.config.checks import ConfigError, at_least, countable, require, why
@@ -190,7 +190,11 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
 
 
 def by_size(size: int, values: Mapping[int, Any]) -> Any:
-    """Return the value under the largest key that is no larger than `size`. Raises ConfigError where all are."""
+    """Return the value under the largest key that is no larger than `size`.
+
+    Raises:
+        ConfigError: all keys are larger.
+    """
     fitting = [key for key in values if key <= size]
     if not fitting:
         raise ConfigError(f"the size is {size}, expected {min(values)} or more: choose a larger one, or set the value.")
@@ -198,7 +202,16 @@ def by_size(size: int, values: Mapping[int, Any]) -> Any:
 
 
 def by_name(setting: str, name: str, values: Mapping[str, Any]) -> Any:
-    """Return the value under a name. Raises ConfigError where there is none; `setting` is what to set instead."""
+    """Return the value under a name.
+
+    Args:
+        setting: the key that gets the value, and that can be set instead.
+        name: the name.
+        values: by name.
+
+    Raises:
+        ConfigError: the name has no value.
+    """
     if name not in values:
         raise ConfigError(f"{name} is none of {', '.join(values)}, from which {setting} follows: set {setting}=... .")
     return values[name]
@@ -232,7 +245,11 @@ def statistics_weight(num_examples: int, batch_size: int) -> float:
 
 
 def to_run(composed: DictConfig) -> RunConfig:
-    """Turn what Hydra composed into checked dataclasses, once. Raises ConfigError for wrong values and unknown keys."""
+    """Turn what Hydra composed into checked dataclasses, once.
+
+    Raises:
+        ConfigError: a value is wrong, or a key is unknown.
+    """
     refuse_added_keys(composed, "")
     if composed.init_from == TO_BE_GIVEN:
         raise ConfigError(
@@ -242,6 +259,10 @@ def to_run(composed: DictConfig) -> RunConfig:
     refuse_open(composed)
     try:
         run = OmegaConf.to_object(composed)
+    except InterpolationKeyError as error:
+        raise ConfigError(
+            f"{error.full_key} follows from a setting that is not there ({why(error)}): set {error.full_key}=... ."
+        ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {why(error)}") from None
     assert isinstance(run, RunConfig)

@@ -18,7 +18,8 @@ def from_plain(plain: Mapping[str, Any]) -> RunConfig:
 
     A setting that is newer than the run is null, where it may be.
 
-    Raises ConfigError where they are not those of a run that this program knows.
+    Raises:
+        ConfigError: they are not those of a run that this program knows.
     """
     hints = get_type_hints(RunConfig)
     if "${" in json.dumps(plain):

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from multiprocessing import active_children, forkserver
+from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from gpipe._compat.fork_server import kill_fork_server
 from gpipe.launch.rendezvous import OneHost
 
 _POLL_SECONDS = 0.1
@@ -175,20 +175,12 @@ def choose_start_method(modules: Sequence[str]) -> Iterator[str]:
     if sys.platform != "linux" or not _IS_PRIVATE or len(tempfile.gettempdir().encode()) > _MAX_BYTES:
         yield "spawn"
         return
-    _kill_fork_server()  # the program may have started one, which has loaded something else in another environment
+    kill_fork_server()  # the program may have started one, which has loaded something else in another environment
     multiprocessing.set_forkserver_preload(["gpipe.launch.paused_collection", *modules])
     try:
         yield "forkserver"
     finally:
-        _kill_fork_server()
-
-
-def _kill_fork_server() -> None:
-    """Kill the process that was copied: the next run of this process has another environment and another output."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # else it waits for whatever a killed process had started
-    server._stop()
+        kill_fork_server()  # the next run of this process has another environment and another output
 
 
 @contextmanager

@@ -7,10 +7,9 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from gpipe.environment_secrets import redact
 
@@ -46,22 +45,10 @@ def report_hydra_errors() -> Iterator[None]:
 
     Examples: a wrong override, a typo in a YAML file, a folder that cannot be made, a cluster that cannot be reached.
     """
-    from hydra._internal import utils
+    from gpipe._compat.hydra import surround_runs
 
-    report = utils.run_and_report
-
-    def run_and_report(func: Callable[[], Any]) -> Any:
-        def run() -> Any:
-            with report_errors():
-                return func()
-
-        return report(run)
-
-    utils.run_and_report = run_and_report
-    try:
+    with surround_runs(report_errors):
         yield
-    finally:
-        utils.run_and_report = report
 
 
 def forget_errors(folder: Path) -> None:

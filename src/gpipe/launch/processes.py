@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gpipe._compat.torch_launch import default_store
 from gpipe.launch import BEGAN, garbage_collection, stops
 from gpipe.launch.agent import Agent, End, choose_start_method
 from gpipe.launch.devices import is_adopted, own_cores, pin
@@ -82,7 +83,7 @@ class Place:
         """Return the values of all processes, in their order; every process calls it, once per name."""
         if self.mesh is None:
             return [value]
-        store = PrefixStore(f"collected/{name}", dist.distributed_c10d._get_default_store())
+        store = PrefixStore(f"collected/{name}", default_store())
         store.set(str(dist.get_rank()), value)
         return [store.get(str(rank)).decode() for rank in range(dist.get_world_size())]
 
@@ -109,7 +110,7 @@ class Place:
         if self.mesh is None:
             make(found.append)
             return found
-        store = PrefixStore(f"shared/{name}", dist.distributed_c10d._get_default_store())
+        store = PrefixStore(f"shared/{name}", default_store())
         if self.is_main:
             numbers = iter(range(count))
             make(lambda value: store.set(str(next(numbers)), value))

@@ -26,9 +26,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.rendezvous import rendezvous
 
+from gpipe._compat.torch_launch import is_this_host, serve_processes_with
 from gpipe.launch.store import LOOPBACK, TIMEOUT, serve_store
 
 SECRET = "GPIPE_JOB_SECRET"  # noqa: S105 - the name of a variable
@@ -183,7 +184,7 @@ def _signed(parameters: RendezvousParameters) -> DynamicRendezvousHandler:
     """
     store = _meet(parameters)
     handler = create_handler(store, SignedBackend(store, parameters.run_id, _secret()), parameters)
-    handler._create_tcp_store_server = _serve_processes  # type: ignore[method-assign, assignment]
+    serve_processes_with(handler, _serve_processes)
     return handler
 
 
@@ -234,7 +235,7 @@ def _meet(parameters: RendezvousParameters) -> TCPStore:
     """Serve or join the store in which the hosts meet: the host that the endpoint names serves it."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
     is_told = parameters.get_as_bool("is_host")
-    if _matches_machine_hostname(host) if is_told is None else is_told:
+    if is_this_host(host) if is_told is None else is_told:
         try:
             return serve_store(_address(parameters.local_addr or host), port)
         except OSError:  # another torchrun of this host serves it

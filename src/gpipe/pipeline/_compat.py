@@ -7,11 +7,24 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout  # noqa: TID251
+from torch.nn.modules import batchnorm
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+# What all batch norms are, and all norms that wait for their first input.
+AnyBatchNorm = batchnorm._BatchNorm  # noqa: TID251
+LazyNorm = batchnorm._LazyNormBase  # noqa: TID251
+
+# One kernel for many tensors, as torch's optimisers use them.
+add_to_each = torch._foreach_add_  # noqa: TID251
+copy_to_each = torch._foreach_copy_  # noqa: TID251
+multiply_each = torch._foreach_mul_  # noqa: TID251
+norm_of_each = torch._foreach_norm  # noqa: TID251
 
 
 def open_store() -> Store:
@@ -38,7 +51,7 @@ def surround_collectives(module: FSDPModule, surrounding: Callable[[], AbstractC
 
     Torch lets others replace the collectives, but its own ones, which are called here, have private names.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter  # noqa: TID251
 
     class AllGather(DefaultAllGather):
         def __call__(self, *args: Any, **options: Any) -> dist.Work | None:
@@ -82,11 +95,11 @@ def noting_compilation(note: Callable[[bool], None]) -> Iterator[None]:
     - A layer that needs too many variants is an error (`TooManyVariants`). Torch would run it uncompiled from then on,
       without a word that anybody sees.
     """
-    from torch._dynamo import config as dynamo  # loads torch.compile's machinery
-    from torch._dynamo.callback import CallbackArgs, callback_handler
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-    from torch._functorch import config
-    from torch._inductor import config as inductor
+    from torch._dynamo import config as dynamo  # noqa: TID251 - loads torch.compile's machinery
+    from torch._dynamo.callback import CallbackArgs, callback_handler  # noqa: TID251
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # noqa: TID251
+    from torch._functorch import config  # noqa: TID251
+    from torch._inductor import config as inductor  # noqa: TID251
 
     def begin(_: CallbackArgs) -> None:
         note(True)

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import SyncBatchNorm
+
+from gpipe.pipeline._compat import AnyBatchNorm, LazyNorm, add_to_each, copy_to_each
 
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.replicas import Replicas
@@ -72,7 +74,7 @@ def is_recomputing() -> bool:
     return _phase is _RECOMPUTE or _phase is _REPEAT
 
 
-class MicroBatchNorm(_BatchNorm):
+class MicroBatchNorm(AnyBatchNorm):
     """What `convert_batch_norm` adds to a batch norm.
 
     Outside of a pipeline's training step it is the layer that it was. Inside, it normalises each micro-batch by its own
@@ -145,27 +147,27 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
         ValueError: one is lazy, and does not know its size yet.
     """
     for name, child in module.named_modules():
-        if isinstance(child, _LazyNormBase):
+        if isinstance(child, LazyNorm):
             raise ValueError(
                 f"{name or 'the module'} ({type(child).__name__}) does not know its size yet; run the model on an "
                 "example first, or give nn.BatchNorm its num_features"
             )
-        if isinstance(child, _BatchNorm) and not isinstance(child, MicroBatchNorm | SyncBatchNorm):
+        if isinstance(child, AnyBatchNorm) and not isinstance(child, MicroBatchNorm | SyncBatchNorm):
             child.__class__ = _convert_class(type(child))
     return module
 
 
-_converted_classes: dict[type[_BatchNorm], type[_BatchNorm]] = {}
+_converted_classes: dict[type[AnyBatchNorm], type[AnyBatchNorm]] = {}
 
 
-def _convert_class(plain: type[_BatchNorm]) -> type[_BatchNorm]:
+def _convert_class(plain: type[AnyBatchNorm]) -> type[AnyBatchNorm]:
     if plain not in _converted_classes:
         members = {"__doc__": plain.__doc__, "is_torchs_own": plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)}
         _converted_classes[plain] = type(f"Micro{plain.__name__}", (MicroBatchNorm, plain), members)
     return _converted_classes[plain]
 
 
-def _unpickle(plain: type[_BatchNorm]) -> _BatchNorm:
+def _unpickle(plain: type[AnyBatchNorm]) -> AnyBatchNorm:
     converted = _convert_class(plain)
     return converted.__new__(converted)
 
@@ -177,7 +179,7 @@ def refuse_unconverted(layers: nn.Module) -> None:
         ValueError: naming the first such layer.
     """
     for name, module in layers.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, MicroBatchNorm):
+        if isinstance(module, AnyBatchNorm) and not isinstance(module, MicroBatchNorm):
             remedy = (
                 "use nn.BatchNorm, gpipe.convert_batch_norm(layers) and Pipeline(synchronize_batch_norm=True) instead"
                 if isinstance(module, SyncBatchNorm)
@@ -292,13 +294,13 @@ def _update(norms: Sequence[MicroBatchNorm], moments: Tensor) -> None:
     means, variances = zip(*(_running(norm) for norm in norms), strict=True)
     values = torch.stack([mean, deviations / (count - 1)])
     moved = torch.lerp(torch.cat(means + variances).double().view_as(values), values, factors)
-    torch._foreach_copy_(means + variances, moved.view(-1).split(sizes * 2))
+    copy_to_each(means + variances, moved.view(-1).split(sizes * 2))
 
 
 def _count_step(norms: Sequence[MicroBatchNorm]) -> list[float]:
     """Count the step and return the weights of its statistics in the moving averages, as nn.BatchNorm has them."""
     counters = [norm._buffers["num_batches_tracked"] for norm in norms]
-    torch._foreach_add_([counter for counter in counters if counter is not None], 1)
+    add_to_each([counter for counter in counters if counter is not None], 1)
     # Without a momentum nn.BatchNorm keeps the average of all steps.
     return [
         norm.momentum if norm.momentum is not None else 0.0 if counter is None else 1.0 / float(counter)

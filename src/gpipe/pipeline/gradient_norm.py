@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from gpipe.pipeline._compat import norm_of_each
+
 
 def name_parameters(layers: nn.ModuleDict) -> dict[str, Tensor]:
     """Return each parameter once, by `layers.<i>.<name>`: `named_parameters` in less than half of its time."""
@@ -47,7 +49,7 @@ def compute_norms(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[
     norms_of: dict[torch.device, list[Tensor]] = {}
     for (device, dtype), names in alike.items():
         wide = torch.float32 if dtype.itemsize == 2 else None  # finite numbers in float16 soon have an infinite norm
-        norms = torch._foreach_norm([gradients[name] for name in names], dtype=wide)
+        norms = norm_of_each([gradients[name] for name in names], dtype=wide)
         names_of.setdefault(device, []).extend(names)
         norms_of.setdefault(device, []).append(torch.stack(norms).double())
     found: dict[str, float] = {}

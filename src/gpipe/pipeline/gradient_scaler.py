@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from gpipe.pipeline._compat import multiply_each
 
 
 class GradientScaler:
@@ -79,4 +80,4 @@ class GradientScaler:
 def _multiply(parameters: Iterable[Tensor], factor: float) -> None:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1:
-        torch._foreach_mul_(gradients, factor)
+        multiply_each(gradients, factor)

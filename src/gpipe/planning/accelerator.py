@@ -120,7 +120,11 @@ _VARIANTS = {"a100_40gb": r"\ba100\b.*\b40gb\b", "h100_pcie": r"\bh100\b.*\bpcie
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator called `name`. Raises ValueError with the list of names for one that is not in it."""
+    """Return the accelerator called `name`.
+
+    Raises:
+        ValueError: there is none; the message lists those that there are.
+    """
     if name not in ACCELERATORS:
         raise ValueError(
             f"device is {name}, expected auto or one of {', '.join(ACCELERATORS)}: set device=... to the nearest one, "

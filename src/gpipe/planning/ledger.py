@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from gpipe._compat.torch_description import TorchDispatchMode, tree_leaves
 from gpipe.planning.operation_memory import OperationMemory
 
 _aten = torch.ops.aten

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gpipe.planning._compat import watch_allocations
+from gpipe._compat.torch_description import tree_leaves, tree_map_only, unset_fake_temporarily, watch_allocations
 
 
 class Taken(NamedTuple):

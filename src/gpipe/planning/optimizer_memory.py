@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from gpipe._compat.torch_description import TorchDispatchMode, tree_leaves
 
 _NUM_PARAMETERS = 64  # so many that what an update allocates for one of them hardly counts
 

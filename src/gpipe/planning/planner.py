@@ -48,7 +48,11 @@ class Planner:
     _partitions: dict[Setting, list[int]] = field(default_factory=dict, init=False)
 
     def plan(self, setting: Setting) -> Plan:
-        """Plan a step. Raises ValueError where the model cannot be cut so."""
+        """Plan a step.
+
+        Raises:
+            ValueError: the model cannot be cut so.
+        """
         profiles, seconds, setting = self.describe(setting)
         partitions = self._cut(profiles, setting)
         found = plan_step(profiles, seconds, partitions, setting, self.speed)
@@ -75,7 +79,11 @@ class Planner:
         return max(sizes) if seen >= self.min_microbatch_size else None
 
     def peak_bytes(self, setting: Setting) -> int:
-        """Return the memory of the fullest device. Raises ValueError where the model cannot be cut so."""
+        """Return the memory of the fullest device.
+
+        Raises:
+            ValueError: the model cannot be cut so.
+        """
         profiles, shortened = self._profiles_for(setting)
         partitions = self._cut(profiles, shortened)
         training = (memory.peak_bytes for memory in plan_memory(profiles, partitions, shortened))

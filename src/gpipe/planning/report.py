@@ -21,7 +21,14 @@ WIDTH = 120  # characters that the table may take, on a pipe too
 def print_plan(planner: Planner, setting: Setting, name: str, console: Console | None = None) -> Plan:
     """Plan a step, print a row per stage, those of equal stages once, and whether it fits, or what would; return it.
 
-    name: of the run. Raises ValueError where the model cannot be cut so.
+    Args:
+        planner: plans the step.
+        setting: how it runs.
+        name: the run's.
+        console: where to print; None is the standard output.
+
+    Raises:
+        ValueError: the model cannot be cut so.
     """
     plan, accelerator = planner.plan(setting), planner.accelerator
     setting = plan.setting

@@ -54,9 +54,9 @@ from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
+from gpipe.training.loader import RepeatedLoader
 from gpipe.training.numerics import set_numerics
 from gpipe.training.optimizers import build_optimizer
-from gpipe.training.overfit import RepeatedLoader
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
@@ -472,7 +472,11 @@ def _model_names(workload: Workload) -> dict[str, Any]:
 
 
 def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list[str]:
-    """Return a warning where training ends within the warm-up. Raises ConfigError where only num_epochs makes it so."""
+    """Return a warning where training ends within the warm-up.
+
+    Raises:
+        ConfigError: only num_epochs makes it so.
+    """
     schedule, trainer = run.schedule, run.trainer
     if schedule.warm_up_steps is not None:
         setting, warm_up_steps = f"schedule.warm_up_steps={schedule.warm_up_steps}", schedule.warm_up_steps

@@ -16,7 +16,8 @@ from gpipe.records import RESUMED_MAY_DIFFER, differences
 def check_checkpoints(run: RunConfig) -> None:
     """Refuse a checkpoint to begin from that is not there, or to go on from that is of another or a finished training.
 
-    Raises ConfigError, which names the settings that differ.
+    Raises:
+        ConfigError: it is so; the message names the settings that differ.
     """
     for setting, value in (("trainer.resume_from", run.trainer.resume_from), ("init_from", run.init_from)):
         if value is not None:
@@ -49,7 +50,11 @@ def _refuse_nothing_to_train(value: str, saved: Manifest, trainer: TrainerConfig
 
 
 def check_earlier(run: RunConfig, folder: Path) -> None:
-    """Refuse a run's folder that has checkpoints of another training: raises ConfigError naming what differs."""
+    """Refuse a run's folder that has checkpoints of another training.
+
+    Raises:
+        ConfigError: it has; the message names the settings that differ.
+    """
     earlier = newest_manifest(folder)
     if earlier is not None and (found := differences(earlier.config, to_plain(run))):
         raise ConfigError(

@@ -42,7 +42,10 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
 def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path) -> None:
     """Build the run's part of this process, load a checkpoint and evaluate it; the first process prints.
 
-    Batch norms have the statistics that were saved. Raises CheckpointError for a damaged checkpoint, or a foreign one.
+    Batch norms have the statistics that were saved.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model.
     """
     from gpipe.checkpoint.read import load_checkpoint
     from gpipe.planning.accelerator import detect_accelerator

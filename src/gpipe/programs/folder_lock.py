@@ -22,9 +22,14 @@ class FolderHeld(Exception):
 
 @contextmanager
 def hold(folder: Path, *, is_new: bool = False) -> Iterator[None]:
-    """Hold a folder, which is made where there is none; raises FolderHeld where another process does.
+    """Hold a folder, which is made where there is none, while the body runs.
 
-    is_new: take it only if nobody has ever left anything in it; raises FolderHeld otherwise.
+    Args:
+        folder: the folder.
+        is_new: take it only if nobody has ever left anything in it.
+
+    Raises:
+        FolderHeld: another process holds it, or has left something in one that should be new.
     """
     descriptor = _lock(folder, os.O_EXCL if is_new else 0)
     _held.add(descriptor)
@@ -60,7 +65,11 @@ def _open(folder: Path, flags: int) -> int:
 
 
 def _is_locked(folder: Path, descriptor: int) -> bool:
-    """Lock the file; False where its holder has just removed it. Raises FolderHeld, and closes it, where it is held."""
+    """Lock the file; return False where its holder has just removed it.
+
+    Raises:
+        FolderHeld: another process holds it; the file is closed.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

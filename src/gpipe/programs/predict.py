@@ -95,8 +95,9 @@ def start(settings: PredictConfig) -> None:
 def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
     """Load the model of a checkpoint, or of a run (its best one), with the averages of its weights if there are any.
 
-    Raises ConfigError where there is no checkpoint, and for one of another family of models; CheckpointError for a
-    damaged one.
+    Raises:
+        ConfigError: there is no checkpoint, or it is of another family of models.
+        CheckpointError: it is damaged.
     """
     path, manifest = find_trained(checkpoint, AmoebaNetConfig.family, TimmConfig.family)
     run = without_fetching(from_plain(manifest.config))

@@ -87,7 +87,11 @@ def _hold_new(folder: Path, held: ExitStack) -> Path:
 
 
 def _hold_named(run: RunConfig, folder: Path, held: ExitStack) -> None:
-    """Lock the folder that the user has named. Raises ConfigError if it has another run."""
+    """Lock the folder that the user has named.
+
+    Raises:
+        ConfigError: it has another run, or it is the root of the file system.
+    """
     if folder.resolve() == Path(folder.anchor or "/"):
         raise ConfigError(f"hydra.run.dir is {folder.resolve()}, expected a folder of the run's own: name a new one.")
     held.callback(_remove_if_empty, folder)

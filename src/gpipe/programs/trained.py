@@ -36,8 +36,10 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
 
     The moving averages of the weights are loaded if there are any.
 
-    Raises ConfigError where there is no checkpoint, for one of another family of models, and for a tokenizer that the
-    model was not trained with; CheckpointError for a damaged one.
+    Raises:
+        ConfigError: there is no checkpoint, it is of another family of models, or the model was trained with another
+            tokenizer.
+        CheckpointError: it is damaged.
     """
     path, manifest = find_trained(checkpoint, TranslationModelConfig.family)
     run = from_plain(manifest.config)
@@ -52,7 +54,8 @@ def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
 def find_trained(checkpoint: str, *families: str) -> tuple[Path, Manifest]:
     """Return the folder of the checkpoint that is meant, and its manifest.
 
-    Raises ConfigError where there is none, and for one of another family of models.
+    Raises:
+        ConfigError: there is none, or it is of another family of models.
     """
     path = choose_checkpoint("checkpoint", checkpoint)
     manifest = Manifest.read(path)

@@ -54,7 +54,11 @@ def translate_lines(search: BeamSearch, tokenizer: Tokenizer, tokens: Sequence[S
 
 
 def find_device(device: Device) -> torch.device:
-    """Return the device that is meant. Raises ConfigError for CUDA where there is none."""
+    """Return the device that is meant.
+
+    Raises:
+        ConfigError: it is CUDA, and there is no GPU.
+    """
     has_gpu = torch.cuda.is_available()
     if device is Device.cuda and not has_gpu:
         raise ConfigError("device is cuda, but there is no GPU here: set device=cpu.")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
+from gpipe._compat.torch_description import tree_leaves
 from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
 from gpipe.tracing.tracer import Tracer, TracingError, explain, storage_of, trace
 

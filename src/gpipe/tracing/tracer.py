@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpipe._compat.torch_description import FakeTensorMode, tree_leaves, tree_map, unset_fake_temporarily
 from gpipe.pipeline.microbatch import Examples
 
 

@@ -167,7 +167,11 @@ class Checkpoints:
             self._saver.check(statuses)
 
     def finish(self) -> None:
-        """Wait until the save under way is finished; raises as `check` does."""
+        """Wait until the save under way is finished.
+
+        Raises:
+            CheckpointError: on all processes, if one of them failed.
+        """
         if self._saver is not None:
             self._saver.wait()
 

@@ -90,7 +90,11 @@ class Totals:
 
     @classmethod
     def resume(cls, results: Mapping[str, Any]) -> "Totals":
-        """Restore what `resumable` returned; raises ValueError for anything else."""
+        """Restore what `resumable` returned.
+
+        Raises:
+            ValueError: it is anything else.
+        """
         if set(results) - {"scaler"} != set(cls().resumable()):
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "

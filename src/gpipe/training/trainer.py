@@ -189,8 +189,10 @@ class Trainer:
     def start_from(self, path: Path, replaced: Collection[str]) -> None:
         """Begin with the averages of another run's checkpoint, or its weights where it has none.
 
-        The tensors called `replaced` stay as they are. Raises CheckpointError for a damaged checkpoint, or another
-        model's.
+        The tensors called `replaced` stay as they are.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or of another model.
         """
         self._checkpoints.load_weights(path, replaced)
 

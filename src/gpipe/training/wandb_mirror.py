@@ -12,6 +12,8 @@ from typing import Any
 
 import wandb
 
+from gpipe._compat.wandb import end_service
+
 _TEARDOWN_SECONDS = 5.0
 # The summary has the best of an evaluation's figures beside the last.
 _BEST = {"loss": "min", "nll": "min", "top1": "max", "top5": "max", "bleu": "max", "chrf": "max"}
@@ -129,11 +131,7 @@ def _set_environment(folder: Path, *, is_online: bool) -> None:
 
 def _tear_down() -> None:
     with suppress(Exception, SystemExit):  # teardown exits the program if its process was killed
-        service: Any = wandb.setup()._connection
-        try:
-            wandb.teardown()
-        finally:
-            service._proc.join()  # private: teardown itself does not wait for a killed process
+        end_service()
 
 
 def _cell(value: Any) -> Any:

@@ -304,7 +304,12 @@ def count_classes(name: str, root: str | Path | None = None) -> int:
 
 
 def tell_several_labels(name: str, root: str | Path | None = None) -> bool:
-    """Return whether the images of a set may have several labels each. Raises as `count_classes`."""
+    """Return whether the images of a set may have several labels each.
+
+    Raises:
+        DataMissing: the set is missing.
+        ValueError: the name is unknown.
+    """
     check_known("image set", name, IMAGE_SETS)
     source = IMAGE_SETS[name]
     return source.has_several_labels is not None and source.has_several_labels(source.find_root(name, root))

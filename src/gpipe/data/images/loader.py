@@ -1,14 +1,11 @@
 """Mini-batches of images for one process of the training."""
 
 import multiprocessing
-import os
-import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -18,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from gpipe._compat.fork_server import exit_with_fork_server
 from gpipe.data.epoch_loader import EpochLoader, EpochOptions
 from gpipe.data.images.augmentation import Transform
 from gpipe.data.images.image_set import BrokenImage, ImageSet
@@ -263,9 +261,7 @@ def _end_with_parent(worker: int) -> None:  # noqa: ARG001 - torch passes it
     Otherwise a worker looks for its parent only every five seconds, and not while it decodes, hangs or is stopped. It
     would also keep the fork server alive, which exits when no process has a certain pipe open.
     """
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # the stub lacks it
-    # Does nothing on systems other than Linux.
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]  # the stub lacks it
+    exit_with_fork_server()
 
 
 def _keep(batch: Any) -> Any:

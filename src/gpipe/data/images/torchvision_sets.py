@@ -154,24 +154,18 @@ def _open_listed(
         entry: what a message calls an entry of the list.
         options: further arguments of the class.
     """
+    from gpipe._compat.torchvision import list_files  # it loads torchvision
+
     read = torchvision_class(class_name)
     try:
         data_set = read(root, download=False, **options)
     except Exception as error:  # its parsers raise whatever fails first
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot read {listing}: {cause}; replace it with the original file") from error
-    paths, labels = _take_paths_and_labels(data_set)
+    paths, labels = list_files(data_set)
     names = [path.as_posix().removeprefix(f"{folder.as_posix()}/") for path in paths]
     _check_entries(listing, entry, folder, names, labels, len(data_set.classes))
     return ImageFiles(folder, names, labels, data_set.classes)
-
-
-def _take_paths_and_labels(data_set: Any) -> tuple[list[Path], list[int]]:
-    """Read torchvision's private attributes: it has no public way to the paths without decoding."""
-    if hasattr(data_set, "_samples"):
-        return [Path(path) for path, _ in data_set._samples], [int(label) for _, label in data_set._samples]
-    paths = data_set._images if hasattr(data_set, "_images") else data_set._image_files
-    return [Path(path) for path in paths], list(data_set._labels)
 
 
 def _check_entries(

@@ -104,7 +104,11 @@ def open_tokenizer(name: str, path: str | Path | None) -> Tokenizer | None:
 
 
 def open_text_tokenizer(path: str | Path | None) -> Tokenizer:
-    """Return the tokenizer at a path or, without a path, the embedded one. Raises ValueError as `Tokenizer`."""
+    """Return the tokenizer at a path or, without a path, the embedded one.
+
+    Raises:
+        ValueError: the file is not a SentencePiece model with our special ids.
+    """
     return Tokenizer(path if path is not None else find_embedded_tokenizer())
 
 

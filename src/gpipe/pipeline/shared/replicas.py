@@ -44,7 +44,10 @@ class Replicas:
     def exchange(self) -> Iterator[None]:
         """Let the other replicas be waited for while the body runs, and by the GPU in what the body asks of it.
 
-        Keep the body short: all that it asks of the GPU counts as waiting for the others. Raises what `waiting` does.
+        Keep the body short: all that it asks of the GPU counts as waiting for the others.
+
+        Raises:
+            LostPeer: in place of an error of the connections; any other error is left as it is.
         """
         yield
 

@@ -352,13 +352,23 @@ class TiedProcesses:
             self._wait(self._group.send([part], dist.get_group_rank(self._group, rank), 0))
 
     def receive(self, into: Tensor, process: int) -> None:
-        """Wait for a tensor of one of them; raises what `send` does."""
+        """Wait for a tensor of one of them.
+
+        Raises:
+            LostPeer: a connection is gone.
+            PeerFailure: another process failed.
+        """
         rank = self._ranks[process]
         with _fill(into) as part, self._exchange([rank]):
             self._wait(self._group.recv([part], dist.get_group_rank(self._group, rank), 0))
 
     def broadcast(self, tensor: Tensor, process: int) -> None:
-        """Give all of them the values that the tensor has in one of them; raises what `send` does."""
+        """Give all of them the values that the tensor has in one of them.
+
+        Raises:
+            LostPeer: a connection is gone.
+            PeerFailure: another process failed.
+        """
         source = self._ranks[process]
         is_source = source == dist.get_rank()
         others = [rank for rank in self._ranks.values() if rank != dist.get_rank()] if is_source else [source]

@@ -25,7 +25,11 @@ __all__ = ["Workload", "workload_of"]
 
 
 def workload_of(run: RunConfig) -> Workload:
-    """Return what builds a run's model, loss and data. Raises ConfigError where nothing does."""
+    """Return what builds a run's model, loss and data.
+
+    Raises:
+        ConfigError: nothing builds this model with these data.
+    """
     run = complete(run)
     match run.model, run.data:
         case AmoebaNetConfig() as model, ImagesConfig() as data:

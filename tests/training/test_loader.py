@@ -2,7 +2,7 @@
 
 import torch
 
-from gpipe.training.overfit import RepeatedLoader
+from gpipe.training.loader import RepeatedLoader
 from tests.training.small_run import RandomImages
 
 

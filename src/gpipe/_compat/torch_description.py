@@ -1,12 +1,28 @@
-"""The private interfaces of torch that planning calls; they are the same in torch 2.11 to 2.13."""
+"""The private interfaces of torch that describe a model without running it; they are the same in torch 2.11 to 2.13.
+
+Torch has no public names for tensors without data, for a mode that sees each operation, or for nests of tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy  # noqa: TID251
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # noqa: TID251
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: TID251
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: TID251
+
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "unset_fake_temporarily",
+    "watch_allocations",
+]
 
 _Result = TypeVar("_Result")
 
