@@ -172,7 +172,9 @@ def test_a_second_interrupt_ends_it_at_once(begin: Callable[..., Session], launc
     session.send(signal.SIGINT, to_all=to_all)
     session.wait_for(lambda _: not session.is_pending(signal.SIGINT))
     session.send(signal.SIGINT, to_all=to_all)
+    begun = time.monotonic()
     assert session.status() == 130, session.said()
+    assert time.monotonic() - begun < 8
     assert "error: interrupted, nothing was saved\n" in session.said()
 
 
