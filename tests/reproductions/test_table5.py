@@ -33,7 +33,7 @@ def test_each_mini_batch_is_compared_with_the_next_smaller_one_seed_by_seed() ->
     )]  # fmt: skip
     assert [row[5] for row in rows] == ["3.000 ± 0.000", "2.250 ± 0.354", "2.000 ± 1.414"]
     assert [row[6] for row in rows] == ["", "+0.750 ± 0.354", "+0.250 ± 1.061"]
-    assert [row[-1].partition(" ")[0] for row in rows] == ["", *["undecided"] * 2]
+    assert [row[-1].partition(" [")[0] for row in rows] == ["", *["no difference found"] * 2]
     assert rows[1][7:9] == ["15.00", "30.00"]
 
 
