@@ -65,8 +65,8 @@ def over_seeds_and_parts(gains: Mapping[int, Mapping[str, float]]) -> Interval |
     is_there = (~np.isnan(table)).astype(np.float64)
     values = np.nan_to_num(table)
     seed_counts, part_counts = draw_counts(len(seeds), len(names), num_draws=NUM_DRAWS)
-    draws = _sum_weighted(seed_counts, values, part_counts) / np.maximum(
-        _sum_weighted(seed_counts, is_there, part_counts), 1
+    draws = sum_weighted(seed_counts, values, part_counts) / np.maximum(
+        sum_weighted(seed_counts, is_there, part_counts), 1
     )
     return make_interval(float(values.sum() / is_there.sum()), float(draws.std()), count_fewest(seeds, names))
 
@@ -114,7 +114,7 @@ def draw_counts(*numbers: int, num_draws: int) -> list[NDArray[np.float64]]:
     return [random.multinomial(number, [1 / number] * number, num_draws).astype(np.float64) for number in numbers]
 
 
-def _sum_weighted(
+def sum_weighted(
     rows: NDArray[np.float64], table: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the sum of the table over each draw of rows and columns: [NUM_DRAWS]."""

@@ -40,8 +40,8 @@ def test_the_deep_model_stands_beside_the_wide_one_by_resource_group() -> None:
     ]
     scores = [scored(run, {"sw": 10.0, "de": 20.0 + 4 * (place % 2)}, PAIRS) for place, run in enumerate(runs)]
     table = cells(deep_or_wide([*runs, *scores]))
-    assert table[0][:-1] == ["loss", "all", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2"]
-    assert table[1][:3] == ["loss", "high", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low", "3.500 ± 0.707"]
+    assert table[0][:-1] == ["loss", "all, 2", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2"]
+    assert table[1][:3] == ["loss", "high, 1", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low, 1", "3.500 ± 0.707"]
     assert table[0][-1].startswith("no difference found [-"), "two seeds decide little"
     assert table[3][4:] == ["", "2", "not run: bleu.py"]
     chrf = [row for row in table if row[0] == "chrF, beam 4"]
