@@ -8,6 +8,8 @@ from statistics import fmean
 from gpipe.records import Record
 from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
+from reproductions.commands import Cell, commands_table
+from reproductions.design import Arm, design_table
 from reproductions.figure3_multilingual import depth, text_scale
 from reproductions.figure3_multilingual.gain import Gains, Line, fit_line, split_by_pairs
 from reproductions.table import Paper, markdown, not_run, provenance, rounds_to
@@ -25,6 +27,7 @@ from reproductions.translation_runs import (
     list_barely_tested,
     mean,
     planned_models,
+    searches,
     shape_of,
     spread,
     training_pairs,
@@ -227,6 +230,62 @@ def figure3_run(records: Sequence[Record]) -> str:
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
 
 
+def figure3_commands(records: Sequence[Record]) -> str:
+    """Return the command of every training on the page, and those that score its translations."""
+    cells = [
+        *(Cell(", ".join(one.languages or ()), one.run, one.scored) for one in trainings(records, BILINGUAL)),
+        *(Cell(one.model, one.run, one.scored) for one in multilingual_trainings(records)),
+        *(
+            Cell(setting, run, {})
+            for setting, ways in depth.deep_trainings(records).items()
+            for runs in ways.values()
+            for run in runs
+        ),
+    ]
+    return commands_table(cells) if cells else not_run(_COMMANDS)
+
+
+def figure3_design(records: Sequence[Record]) -> str:
+    """Return the question, budget, tuning and test items of each study of the page."""
+    arms = []
+    question = "is one model of all languages better than one per language?"
+    for setting, seeds in pair_tested_models(records).items():
+        models = [one for one in multilingual_trainings(records) if one.setting == setting]
+        alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
+        items = _count_items(records, setting, _list_languages(seeds))
+        arms.append(_make_arm(records, question, "one model per language", BILINGUAL, alone, items))
+        arms.append(_make_arm(records, question, f"one {models[0].model}", DEEP_OR_WIDE, models, items))
+    question = "is the deep model better than the wide one where examples are few?"
+    for data, both in depth.deep_and_wide(records).items():
+        for found in (list(models.values()) for models in both):
+            items = _count_items(records, found[0].setting, depth.tested_groups(records, data[0])["low"])
+            arms.append(_make_arm(records, question, found[0].model, DEEP_OR_WIDE, found, items))
+    question = "do scaled initialisation and clipped logits let deep models train?"
+    for ways in depth.deep_trainings(records).values():
+        for (scaled, limit), runs in ways.items():
+            name = f"{'scaled' if scaled else 'usual'} initialisation, logits {'not ' if limit is None else ''}clipped"
+            arms.append(Arm(question, name, depth.DEEP_TRAINING, runs, test_items="loss of the validation set"))
+    counted = [one.run for one in _paper_scale_trainings(records)]
+    return design_table([*arms, Arm("are larger models better?", "the paper's models", PAPER_SCALE[0], counted)])
+
+
+def _make_arm(
+    records: Sequence[Record], question: str, name: str, experiment: str, found: Sequence[Trained], items: str
+) -> Arm:
+    """Return what the design says of trainings, with the search for their recipe, and the scores of translations."""
+    models = {one.model for one in found}
+    searched = [one.run for one in searches(records, experiment) if one.model in models]
+    scores = [record for one in found for record in one.scored.values()]
+    return Arm(question, name, experiment, [one.run for one in found], searched, scores, items)
+
+
+def _count_items(records: Sequence[Record], setting: str, languages: Iterable[str]) -> str:
+    """Say how many test sentences the means are over, and of how many languages."""
+    counts = count_test_sentences(records, setting.rpartition(", ")[2])
+    found = [counts[language] for language in languages if language in counts]
+    return f"{sum(found):,} sentences of {len(found)} languages" if found else "loss of the validation set"
+
+
 def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
     """Return the small models of all languages: those that deep_or_wide compares, and others of their own experiment.
 
@@ -419,12 +478,14 @@ def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
 
 
 TABLES = (
+    figure3_design,
     figure3_models,
     figure3_other_settings,
     figure3_left_out,
     figure3_low_resource,
     figure3_gain,
     figure3_languages,
+    figure3_commands,
     figure3_run,
     *depth.TABLES,
     *text_scale.TABLES,

@@ -7,6 +7,8 @@ from typing import Any
 from gpipe.records import Record
 from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
+from reproductions.commands import Cell, commands_table
+from reproductions.design import Arm, count_images, design_table
 from reproductions.table import Paper, markdown, newest, not_run, provenance
 from reproductions.verdict import Interval, over_runs_and_images, over_seeds
 
@@ -155,6 +157,58 @@ def table4_cost(records: Sequence[Record]) -> str:
     header = ["data set", "images", "batch", "steps", "TFLOPs per image, forward", "FLOPs in all", "accelerator-days"]
     header.append("stages x GiB of state, largest")
     return markdown(header, rows)
+
+
+def table4_design(records: Sequence[Record], paper: Paper) -> str:
+    """Return the question, budget, tuning and test items of each study of the page."""
+    arms = []
+    for question, experiment, names in (
+        ("how accurate is the paper's model?", PRE_TRAINING, ["imagenet"]),
+        ("how accurate is it on other data?", "transfer", [row["data"] for row in paper if row["data"] != "imagenet"]),
+    ):
+        runs = [run for name in names for run in paper_scale_runs(records, name)]
+        arms.append(Arm(question, "AmoebaNet-B (18,512)", experiment, runs, test_items=_count_paper(paper, runs)))
+    question = "does pre-training help another data set?"
+    found: dict[tuple[str, bool], list[Record]] = {}
+    for (data, _), both in small_transfers(records).items():
+        for tuned, runs_by_seed in enumerate(both):
+            found.setdefault((data, bool(tuned)), []).extend(runs_by_seed.values())
+    for (data, tuned), runs in found.items():
+        name = f"{data}, {'fine-tuned' if tuned else 'from scratch'}"
+        arms.append(Arm(question, name, runs[0].experiment, runs, test_items=_count_tested(runs)))
+    short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
+    alone = {run.experiment: [run] for run in _image_runs(records)}
+    arms += [
+        Arm(question, _model(runs[0]), experiment, runs, test_items=_count_tested(runs))
+        for question, experiment, runs in (
+            ("what is a short training worth?", SHORT_RUNS, short),
+            *(("how accurate is a small model?", experiment, runs) for experiment, runs in alone.items()),
+        )
+        if runs
+    ]
+    return design_table(arms)
+
+
+def table4_commands(records: Sequence[Record]) -> str:
+    """Return the command of every training at laptop scale on the page."""
+    small = [run for both in small_transfers(records).values() for runs in both for run in runs.values()]
+    short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
+    cells = [
+        *(Cell(run.experiment, run, {}) for run in _image_runs(records)),
+        *(Cell(f"{data_of(run)}, {'fine-tuned' if is_tuned(run) else 'from scratch'}", run, {}) for run in small),
+        *(Cell(SHORT_RUNS, run, {}) for run in short),
+    ]
+    return commands_table(cells) if cells else not_run("train.py -m +experiment=transfer_table_laptop")
+
+
+def _count_tested(runs: Sequence[Record]) -> str:
+    return f"{count_images(runs):,} images of {', '.join(sorted({data_of(run) for run in runs}))}"
+
+
+def _count_paper(paper: Paper, runs: Sequence[Record]) -> str:
+    """Say how many test images the sets of runs have, by the paper."""
+    counts = [int(row["test"]) for row in paper if row["data"] in {data_of(run) for run in runs}]
+    return f"{sum(counts):,} images of {len(counts)} data sets" if counts else ""
 
 
 def data_of(record: Record) -> str:
@@ -325,10 +379,12 @@ def _of(run: Record, section: str, key: str) -> Any:
 
 
 TABLES = (
+    table4_design,
     table4,
     table4_other_settings,
     transfer_laptop,
     transfer_laptop_run,
+    table4_commands,
     short_runs,
     table4_cost,
     image_runs,
