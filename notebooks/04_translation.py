@@ -49,6 +49,7 @@ from reproductions.figure3_multilingual.depth import (
 )
 from reproductions.figure3_multilingual.tables import (
     BILINGUAL,
+    figure3_design,
     figure3_gain,
     figure3_left_out,
     figure3_low_resource,
@@ -58,7 +59,7 @@ from reproductions.figure3_multilingual.tables import (
 )
 from reproductions.pages import read_paper
 from reproductions.table import markdown
-from reproductions.table5_batch_size.tables import table5, table5_laptop
+from reproductions.table5_batch_size.tables import table5, table5_design, table5_examples, table5_laptop
 from reproductions.translation_runs import training_pairs, trainings
 
 use_house_style()
@@ -91,7 +92,12 @@ show(figure3_models(records, paper))
 # **Question:** is the multilingual model better, and most so where there is little text? **Method:** models of the same
 # seed are compared, language by language.
 #
-# A point is a language: the mean over its seeds. The number of training pairs grows to the right.
+# A point is a language: the mean over its seeds. The number of training pairs grows to the right. The table has the
+# budget, the tuning and the test items of this study and the next two.
+
+
+# %%
+show(figure3_design(records))
 
 
 # %%
@@ -172,13 +178,17 @@ show(deep_training(records))
 # ## 5. Larger mini-batches
 #
 # The paper's Table 5: from German to English, the larger the mini-batch, the better. Ours has another scale and all
-# languages, and therefore its own picture; a point is a seed. Our runs make the same number of steps with every
-# mini-batch, so a larger one sees more text. The paper does not say whether its runs did.
+# languages, and therefore its own picture; a point is a seed. The runs in the picture make the same number of steps
+# with every mini-batch, so a larger one sees more text. The paper does not say whether its runs did. The last table is
+# for runs that read the same number of tokens with every mini-batch.
+#
+# **What would change the answer:** a learning rate tuned for each mini-batch, and runs with the examples fixed.
 
 
 # %%
 draw_batch_sizes(batch_records, batch_paper)
-show(table5(batch_records, batch_paper), table5_laptop(batch_records))
+show(table5_design(batch_records, batch_paper), table5(batch_records, batch_paper), table5_laptop(batch_records))
+show("With the number of examples fixed:", table5_examples(batch_records))
 
 # %% [markdown]
 # ## Where to go next

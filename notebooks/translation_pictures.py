@@ -109,7 +109,8 @@ def draw_gain(setting: str) -> None:
                 axis.plot(*zip(*points, strict=True), "o", color=Color.MULTILINGUAL, markersize=4, label=label, **style)
         draw_line(axis, line)
         axis.set_title(title, loc="left", fontsize=10)
-        axis.set_xscale("log")
+        low, high = line.num_pairs
+        label_sizes(axis, [size for size in (50, 100, 200, 500, 1_000, 10_000) if low <= size <= high])
         axis.set_xlabel("training pairs of the language")
     axes[0][0].set_ylabel("gain: above 0, multilingual is better")
     axes[0][-1].legend(fontsize=8)
@@ -129,7 +130,7 @@ def draw_line(axis: plt.Axes, line: Line) -> None:
     if line.change_of_sign is not None:
         axis.axvline(line.change_of_sign, color="gray", linewidth=1, linestyle=":")
         axis.text(
-            line.change_of_sign, 0.02, f"{line.change_of_sign:,.0f} ", transform=axis.get_xaxis_transform(), ha="right"
+            line.change_of_sign, 0.93, f"{line.change_of_sign:,.0f} ", transform=axis.get_xaxis_transform(), ha="right"
         )
 
 

@@ -18,6 +18,7 @@ PAPER_SCALE = (PRE_TRAINING, *TRANSFERS)
 SHORT_RUNS = "short_runs_laptop"
 EVALUATED = {"averages": "top1", "weights themselves": "raw_top1"}
 LAPTOP_TRANSFERS = ("transfer_laptop", "transfer_table_laptop")
+FEW_IMAGES = ("transfer_few_laptop",)
 MARGIN = 0.005  # of the accuracy: what ours may lack and still be the paper's, which prints no deviation
 
 
@@ -64,18 +65,19 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             verdict=f"{verdicts.count('reproduced')} {of_all} reproduced" if verdicts else NOT_RUN,
         )
     )
-    gains = {key: _gains(*both) for key, both in small_transfers(records).items()}
-    points = [100 * fmean(found) for found in gains.values() if found]
-    rows.append(
-        Claim(
-            "pre-training helps another data set, at laptop scale",
-            "not compared",
-            f"{min(points):+.1f} to {max(points):+.1f} points of top-1" if points else NOT_RUN,
-            verdict=format_verdicts(
-                ((f"{data}, rate {rate:g}", over_seeds(found)) for (data, rate), found in gains.items()), ".1%"
-            ),
+    for experiments, what in ((LAPTOP_TRANSFERS, "another data set"), (FEW_IMAGES, "where labelled images are few")):
+        gains = {key: _gains(*both) for key, both in small_transfers(records, experiments).items()}
+        points = [100 * fmean(found) for found in gains.values() if found]
+        rows.append(
+            Claim(
+                f"pre-training helps {what}, at laptop scale",
+                "not compared",
+                f"{min(points):+.1f} to {max(points):+.1f} points of top-1" if points else NOT_RUN,
+                verdict=format_verdicts(
+                    ((f"{data}, rate {rate:g}", over_seeds(found)) for (data, rate), found in gains.items()), ".1%"
+                ),
+            )
         )
-    )
     return rows
 
 
@@ -84,13 +86,22 @@ def transfer_laptop(records: Sequence[Record]) -> str:
 
     A row per data set, learning rate and what is evaluated; gains are between runs of the same seed.
     """
+    return _transfer_table(records, LAPTOP_TRANSFERS)
+
+
+def transfer_few(records: Sequence[Record]) -> str:
+    """Return the same with few labelled images."""
+    return _transfer_table(records, FEW_IMAGES)
+
+
+def _transfer_table(records: Sequence[Record], experiments: Sequence[str]) -> str:
     rows = []
-    for (data, rate), both in small_transfers(records).items():
+    for (data, rate), both in small_transfers(records, experiments).items():
         for evaluated, figure in EVALUATED.items():
             top1 = [_spread(_test_figure(run, figure) for run in runs.values()) for runs in both]
             rows.append([data, f"{rate:g}", evaluated, *top1[0], *top1[1], *_gain(_gains(*both, figure))])
     if not rows:
-        return not_run("train.py -m +experiment=transfer_table_laptop")
+        return not_run(f"train.py -m +experiment={experiments[-1]}")
     spread = ["deviation", "runs"]
     header = ["data set", "learning rate", "evaluated", "from scratch", *spread, "fine-tuned", *spread]
     return markdown([*header, "gain, mean (smallest)", "pre-training helps"], rows)
@@ -116,16 +127,18 @@ def short_runs(records: Sequence[Record]) -> str:
 
 def small_transfers(
     records: Sequence[Record],
+    experiments: Sequence[str] = LAPTOP_TRANSFERS,
 ) -> dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]]:
-    """Return the runs from scratch and those fine-tuned, by seed, for each data set and learning rate.
+    """Return the runs from scratch and those fine-tuned, by seed, for each set of images and learning rate.
 
     Of two runs with the same seed the later record counts.
     """
     found: dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]] = {}
     for run in records:
-        if run.experiment in LAPTOP_TRANSFERS and "top1" in run.results:
-            rate = run.config["optimizer"]["learning_rate"]
-            found.setdefault((data_of(run), rate), ({}, {}))[is_tuned(run)][run.seed] = run
+        if run.experiment in experiments and "top1" in run.results:
+            rate, limit = run.config["optimizer"]["learning_rate"], run.config["data"].get("max_images")
+            data = data_of(run) if limit is None else f"{data_of(run)}, {limit} images"
+            found.setdefault((data, rate), ({}, {}))[is_tuned(run)][run.seed] = run
     return dict(sorted(found.items()))
 
 
@@ -169,15 +182,21 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
         runs = [run for name in names for run in paper_scale_runs(records, name)]
         arms.append(Arm(question, "AmoebaNet-B (18,512)", experiment, runs, test_items=_count_paper(paper, runs)))
     question = "does pre-training help another data set?"
+    if not small_transfers(records, FEW_IMAGES):
+        few = "does pre-training help where labelled images are few?"
+        arms.append(Arm(few, "50, 100 and 500 images", FEW_IMAGES[0], ()))
     found: dict[tuple[str, bool], list[Record]] = {}
-    for (data, _), both in small_transfers(records).items():
+    for (data, _), both in small_transfers(records, (*LAPTOP_TRANSFERS, *FEW_IMAGES)).items():
         for tuned, runs_by_seed in enumerate(both):
             found.setdefault((data, bool(tuned)), []).extend(runs_by_seed.values())
     for (data, tuned), runs in found.items():
         name = f"{data}, {'fine-tuned' if tuned else 'from scratch'}"
         arms.append(Arm(question, name, runs[0].experiment, runs, test_items=_count_tested(runs)))
     short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
-    alone = {run.experiment: [run] for run in _image_runs(records)}
+    alone: dict[str, list[Record]] = {}
+    for run in _image_runs(records):
+        if run.experiment not in PAPER_SCALE:
+            alone.setdefault(run.experiment, []).append(run)
     arms += [
         Arm(question, _model(runs[0]), experiment, runs, test_items=_count_tested(runs))
         for question, experiment, runs in (
@@ -191,7 +210,8 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
 
 def table4_commands(records: Sequence[Record]) -> str:
     """Return the command of every training at laptop scale on the page."""
-    small = [run for both in small_transfers(records).values() for runs in both for run in runs.values()]
+    transfers = small_transfers(records, (*LAPTOP_TRANSFERS, *FEW_IMAGES))
+    small = [run for both in transfers.values() for runs in both for run in runs.values()]
     short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
     cells = [
         *(Cell(run.experiment, run, {}) for run in _image_runs(records)),
@@ -383,6 +403,7 @@ TABLES = (
     table4,
     table4_other_settings,
     transfer_laptop,
+    transfer_few,
     transfer_laptop_run,
     table4_commands,
     short_runs,

@@ -222,6 +222,15 @@ def test_with_the_examples_fixed_every_mini_batch_reads_as_many_tokens_and_is_ev
     assert steps_fixed.trainer.max_steps == 150
 
 
+@pytest.mark.parametrize("num_images", [50, 100, 500])
+def test_transfers_with_few_images_have_mini_batches_and_as_many_steps_whatever_their_number(num_images: int) -> None:
+    overrides = [f"data.max_images={num_images}", "data.validation_images=100", "init_from=null"]
+    run = run_of("+experiment=transfer_few_laptop", "data=digits", *overrides)
+    epoch = num_images // run.trainer.batch_size
+    assert epoch >= 1 and run.trainer.max_steps == 400 <= epoch * run.trainer.num_epochs
+    assert run.trainer.evaluation.statistics_batches == 1 and run.schedule.warm_up_steps == 20
+
+
 @pytest.mark.parametrize("experiment", ["deep_training", "deep_training_laptop"])
 def test_gradients_of_deep_trainings_are_not_clipped_and_the_training_goes_on_after_the_warm_up(
     experiment: str,
