@@ -131,15 +131,31 @@ def small_transfers(
 ) -> dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]]:
     """Return the runs from scratch and those fine-tuned, by seed, for each set of images and learning rate.
 
-    Of two runs with the same seed the later record counts.
+    A set whose runs have several lengths is there once for each. Of two runs with the same seed the later one counts.
     """
+    runs = [run for run in records if run.experiment in experiments and "top1" in run.results]
+    lengths: dict[str, set[str]] = {}
+    for run in runs:
+        lengths.setdefault(_describe_set(run), set()).add(_describe_length(run))
     found: dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]] = {}
-    for run in records:
-        if run.experiment in experiments and "top1" in run.results:
-            rate, limit = run.config["optimizer"]["learning_rate"], run.config["data"].get("max_images")
-            data = data_of(run) if limit is None else f"{data_of(run)}, {limit} images"
-            found.setdefault((data, rate), ({}, {}))[is_tuned(run)][run.seed] = run
+    for run in runs:
+        name, rate = _describe_set(run), run.config["optimizer"]["learning_rate"]
+        label = f"{name}, {_describe_length(run)}" if len(lengths[name]) > 1 else name
+        found.setdefault((label, rate), ({}, {}))[is_tuned(run)][run.seed] = run
     return dict(sorted(found.items()))
+
+
+def _describe_set(run: Record) -> str:
+    """Name the images that a run trained on, with their number where it was limited."""
+    limit = run.config["data"].get("max_images")
+    return data_of(run) if limit is None else f"{data_of(run)}, {limit} images"
+
+
+def _describe_length(run: Record) -> str:
+    """Say how long a run was to train: its most steps or, without, its epochs."""
+    trainer = run.config.get("trainer", {})
+    steps = trainer.get("max_steps")
+    return f"{trainer.get('num_epochs')} epochs" if steps is None else f"{steps:,} steps"
 
 
 def transfer_laptop_run(records: Sequence[Record]) -> str:

@@ -119,6 +119,22 @@ def test_each_number_of_labelled_images_has_a_row_apart_from_the_whole_sets() ->
     assert whole.verdict == "not run" and few.verdict.startswith("digits, 100 images, rate 0.5: reproduced")
 
 
+def test_runs_of_another_length_replace_none_and_have_rows_of_their_own() -> None:
+    records = [
+        record("transfer_table_laptop", "digits", 0, top1 + 0.25 * (init_from is not None), init_from)
+        for top1 in (0.5, 0.25, 0.125)
+        for init_from in (None, "x")
+    ]
+    for run, length in zip(records, (4, 4, 8, 8, None, None), strict=True):
+        run.config["trainer"] = {"num_epochs": length or 4, "max_steps": None if length else 100}
+    rows = cells(transfer_laptop(records))[::2]
+    assert [(row[0], row[3], row[6]) for row in rows] == [
+        ("digits, 100 steps", "12.50%", "37.50%"),
+        ("digits, 4 epochs", "50.00%", "75.00%"),
+        ("digits, 8 epochs", "25.00%", "50.00%"),
+    ]
+
+
 def test_each_learning_rate_has_a_row() -> None:
     records = [
         record("transfer_laptop", "digits", 0, rate + gain, init_from, rate=rate)
