@@ -7,16 +7,19 @@ from statistics import fmean, stdev
 import matplotlib.pyplot as plt
 from house_style import PAPER_ALONE, Color, show
 
-from gpipe.decoding.resource_groups import resource_groups
 from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
+from reproductions.figure3_multilingual.gain import Line
 from reproductions.figure3_multilingual.tables import (
+    fit_gains,
+    list_gains,
     pair_models,
+    pair_tested_models,
 )
 from reproductions.pages import read_paper
 from reproductions.table import Paper, as_number
 from reproductions.table5_batch_size.tables import small_runs
-from reproductions.translation_runs import Trained, mean, training_pairs
+from reproductions.translation_runs import Trained, list_barely_tested, mean, training_pairs
 
 FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
 records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
@@ -81,27 +84,74 @@ def draw_setting(setting: str, many: Sequence[Trained], one: Sequence[Trained]) 
     plt.show()
 
 
+def draw_gain(setting: str) -> None:
+    """Draw the gain of each language against its number of training pairs, the line through them, and its interval."""
+    data = setting.rpartition(", ")[2]
+    pairs, barely = training_pairs(records, data), set(list_barely_tested(records, data))
+    fitted = {title: line for title, (_, line) in fit_gains(records, setting).items() if line is not None}
+    if not fitted:
+        show(describe_not_run(f"{setting}: scores, and with them the number of pairs", SCORES_COMMAND))
+        return
+    _, axes = plt.subplots(1, len(fitted), figsize=(3.2 * len(fitted), 3.4), layout="constrained", squeeze=False)
+    for axis, (title, line) in zip(axes[0], fitted.items(), strict=True):
+        values: dict[str, list[float]] = {}
+        for by_language in list_gains(records, setting, title).values():
+            for language, gain in by_language.items():
+                values.setdefault(language, []).append(gain)
+        for label, is_tested in (("50 test sentences or more", True), ("fewer", False)):
+            points = [
+                (pairs[language], fmean(of))
+                for language, of in values.items()
+                if language in pairs and (language not in barely) == is_tested
+            ]
+            if points:
+                style = {"markeredgewidth": 0} if is_tested else {"fillstyle": "none"}
+                axis.plot(*zip(*points, strict=True), "o", color=Color.MULTILINGUAL, markersize=4, label=label, **style)
+        draw_line(axis, line)
+        axis.set_title(title, loc="left", fontsize=10)
+        low, high = line.num_pairs
+        label_sizes(axis, [size for size in (50, 100, 200, 500, 1_000, 10_000) if low <= size <= high])
+        axis.set_xlabel("training pairs of the language")
+    axes[0][0].set_ylabel("gain: above 0, multilingual is better")
+    axes[0][-1].legend(fontsize=8)
+    plt.show()
+
+
+def draw_line(axis: plt.Axes, line: Line) -> None:
+    """Draw a line with its interval, and mark where it crosses zero."""
+    low, high = line.num_pairs
+    places = [low * (high / low) ** (step / 40) for step in range(41)]
+    found = [line.at(place) for place in places]
+    axis.axhline(0, color="gray", linewidth=1)
+    axis.plot(places, [interval.mean for interval in found], color=Color.MULTILINGUAL, linewidth=1.5)
+    if line.fewest > 1:
+        lows, highs = [interval.low for interval in found], [interval.high for interval in found]
+        axis.fill_between(places, lows, highs, color=Color.MULTILINGUAL, alpha=0.2, linewidth=0)
+    if line.change_of_sign is not None:
+        axis.axvline(line.change_of_sign, color="gray", linewidth=1, linestyle=":")
+        axis.text(
+            line.change_of_sign, 0.93, f"{line.change_of_sign:,.0f} ", transform=axis.get_xaxis_transform(), ha="right"
+        )
+
+
 def describe_gain(setting: str) -> str:
-    """Say how many languages gain by the multilingual model, and whether it is those with few sentences."""
+    """Say how many languages gain by the multilingual model, and how many are left out of the means."""
+    every, tested = pair_models(records)[setting], pair_tested_models(records)[setting]
     values: dict[str, list[float]] = {}
-    for languages in pair_models(records)[setting].values():
+    for languages in tested.values():
         for language, (one, many) in languages.items():
             both = [model.best("loss", language) or 0 for model in (one, many)]
             values.setdefault(language, []).append(both[0] - both[1])
     gains = {language: fmean(of) for language, of in values.items()}
+    if not gains:
+        return f"**{setting}**: no language has enough test sentences."
     better = sum(gain > 0 for gain in gains.values())
-    data = setting.rpartition(", ")[2]
-    pairs = {language: number for language, number in training_pairs(records, data).items() if language in gains}
-    text = (
-        f"**{setting}**: the multilingual model has the lower loss on {better} of {len(gains)} languages, means over "
-        f"{len(pair_models(records)[setting])} seeds. In the mean over the languages its loss is lower by "
-        f"{fmean(gains.values()):.3f} nats"
+    num_languages = len({language for languages in every.values() for language in languages})
+    return (
+        f"**{setting}**: {len(gains)} of {num_languages} languages have enough test sentences for a mean. On {better} "
+        f"of them the multilingual model has the lower loss, means over {len(tested)} seeds. In the mean over them its "
+        f"loss is lower by {fmean(gains.values()):.3f} nats."
     )
-    groups = resource_groups(pairs)
-    if len(pairs) < 4:
-        return f"{text}."
-    poor, rich = (fmean(gains[language] for language in groups[name]) for name in ("low", "high"))
-    return f"{text}: by {poor:.3f} on the half of them with the fewest pairs, by {rich:.3f} on the other half."
 
 
 SIDES = ((0, "deep", Color.DEEP, "o"), (1, "wide", Color.WIDE, "D"))

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe.records import Record, same_settings
 from reproductions.table import newest
@@ -12,6 +13,20 @@ DEEP_OR_WIDE = "deep_or_wide_laptop"
 PARAMETERS = "translation_parameters"
 SCORING = "bleu"
 SCORER = "bleu.py"
+MIN_TEST_SENTENCES = 50
+"""A language with fewer is left out of the means of a claim: a score of five sentences says nothing."""
+
+
+class Recipe(NamedTuple):
+    """What a search for the best training of a model varies."""
+
+    learning_rate: float
+    dropout: float
+    max_steps: int | None
+
+    def __str__(self) -> str:
+        steps = "" if self.max_steps is None else f", {self.max_steps:,} steps"
+        return f"learning rate {self.learning_rate:g}, dropout {self.dropout:g}{steps}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,14 @@ class Trained:
         """The languages that it was trained on; None is all."""
         languages = self.run.config["data"].get("languages")
         return None if languages is None else tuple(languages)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Its learning rate, dropout and most steps."""
+        config = self.run.config
+        return Recipe(
+            config["optimizer"]["learning_rate"], config["model"]["dropout"], config["trainer"].get("max_steps")
+        )
 
     def best(self, figure: str, language: str | None = None) -> float | None:
         """Return a figure of the evaluation with the least loss over all languages."""
@@ -78,20 +101,57 @@ def _figure(figures: Mapping[str, float], figure: str, language: str | None) -> 
 
 
 def trainings(records: Sequence[Record], experiment: str) -> list[Trained]:
+    """Return an experiment's finished trainings that its tables compare, in the order of the records.
+
+    Of several recipes for the same model, data, languages and mini-batch, that with the most seeds counts: the others
+    are the search for it, see `searches`. With as many seeds each, that of the least loss counts.
+    """
+    return _separate(records, experiment)[0]
+
+
+def searches(records: Sequence[Record], experiment: str) -> list[Trained]:
+    """Return an experiment's finished trainings that are not among `trainings`: other recipes for the same models."""
+    return _separate(records, experiment)[1]
+
+
+def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
     """Return an experiment's finished trainings, in the order of the records.
 
-    The last one counts among trainings with the same model, data, languages, mini-batch and seed, and among scores with
-    the same beam.
+    The last one counts among trainings with the same subject, recipe and seed, and among scores with the same beam.
     """
     scored = [record for record in records if record.experiment == SCORING and record.kind == "measured"]
     found: dict[object, Trained] = {}
     for run in records:
         if run.experiment == experiment and run.kind == "measured" and run.results.get("evaluation"):
             one = Trained(run, {record.results["num_beams"]: record for record in scored if _is_of(record, run)})
-            key = one.setting, one.languages, run.config["trainer"]["batch_size"], run.seed
+            key = _subject(one), one.recipe, run.seed
             found.pop(key, None)
             found[key] = one
     return list(found.values())
+
+
+def _separate(records: Sequence[Record], experiment: str) -> tuple[list[Trained], list[Trained]]:
+    """Return the trainings that count, and the search for their recipes."""
+    every = _finished(records, experiment)
+    found: dict[object, dict[Recipe, list[Trained]]] = {}
+    for one in every:
+        found.setdefault(_subject(one), {}).setdefault(one.recipe, []).append(one)
+    best = {
+        subject: max(recipes, key=lambda recipe: (len(recipes[recipe]), -_least_loss(recipes[recipe])))
+        for subject, recipes in found.items()
+    }
+    counted = [one for one in every if one.recipe == best[_subject(one)]]
+    return counted, [one for one in every if one.recipe != best[_subject(one)]]
+
+
+def _subject(one: Trained) -> tuple[str, tuple[str, ...] | None, int]:
+    """Return what is trained by whichever recipe: the model and data, the languages, and the mini-batch."""
+    return one.setting, one.languages, one.run.config["trainer"]["batch_size"]
+
+
+def _least_loss(found: Sequence[Trained]) -> float:
+    loss = mean(one.best("loss") for one in found)
+    return inf if loss is None else loss
 
 
 def _is_of(scored: Record, run: Record) -> bool:
@@ -107,6 +167,21 @@ def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
         if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
             found |= {language: row["num_train_pairs"] for language, row in record.results["languages"].items()}
     return found
+
+
+def count_test_sentences(records: Iterable[Record], data: str) -> dict[str, int]:
+    """Return the number of test sentences of each language of a data set, from the last record of its scores."""
+    found: dict[str, int] = {}
+    for record in records:
+        if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
+            found |= {language: row["num_sentences"] for language, row in record.results["languages"].items()}
+    return found
+
+
+def list_barely_tested(records: Iterable[Record], data: str) -> list[str]:
+    """Return the languages of a data set whose test set is too small for the means of a claim."""
+    counts = count_test_sentences(records, data)
+    return sorted(language for language, count in counts.items() if count < MIN_TEST_SENTENCES)
 
 
 def beams(found: Iterable[Trained]) -> list[int]:

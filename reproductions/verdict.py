@@ -19,7 +19,8 @@ from scipy.special import ndtri, stdtrit
 
 CONFIDENCE = 0.95
 NUM_DRAWS = 10_000
-NOTHING_SHOWN = "undecided"
+NO_DIFFERENCE = "no difference found"
+ONE_SEED = "one seed has no interval"
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,17 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """Whether the interval shows the claim, its opposite, or neither."""
+        """Whether the interval shows the claim, its opposite, or neither; one seed has no interval."""
+        if isinf(self.low):
+            return ONE_SEED
         if self.low > 0:
             return "reproduced"
-        return "contradicted" if self.high < 0 else NOTHING_SHOWN
+        return "contradicted" if self.high < 0 else NO_DIFFERENCE
 
     def describe(self, form: str) -> str:
         """Write the verdict and the interval that it follows from, such as "reproduced [+0.1, +0.3]"."""
         if isinf(self.low):
-            return f"{NOTHING_SHOWN}: one seed has no interval"
+            return ONE_SEED
         return f"{self.verdict} [{self.low:+{form}}, {self.high:+{form}}]"
 
 
@@ -61,12 +64,16 @@ def over_seeds_and_parts(gains: Mapping[int, Mapping[str, float]]) -> Interval |
     table = np.array([[gains[seed].get(name, np.nan) for name in names] for seed in seeds])
     is_there = (~np.isnan(table)).astype(np.float64)
     values = np.nan_to_num(table)
-    seed_counts, part_counts = _draw_counts(len(seeds), len(names), num_draws=NUM_DRAWS)
-    draws = _sum_weighted(seed_counts, values, part_counts) / np.maximum(
-        _sum_weighted(seed_counts, is_there, part_counts), 1
+    seed_counts, part_counts = draw_counts(len(seeds), len(names), num_draws=NUM_DRAWS)
+    draws = sum_weighted(seed_counts, values, part_counts) / np.maximum(
+        sum_weighted(seed_counts, is_there, part_counts), 1
     )
-    fewest = min(len(seeds), len(names)) if len(names) > 1 else len(seeds)
-    return _make_interval(float(values.sum() / is_there.sum()), float(draws.std()), fewest)
+    return make_interval(float(values.sum() / is_there.sum()), float(draws.std()), count_fewest(seeds, names))
+
+
+def count_fewest(seeds: Sequence[int], parts: Sequence[str]) -> int:
+    """Return the number of the things that fewest were drawn of: of seeds, or of several parts if there are fewer."""
+    return min(len(seeds), len(parts)) if len(parts) > 1 else len(seeds)
 
 
 def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least: float) -> Interval | None:
@@ -77,7 +84,7 @@ def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least:
     """
     if not accuracies:
         return None
-    (counts,) = _draw_counts(len(accuracies), num_draws=NUM_DRAWS)
+    (counts,) = draw_counts(len(accuracies), num_draws=NUM_DRAWS)
     right = (
         np.random.RandomState(1).binomial(num_images, np.asarray(accuracies), size=(NUM_DRAWS, len(accuracies)))
         / num_images
@@ -85,12 +92,12 @@ def over_runs_and_images(accuracies: Sequence[float], num_images: int, at_least:
     error = float((counts * right).sum(axis=1).std() / len(accuracies))
     gain = float(np.mean(accuracies)) - at_least
     if len(accuracies) > 1:
-        return _make_interval(gain, error, len(accuracies))
+        return make_interval(gain, error, len(accuracies))
     reach = error * float(ndtri((1 + CONFIDENCE) / 2))
     return Interval(gain, gain - reach, gain + reach)
 
 
-def _make_interval(mean: float, error: float, number: int) -> Interval:
+def make_interval(mean: float, error: float, number: int) -> Interval:
     """Return the interval from the standard error over draws of `number` things."""
     if number == 1:
         return Interval(mean, -inf, inf)
@@ -100,14 +107,14 @@ def _make_interval(mean: float, error: float, number: int) -> Interval:
 
 
 @cache
-def _draw_counts(*numbers: int, num_draws: int) -> list[NDArray[np.float64]]:
+def draw_counts(*numbers: int, num_draws: int) -> list[NDArray[np.float64]]:
     """Return for several numbers of things how often each thing is in each draw: [num_draws, number] each."""
     # A RandomState, unlike a Generator, draws the same numbers in every version of numpy, so pages stay the same.
     random = np.random.RandomState(0)
     return [random.multinomial(number, [1 / number] * number, num_draws).astype(np.float64) for number in numbers]
 
 
-def _sum_weighted(
+def sum_weighted(
     rows: NDArray[np.float64], table: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the sum of the table over each draw of rows and columns: [NUM_DRAWS]."""

@@ -16,6 +16,7 @@ from reproductions.translation_runs import (
     Trained,
     beams,
     describe_search,
+    list_barely_tested,
     mean,
     planned_models,
     spread,
@@ -33,12 +34,12 @@ _TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BL
 def deep_or_wide(records: Sequence[Record]) -> str:
     """Compare a deep and a wide model of equal size by resource group: means and deviations over the seeds.
 
-    Every number of a model is a mean over languages, scores with the narrowest beam. Differences are between models
-    of the same seed.
+    Every number of a model is a mean over the languages with enough test sentences, scores with the narrowest beam.
+    Differences are between models of the same seed.
     """
     tables = []
     for data, (deep, wide) in deep_and_wide(records).items():
-        groups = resource_groups(training_pairs(records, data[0]))
+        groups = tested_groups(records, data[0])
         groups["all"] = groups["all"] or next(iter(deep.values())).list_evaluated()  # before anything is scored
         both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
         seeds = sorted(deep.keys() & wide.keys())
@@ -52,7 +53,7 @@ def deep_or_wide(records: Sequence[Record]) -> str:
             interval = _interval(name, gains)
             title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
             verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
-            rows.append([title, group, *cells, str(len(seeds)), verdict])
+            rows.append([title, f"{group}, {len(groups[group])}", *cells, str(len(seeds)), verdict])
         names = [next(iter(models.values())).model for models in (deep, wide)]
         tables.append(markdown([data[0], "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
     return "\n".join(tables) or not_run(_COMMAND.format("deep_or_wide"))
@@ -63,7 +64,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     bleu = {row["num_layers"]: row["bleu_read_off_by_third_party"] for row in paper}
     rows = []
     for data, (deep, wide) in deep_and_wide(records).items():
-        low = resource_groups(training_pairs(records, data[0]))["low"]
+        low = tested_groups(records, data[0])["low"]
         found: list[tuple[str, Interval | None]] = []
         for name in ("loss", "chrf", "bleu"):
             both = [{seed: _figures(one, name, low) for seed, one in models.items()} for models in (deep, wide)]
@@ -77,14 +78,14 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 verdict=format_verdicts(found, ".2f"),
             )
         )
-    for ways in deep_trainings(records).values():
+    for setting, ways in deep_trainings(records).items():
         outcomes = Counter(itertools.chain.from_iterable(map(describe_outcome, runs) for runs in ways.values()))
         rows.append(
             Claim(
                 "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)",
                 "without them, gradients that destroy the learning progress",
                 "; ".join(f"{text}: {count} of {outcomes.total()} runs" for text, count in outcomes.items()),
-                verdict=_deep_verdict(ways),
+                verdict=_deep_verdict(setting, ways),
             )
         )
     return rows
@@ -115,6 +116,13 @@ def deep_and_wide(records: Sequence[Record]) -> dict[tuple[str, int], tuple[dict
     }
 
 
+def tested_groups(records: Sequence[Record], data: str) -> dict[str, list[str]]:
+    """Return the resource groups of a data set's languages, without the languages that are barely tested."""
+    left_out = set(list_barely_tested(records, data))
+    groups = resource_groups(training_pairs(records, data))
+    return {name: [language for language in group if language not in left_out] for name, group in groups.items()}
+
+
 def deep_training(records: Sequence[Record]) -> str:
     """Return how a model of many layers trains with and without the paper's two measures.
 
@@ -132,14 +140,14 @@ def deep_training(records: Sequence[Record]) -> str:
 def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, float | None], list[Record]]]:
     """Return the trainings of deep models, diverged ones too, by setting, and by scaled initialisation and logit limit.
 
-    A setting is a model, data and learning rate. Trainings with both measures come first, those with neither last. The
+    A setting is a model, data and recipe. Trainings with both measures come first, those with neither last. The
     last one counts among trainings with the same seed.
     """
     found: dict[str, dict[tuple[bool, float | None], dict[int, Record]]] = {}
     for run in records:
         if run.experiment == DEEP_TRAINING and run.kind == "measured":
-            model, rate = run.config["model"], run.config["optimizer"]["learning_rate"]
-            ways = found.setdefault(f"{Trained(run, {}).setting}, learning rate {rate:g}", {})
+            model, one = run.config["model"], Trained(run, {})
+            ways = found.setdefault(f"{one.setting}, {one.recipe}", {})
             ways.setdefault((model["scale_feedforward"], model["logit_limit"]), {})[run.seed] = run
     return {
         setting: {way: [run for _, run in sorted(ways[way].items())] for way in sorted(ways, key=_order)}
@@ -196,8 +204,8 @@ def _order(way: tuple[bool, float | None]) -> tuple[bool, bool, float]:
     return not scaled, limit is None, limit or 0
 
 
-def _deep_verdict(ways: Mapping[tuple[bool, float | None], Sequence[Record]]) -> str:
-    """Return the verdict on the final loss with both measures against neither, seed by seed."""
+def _deep_verdict(setting: str, ways: Mapping[tuple[bool, float | None], Sequence[Record]]) -> str:
+    """Return the verdict on the final loss with both measures against neither, seed by seed, with its recipe."""
     losses = [
         {
             run.seed: next(iter(run.results["evaluation"].values()))["loss"]
@@ -210,7 +218,8 @@ def _deep_verdict(ways: Mapping[tuple[bool, float | None], Sequence[Record]]) ->
     if len(losses) != 2:
         return NOT_RUN
     gains = {seed: {"": losses[1][seed] - losses[0][seed]} for seed in sorted(losses[0].keys() & losses[1].keys())}
-    return format_verdicts([("final loss", over_seeds_and_parts(gains))], ".3f")
+    recipe = setting[setting.index("learning rate") :]
+    return format_verdicts([(f"final loss, {recipe}", over_seeds_and_parts(gains))], ".3f")
 
 
 def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], dict[str, float]]:

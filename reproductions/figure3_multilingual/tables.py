@@ -8,19 +8,26 @@ from statistics import fmean
 from gpipe.records import Record
 from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
+from reproductions.commands import Cell, commands_table
+from reproductions.design import Arm, design_table
 from reproductions.figure3_multilingual import depth, text_scale
+from reproductions.figure3_multilingual.gain import Gains, Line, fit_line, split_by_pairs
 from reproductions.table import Paper, markdown, not_run, provenance, rounds_to
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
+    MIN_TEST_SENTENCES,
     PARAMETERS,
     SCORER,
     SCORING,
     Trained,
     beams,
+    count_test_sentences,
     describe_search,
     format_value,
+    list_barely_tested,
     mean,
     planned_models,
+    searches,
     shape_of,
     spread,
     training_pairs,
@@ -33,7 +40,7 @@ NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
 MULTILINGUAL = "transformer_multilingual_laptop"
 BILINGUAL = "bilingual_laptop"
-_COMMANDS = f"train.py -m +experiment={PAPER_SCALE[0]}_laptop seed=0,1,2 and train.py -m +experiment=bilingual_laptop"
+_COMMANDS = f"train.py -m +experiment={DEEP_OR_WIDE} and train.py -m +experiment={BILINGUAL}"
 _NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
 
 Pairs = Mapping[str, tuple[Trained, Trained]]
@@ -91,13 +98,10 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             planned=f"{planned['parameters'] / 1e9:.2f}B parameters" if planned else "",
         )
     ]
-    for seeds in pair_models(records).values():
-        narrowest = min(beams(one for pairs in seeds.values() for pair in pairs.values() for one in pair), default=None)
-        found = {
-            figure.title: (figure, _gain(seeds, figure))
-            for figure in _figures(seeds.values())
-            if figure.is_judged and figure.beam in (None, narrowest)
-        }
+    tested = pair_tested_models(records)
+    for setting, every in pair_models(records).items():
+        seeds = tested[setting]
+        found = {figure.title: (figure, _gain(seeds, figure)) for figure in _judged_figures(every.values())}
         rows.append(
             Claim(
                 "one model of 102 languages beats one per language where examples are few, at laptop scale (section 5)",
@@ -110,17 +114,27 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 verdict=format_verdicts(((title, interval) for title, (_, interval) in found.items()), ".2f"),
             )
         )
+        lines = {title: line for title, (_, line) in fit_gains(records, setting).items() if line is not None}
+        rows.append(
+            Claim(
+                "the multilingual model's gain falls with the number of training pairs, at laptop scale (figure 3)",
+                "gains most on languages with few examples",
+                "; ".join(f"{title}: changes sign at {_describe_sign(line)}" for title, line in lines.items())
+                or NOT_RUN,
+                verdict=format_verdicts(((title, line.loss_per_doubling) for title, line in lines.items()), ".2f"),
+            )
+        )
     return [*rows, *depth.claims(records, paper)]
 
 
 def figure3_low_resource(records: Sequence[Record]) -> str:
     """Compare one multilingual model with bilingual ones of its size, on the languages that have these.
 
-    There is one row per figure and seed, then one for all seeds. Each number is a mean over the languages, with each
-    model at its least validation loss.
+    There is one row per figure and seed, then one for all seeds. Each number is a mean over the languages with enough
+    test sentences, with each model at its least validation loss.
     """
     tables = []
-    for setting, seeds in pair_models(records).items():
+    for setting, seeds in pair_tested_models(records).items():
         rows = []
         for figure in _figures(seeds.values()):
             means = {seed: found for seed in sorted(seeds) if (found := _means(seeds[seed], figure))}
@@ -138,6 +152,52 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
     return "\n".join(tables) or not_run(_COMMANDS)
 
 
+def figure3_left_out(records: Sequence[Record]) -> str:
+    """Say which languages the means leave out because their test sets are small."""
+    lines = []
+    tested = pair_tested_models(records)
+    for setting, seeds in pair_models(records).items():
+        every, kept = _list_languages(seeds), _list_languages(tested[setting])
+        left_out = sorted(every - kept)
+        said = f"{len(left_out)} of {len(every)} languages have fewer than {MIN_TEST_SENTENCES} test sentences"
+        names = f" and are left out of the means: {', '.join(left_out)}" if left_out else ""
+        lines.append(f"{setting}: {said}{names}. The means are over {len(kept)} languages.\n")
+    return "\n".join(lines) or not_run(_COMMANDS)
+
+
+def figure3_gain(records: Sequence[Record]) -> str:
+    """Return the multilingual model's gain by the number of training pairs, and the line through all languages.
+
+    A gain is positive where the multilingual model is better. Scores are those of the narrowest beam. The line is of
+    least squares over the logarithm of the number of pairs.
+    """
+    tables = []
+    for setting, seeds in pair_models(records).items():
+        data = setting.rpartition(", ")[2]
+        pairs, barely = training_pairs(records, data), set(list_barely_tested(records, data))
+        if not pairs:
+            continue
+        rows = []
+        for figure in _judged_figures(seeds.values()):
+            for name, group in split_by_pairs(pairs, sorted(_list_languages(seeds) & pairs.keys())).items():
+                interval = over_seeds_and_parts(_list_gains(seeds, figure, group))
+                tested = str(len(set(group) - barely))
+                mean_gain = "" if interval is None else f"{interval.mean:+{figure.form}}"
+                judged = f"not run: {SCORER}" if interval is None else interval.describe(figure.form)
+                rows.append([figure.title, name, str(len(group)), tested, mean_gain, judged])
+        header = [setting, "training pairs", "languages", f"with {MIN_TEST_SENTENCES} test sentences or more"]
+        tables.append(markdown([*header, "gain", "multilingual is better"], rows))
+        lines = [
+            [title, *_describe_line(line, figure.form)]
+            for title, (figure, line) in fit_gains(records, setting).items()
+            if line is not None
+        ]
+        header = [f"{setting}: the line", "gain at the fewest pairs", "gain at the most pairs", "changes sign at"]
+        header += ["above zero up to", "below zero from", "falls with each doubling of the pairs"]
+        tables.append(markdown(header, lines))
+    return "\n".join(tables) or not_run(_COMMANDS)
+
+
 def figure3_languages(records: Sequence[Record]) -> str:
     """Return the same language by language, means over the seeds, the languages with the fewest pairs first.
 
@@ -145,7 +205,8 @@ def figure3_languages(records: Sequence[Record]) -> str:
     """
     tables = []
     for setting, seeds in pair_models(records).items():
-        pairs, rows = training_pairs(records, setting.rpartition(", ")[2]), []
+        data, rows = setting.rpartition(", ")[2], []
+        pairs, sentences = training_pairs(records, data), count_test_sentences(records, data)
         figures = [_LOSS, *(_Figure(name, title, ".1f") for name, title in _SCORES.items())]
         languages = {language for found in seeds.values() for language in found}
         for language in sorted(languages, key=lambda language: (pairs.get(language, 0), language)):
@@ -155,8 +216,9 @@ def figure3_languages(records: Sequence[Record]) -> str:
                 for figure in figures
                 for place in (0, 1)
             ]
-            rows.append([language, format_value(pairs.get(language), ","), str(len(both)), *cells])
-        header = [setting, "training pairs", "seeds"]
+            counts = [format_value(of.get(language), ",") for of in (pairs, sentences)]
+            rows.append([language, *counts, str(len(both)), *cells])
+        header = [setting, "training pairs", "test sentences", "seeds"]
         header += [f"{name}: {one}" for name in ("loss", "chrF", "BLEU") for one in ("bilingual", "multilingual")]
         tables.append(markdown(header, rows))
     return "\n".join(tables) or not_run(_COMMANDS)
@@ -168,10 +230,69 @@ def figure3_run(records: Sequence[Record]) -> str:
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
 
 
+def figure3_commands(records: Sequence[Record]) -> str:
+    """Return the command of every training on the page, and those that score its translations."""
+    cells = [
+        *(Cell(", ".join(one.languages or ()), one.run, one.scored) for one in trainings(records, BILINGUAL)),
+        *(Cell(one.model, one.run, one.scored) for one in multilingual_trainings(records)),
+        *(
+            Cell(setting, run, {})
+            for setting, ways in depth.deep_trainings(records).items()
+            for runs in ways.values()
+            for run in runs
+        ),
+    ]
+    return commands_table(cells) if cells else not_run(_COMMANDS)
+
+
+def figure3_design(records: Sequence[Record]) -> str:
+    """Return the question, budget, tuning and test items of each study of the page."""
+    arms = []
+    question = "is one model of all languages better than one per language?"
+    for setting, seeds in pair_tested_models(records).items():
+        models = [one for one in multilingual_trainings(records) if one.setting == setting]
+        alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
+        items = _count_items(records, setting, _list_languages(seeds))
+        arms.append(_make_arm(records, question, "one model per language", BILINGUAL, alone, items))
+        arms.append(_make_arm(records, question, f"one {models[0].model}", DEEP_OR_WIDE, models, items))
+    question = "is the deep model better than the wide one where examples are few?"
+    for data, both in depth.deep_and_wide(records).items():
+        for found in (list(models.values()) for models in both):
+            items = _count_items(records, found[0].setting, depth.tested_groups(records, data[0])["low"])
+            arms.append(_make_arm(records, question, found[0].model, DEEP_OR_WIDE, found, items))
+    question = "do scaled initialisation and clipped logits let deep models train?"
+    for ways in depth.deep_trainings(records).values():
+        for (scaled, limit), runs in ways.items():
+            name = f"{'scaled' if scaled else 'usual'} initialisation, logits {'not ' if limit is None else ''}clipped"
+            arms.append(Arm(question, name, depth.DEEP_TRAINING, runs, test_items="loss of the validation set"))
+    counted = [one.run for one in _paper_scale_trainings(records)]
+    return design_table([*arms, Arm("are larger models better?", "the paper's models", PAPER_SCALE[0], counted)])
+
+
+def _make_arm(
+    records: Sequence[Record], question: str, name: str, experiment: str, found: Sequence[Trained], items: str
+) -> Arm:
+    """Return what the design says of trainings, with the search for their recipe, and the scores of translations."""
+    models = {one.model for one in found}
+    searched = [one.run for one in searches(records, experiment) if one.model in models]
+    scores = [record for one in found for record in one.scored.values()]
+    return Arm(question, name, experiment, [one.run for one in found], searched, scores, items)
+
+
+def _count_items(records: Sequence[Record], setting: str, languages: Iterable[str]) -> str:
+    """Say how many test sentences the means are over, and of how many languages."""
+    counts = count_test_sentences(records, setting.rpartition(", ")[2])
+    found = [counts[language] for language in languages if language in counts]
+    return f"{sum(found):,} sentences of {len(found)} languages" if found else "loss of the validation set"
+
+
 def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
-    """Return the small models of all languages; those that deep_or_wide compares are such trainings too."""
+    """Return the small models of all languages: those that deep_or_wide compares, and others of their own experiment.
+
+    Of the same model and seed that of deep_or_wide counts, whose command the page prints.
+    """
     found: dict[tuple[str, int], Trained] = {}
-    for experiment in (DEEP_OR_WIDE, MULTILINGUAL):
+    for experiment in (MULTILINGUAL, DEEP_OR_WIDE):
         found |= {(one.setting, one.run.seed): one for one in trainings(records, experiment)}
     return list(found.values())
 
@@ -236,6 +357,36 @@ def pair_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tupl
     return found
 
 
+def pair_tested_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
+    """Return the same pairs of models without the languages whose test sets are too small for a mean."""
+    found = {}
+    for setting, seeds in pair_models(records).items():
+        left_out = set(list_barely_tested(records, setting.rpartition(", ")[2]))
+        found[setting] = {
+            seed: {name: pair for name, pair in languages.items() if name not in left_out}
+            for seed, languages in seeds.items()
+        }
+    return found
+
+
+def fit_gains(records: Sequence[Record], setting: str) -> dict[str, tuple["_Figure", Line | None]]:
+    """Return each figure and the line through its gains on all languages of a setting, by the figure's title."""
+    seeds = pair_models(records)[setting]
+    pairs = training_pairs(records, setting.rpartition(", ")[2])
+    languages = sorted(_list_languages(seeds))
+    return {
+        figure.title: (figure, fit_line(_list_gains(seeds, figure, languages), pairs))
+        for figure in _judged_figures(seeds.values())
+    }
+
+
+def list_gains(records: Sequence[Record], setting: str, title: str) -> Gains:
+    """Return the multilingual model's gain of a setting in a figure, by seed and language."""
+    seeds = pair_models(records)[setting]
+    figure = next(figure for figure in _judged_figures(seeds.values()) if figure.title == title)
+    return _list_gains(seeds, figure, sorted(_list_languages(seeds)))
+
+
 def _differences(run: Record) -> list[str]:
     """Return the settings in which a run departs from its model's paper-scale run, or from that of T(6, 8192, 16)."""
     name = "_".join(map(str, shape_of(run.config["model"])))
@@ -267,16 +418,54 @@ def _means(languages: Pairs, figure: _Figure) -> _Means | None:
 
 def _gain(seeds: Mapping[int, Pairs], figure: _Figure) -> Interval | None:
     """Return the interval of the multilingual model's gain over seeds and languages, None without any."""
+    return over_seeds_and_parts(_list_gains(seeds, figure, sorted(_list_languages(seeds))))
+
+
+def _list_gains(seeds: Mapping[int, Pairs], figure: _Figure, languages: Sequence[str]) -> dict[int, dict[str, float]]:
+    """Return the multilingual model's gain by seed and language, where both models have the figure."""
+    sign = -1 if figure.less_is_better else 1
     gains: dict[int, dict[str, float]] = {}
-    for seed, languages in seeds.items():
+    for seed, pairs in seeds.items():
         both = {
-            language: (figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()
+            language: tuple(figure.of(one, language) for one in pairs[language])
+            for language in languages
+            if language in pairs
         }
-        sign = -1 if figure.less_is_better else 1
         gains[seed] = {
             language: sign * (two - one) for language, (one, two) in both.items() if one is not None and two is not None
         }
-    return over_seeds_and_parts(gains)
+    return gains
+
+
+def _list_languages(seeds: Mapping[int, Pairs]) -> set[str]:
+    return {language for languages in seeds.values() for language in languages}
+
+
+def _judged_figures(seeds: Iterable[Pairs]) -> list[_Figure]:
+    """Return the figures of the claims: the loss, and the scores with the narrowest beam."""
+    figures = _figures(seeds)
+    narrowest = min((figure.beam for figure in figures if figure.beam is not None), default=None)
+    return [figure for figure in figures if figure.is_judged and figure.beam in (None, narrowest)]
+
+
+def _describe_line(line: Line, form: str) -> list[str]:
+    """Write the gain at both ends, where its sign changes, and whether it falls."""
+    low, high = line.num_pairs
+    ends = [(pairs, line.at(pairs)) for pairs in (low, high)]
+    return [
+        *(f"{interval.mean:+{form}} at {pairs:,}: {interval.describe(form)}" for pairs, interval in ends),
+        _describe_sign(line),
+        "nowhere" if line.above_until is None else f"{line.above_until:,} pairs",
+        "nowhere" if line.below_from is None else f"{line.below_from:,} pairs",
+        line.loss_per_doubling.describe(form),
+    ]
+
+
+def _describe_sign(line: Line) -> str:
+    """Write the number of pairs at which the gain changes sign, or that it does not among the languages."""
+    low, high = line.num_pairs
+    place = line.change_of_sign
+    return f"none from {low:,} to {high:,} pairs" if place is None else f"{place:,.0f} pairs"
 
 
 def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
@@ -289,10 +478,14 @@ def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
 
 
 TABLES = (
+    figure3_design,
     figure3_models,
     figure3_other_settings,
+    figure3_left_out,
     figure3_low_resource,
+    figure3_gain,
     figure3_languages,
+    figure3_commands,
     figure3_run,
     *depth.TABLES,
     *text_scale.TABLES,

@@ -6,14 +6,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from gpipe.records import Record
 from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
+from reproductions.commands import Cell, commands_table
+from reproductions.design import Arm, design_table
 from reproductions.paper_scale import Differences
 from reproductions.table import Paper, markdown, not_run, provenance
-from reproductions.translation_runs import SCORER, SCORING, Trained, beams, describe_search, mean, spread, trainings
+from reproductions.translation_runs import (
+    SCORER,
+    SCORING,
+    Trained,
+    beams,
+    count_test_sentences,
+    describe_search,
+    mean,
+    searches,
+    spread,
+    trainings,
+)
 from reproductions.verdict import Interval, over_seeds
 
 PAPER_SCALE = "batch_size"
 LAPTOP = "batch_size_laptop"
-_COMMAND = "train.py -m +experiment=batch_size_laptop"
+EXAMPLES = "batch_size_examples_laptop"
+FIXED = {LAPTOP: "steps", EXAMPLES: "examples"}
+"""What each experiment gives every mini-batch the same number of."""
+_COMMAND = "train.py -m +experiment={}"
 
 
 def table5(records: Sequence[Record], paper: Paper) -> str:
@@ -47,32 +63,74 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             verdict=format_verdicts([("BLEU", over_seeds([gain for gain in gained if gain is not None]))], ".2f"),
         )
     ]
-    for small in small_runs(records).values():
-        steps = list(itertools.pairwise(small))
-        found = [(f"{one:,} to {other:,}", _gain(small[one], small[other])) for one, other in steps]
-        rows.append(
-            Claim(
-                "larger mini-batches lower the NLL, at laptop scale (Table 5)",
-                f"{paper[0]['nll']} to {paper[-1]['nll']}",
-                " to ".join(spread([one.last("loss") for one in small[size].values()], ".2f") for size in small),
-                verdict=format_verdicts(found, ".2f"),
+    for experiment, fixed in FIXED.items():
+        for small in small_runs(records, experiment).values() or [{}]:
+            found = [
+                (f"{one:,} to {other:,}", _gain(experiment, small[one], small[other]))
+                for one, other in itertools.pairwise(small)
+            ]
+            losses = [spread([_loss(experiment, one) for one in seeds.values()], ".2f") for seeds in small.values()]
+            rows.append(
+                Claim(
+                    f"larger mini-batches lower the NLL with the {fixed} fixed, at laptop scale (Table 5)",
+                    f"{paper[0]['nll']} to {paper[-1]['nll']}",
+                    " to ".join(losses) or NOT_RUN,
+                    verdict=format_verdicts(found, ".2f"),
+                )
             )
-        )
     return rows
 
 
+def table5_design(records: Sequence[Record], paper: Paper) -> str:
+    """Return the question, budget, tuning and test items of each study of the page."""
+    arms = []
+    for experiment, fixed in FIXED.items():
+        question = f"are larger mini-batches better with the {fixed} fixed?"
+        for size, seeds in next(iter(small_runs(records, experiment).values()), {}).items():
+            found = list(seeds.values())
+            searched = [one.run for one in searches(records, experiment) if _size(one) == size]
+            scores = [record for one in found for record in one.scored.values()]
+            name, items = f"mini-batches of {size:,} tokens", _count_items(records, found)
+            arms.append(Arm(question, name, experiment, [one.run for one in found], searched, scores, items))
+        if not small_runs(records, experiment):
+            arms.append(Arm(question, "each mini-batch", experiment, ()))
+    counted = [one.run for one in _paper_scale_trainings(records, paper)]
+    return design_table([*arms, Arm("are larger mini-batches better?", "the paper's model", PAPER_SCALE, counted)])
+
+
+def table5_commands(records: Sequence[Record]) -> str:
+    """Return the command of every training at laptop scale, and those that score its translations."""
+    cells = [
+        Cell(f"{_size(one):,} tokens, {fixed} fixed", one.run, one.scored)
+        for experiment, fixed in FIXED.items()
+        for sizes in small_runs(records, experiment).values()
+        for one in _all(sizes)
+    ]
+    return commands_table(cells) if cells else not_run(_COMMAND.format(LAPTOP))
+
+
 def table5_laptop(records: Sequence[Record]) -> str:
+    """Return the table of the runs with the number of steps fixed, at the end of training."""
+    return _laptop_table(records, LAPTOP)
+
+
+def table5_examples(records: Sequence[Record]) -> str:
+    """Return the table of the runs with the number of examples fixed, at the least loss."""
+    return _laptop_table(records, EXAMPLES)
+
+
+def _laptop_table(records: Sequence[Record], experiment: str) -> str:
     """Return a small model's figures by the mini-batch's tokens, and whether the next larger one is better.
 
-    Means and deviations over the seeds, at the end of training; gains are between runs of the same seed.
+    Means and deviations are over the seeds; gains are between runs of the same seed.
     """
     rows = []
-    for setting, sizes in small_runs(records).items():
+    for setting, sizes in small_runs(records, experiment).items():
         smaller: dict[int, Trained] = {}
         for size, seeds in sizes.items():
             runs = list(seeds.values())
             steps = {one.run.results["num_steps"] for one in runs}
-            interval = _gain(smaller, seeds)
+            interval = _gain(experiment, smaller, seeds)
             rows.append(
                 [
                     setting,
@@ -80,8 +138,8 @@ def table5_laptop(records: Sequence[Record]) -> str:
                     ", ".join(sorted({str(one.run.config["pipeline"]["num_microbatches"]) for one in runs})),
                     ", ".join(f"{number:,}" for number in sorted(steps)),
                     str(len(runs)),
-                    spread([one.last("loss") for one in runs], ".3f"),
-                    spread(_gains(smaller, seeds), ".3f", "+"),
+                    spread([_loss(experiment, one) for one in runs], ".3f"),
+                    spread(_gains(experiment, smaller, seeds), ".3f", "+"),
                     spread([bleu(one) for one in runs], ".2f"),
                     spread([chrf(one) for one in runs], ".2f"),
                     "" if interval is None else interval.describe(".3f"),
@@ -89,9 +147,9 @@ def table5_laptop(records: Sequence[Record]) -> str:
             )
             smaller = seeds
     if not rows:
-        return not_run(_COMMAND)
+        return not_run(_COMMAND.format(experiment))
     header = ["model, data", "tokens per mini-batch", "M", "steps", "runs", "NLL, nats per token"]
-    found = beams(one for sizes in small_runs(records).values() for one in _all(sizes))
+    found = beams(one for sizes in small_runs(records, experiment).values() for one in _all(sizes))
     scores = (
         ", ".join(["BLEU", *map(describe_search, found[:1])]),
         ", ".join(["chrF", *map(describe_search, found[:1])]),
@@ -103,13 +161,13 @@ def table5_laptop(records: Sequence[Record]) -> str:
 def table5_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest small model."""
     runs = [one.run for one in trainings(records, LAPTOP)]
-    return provenance(max(runs, key=lambda run: run.date, default=None), _COMMAND)
+    return provenance(max(runs, key=lambda run: run.date, default=None), _COMMAND.format(LAPTOP))
 
 
-def small_runs(records: Sequence[Record]) -> dict[str, dict[int, dict[int, Trained]]]:
+def small_runs(records: Sequence[Record], experiment: str = LAPTOP) -> dict[str, dict[int, dict[int, Trained]]]:
     """Return the small trainings by setting, tokens of a mini-batch, and seed, the smallest mini-batch first."""
     settings: dict[str, list[Trained]] = {}
-    for one in trainings(records, LAPTOP):
+    for one in trainings(records, experiment):
         settings.setdefault(one.setting, []).append(one)
     return {setting: _by_size(found) for setting, found in settings.items()}
 
@@ -127,7 +185,7 @@ def chrf(one: Trained) -> float | None:
 def _by_size(found: Iterable[Trained]) -> dict[int, dict[int, Trained]]:
     sizes: dict[int, dict[int, Trained]] = {}
     for one in found:
-        sizes.setdefault(one.run.config["trainer"]["batch_size"], {})[one.run.seed] = one
+        sizes.setdefault(_size(one), {})[one.run.seed] = one
     return {size: dict(sorted(seeds.items())) for size, seeds in sorted(sizes.items())}
 
 
@@ -147,15 +205,33 @@ def _paper_scale_trainings(records: Sequence[Record], paper: Paper) -> list[Trai
     return trainings([*counting, *(record for record in records if record.experiment == SCORING)], PAPER_SCALE)
 
 
-def _gains(smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> list[float]:
+def _loss(experiment: str, one: Trained) -> float | None:
+    """Return the NLL that counts: after a fixed number of steps, or the least within a fixed number of examples."""
+    return one.last("loss") if experiment == LAPTOP else one.best("loss")
+
+
+def _gains(experiment: str, smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> list[float]:
     """Return by how much the NLL of a larger mini-batch is lower, seed by seed."""
     seeds = [seed for seed in larger if seed in smaller]
-    gains = [_minus(smaller[seed].last("loss"), larger[seed].last("loss")) for seed in seeds]
+    gains = [_minus(_loss(experiment, smaller[seed]), _loss(experiment, larger[seed])) for seed in seeds]
     return [gain for gain in gains if gain is not None]
 
 
-def _gain(smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> Interval | None:
-    return over_seeds(_gains(smaller, larger))
+def _gain(experiment: str, smaller: Mapping[int, Trained], larger: Mapping[int, Trained]) -> Interval | None:
+    return over_seeds(_gains(experiment, smaller, larger))
+
+
+def _size(one: Trained) -> int:
+    """Return the tokens of its mini-batch."""
+    size: int = one.run.config["trainer"]["batch_size"]
+    return size
+
+
+def _count_items(records: Sequence[Record], found: Sequence[Trained]) -> str:
+    """Say what the NLL is measured on, and how many test sentences the scores are of."""
+    counts = count_test_sentences(records, found[0].run.config["data"]["name"])
+    scored = f"; scores: {sum(counts.values()):,} sentences of {len(counts)} languages" if counts else ""
+    return f"NLL: the validation set{scored}"
 
 
 def _all(sizes: dict[int, dict[int, Trained]]) -> list[Trained]:
@@ -167,8 +243,11 @@ def _minus(one: float | None, other: float | None) -> float | None:
 
 
 TABLES = (
+    table5_design,
     table5,
     table5_other_settings,
     table5_laptop,
+    table5_examples,
+    table5_commands,
     table5_run,
 )

@@ -206,3 +206,37 @@ def test_the_papers_experiments_have_the_papers_pipeline(experiment: str) -> Non
     pipeline = compose("train", overrides=[f"+experiment={experiment}"]).pipeline
     assert pipeline.schedule.value == "gpipe" and pipeline.stages_per_device == 1
     assert not any(OmegaConf.is_missing(pipeline, key) for key in pipeline)
+
+
+@pytest.mark.parametrize("batch_size", [1_024, 4_096, 16_384])
+def test_with_the_examples_fixed_every_mini_batch_reads_as_many_tokens_and_is_evaluated_as_often(
+    batch_size: int,
+) -> None:
+    run = run_of("+experiment=batch_size_examples_laptop", f"trainer.batch_size={batch_size}")
+    steps, evaluation = run.trainer.max_steps, run.trainer.evaluation
+    assert steps is not None and evaluation.every_steps is not None
+    assert 0 <= 614_400 - steps * batch_size < batch_size
+    assert 10 <= steps // evaluation.every_steps <= 12 and evaluation.patience is None
+    assert run.schedule.warm_up_steps == 10 < steps
+    steps_fixed = run_of("+experiment=batch_size_laptop", f"trainer.batch_size={batch_size}")
+    assert steps_fixed.trainer.max_steps == 150
+
+
+@pytest.mark.parametrize("num_images", [50, 100, 500])
+def test_transfers_with_few_images_have_mini_batches_and_as_many_steps_whatever_their_number(num_images: int) -> None:
+    overrides = [f"data.max_images={num_images}", "data.validation_images=100", "init_from=null"]
+    run = run_of("+experiment=transfer_few_laptop", "data=digits", *overrides)
+    epoch = num_images // run.trainer.batch_size
+    assert epoch >= 1 and run.trainer.max_steps == 400 <= epoch * run.trainer.num_epochs
+    assert run.trainer.evaluation.statistics_batches == 1 and run.schedule.warm_up_steps == 20
+
+
+@pytest.mark.parametrize("experiment", ["deep_training", "deep_training_laptop"])
+def test_gradients_of_deep_trainings_are_not_clipped_and_the_training_goes_on_after_the_warm_up(
+    experiment: str,
+) -> None:
+    run = run_of(f"+experiment={experiment}")
+    # A limit that is never reached logs the norm; the deepest models on record stay below 10.
+    assert run.optimizer.clip_norm is not None and run.optimizer.clip_norm >= 1e9
+    assert run.trainer.max_steps is not None and run.schedule.warm_up_steps is not None
+    assert run.trainer.max_steps >= 2 * run.schedule.warm_up_steps

@@ -91,6 +91,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             r"init_from|evaluate|reproduction|model\.logit_limit"
             r"|data\.(root|crop_scale|mixup|cutmix|random_erasing|languages|tokenizer|max_pairs|cache|validation_share)"
+            r"|data\.(max_images|validation_images)"
             r"|data\.(num_classes|image_size|center_crop|keep_aspect|interpolation|mean|std)"
             r"|pipeline\.(memory_limit_bytes|partitions)|optimizer\.clip_norm|schedule\.warm_up_steps|ema\.decay"
             r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from|channels_last|deterministic|float32_matmul_precision)|pipeline\.check_recomputation"

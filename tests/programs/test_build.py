@@ -261,6 +261,23 @@ def test_training_images_are_mixed_and_counted_and_test_images_are_left_alone(tm
     assert torch.equal(test_images, plain_images) and torch.equal(labels, plain_labels)
 
 
+def test_few_images_are_trained_on_and_the_validation_images_are_evaluated_first(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "data.max_images=50", "data.validation_images=20", "seed=3")
+    counts = {name: sum(len(labels) for _, labels in found) for name, found in trainer.evaluation_loaders.items()}
+    assert counts == {"valid": 20, "test": 1_000} and list(counts) == ["valid", "test"], "the first set's figures count"
+    assert len(trainer.train_loader) == 3, "of 16 images each; two are left out"
+    for other in ("seed=3", "seed=4"):
+        again = trainer_of(tmp_path, "data.validation_images=20", other).evaluation_loaders["valid"]
+        images, same = (next(iter(loader))[0] for loader in (trainer.evaluation_loaders["valid"], again))
+        assert torch.equal(images, same) == (other == "seed=3")
+    assert list(trainer_of(tmp_path).evaluation_loaders) == ["test"]
+
+
+def test_more_images_than_there_are_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"but fashion_mnist_embedded has 6,000 training images: lower them"):
+        trainer_of(tmp_path, "data.max_images=5990", "data.validation_images=20")
+
+
 def test_a_mixed_run_is_planned_as_it_trains() -> None:
     run = run_of("data.mixup=0.8")
     targets = workload_of(run).targets(4)

@@ -40,9 +40,9 @@ def test_the_deep_model_stands_beside_the_wide_one_by_resource_group() -> None:
     ]
     scores = [scored(run, {"sw": 10.0, "de": 20.0 + 4 * (place % 2)}, PAIRS) for place, run in enumerate(runs)]
     table = cells(deep_or_wide([*runs, *scores]))
-    assert table[0][:-1] == ["loss", "all", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2"]
-    assert table[1][:3] == ["loss", "high", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low", "3.500 ± 0.707"]
-    assert table[0][-1].startswith("undecided [-"), "two seeds decide little"
+    assert table[0][:-1] == ["loss", "all, 2", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2"]
+    assert table[1][:3] == ["loss", "high, 1", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low, 1", "3.500 ± 0.707"]
+    assert table[0][-1].startswith("no difference found [-"), "two seeds decide little"
     assert table[3][4:] == ["", "2", "not run: bleu.py"]
     chrf = [row for row in table if row[0] == "chrF, beam 4"]
     assert chrf[0][4:6] == ["-2.00 ± 0.00", "2"] and chrf[2][2:4] == ["10.00 ± 0.00"] * 2
@@ -55,7 +55,7 @@ def test_seeds_that_disagree_decide_nothing_and_what_was_not_scored_says_so() ->
         for shape, loss in zip((DEEP, WIDE), losses, strict=True)
     ]
     table = cells(deep_or_wide(runs))
-    assert table[0][4:6] == ["+0.000 ± 0.707", "2"] and table[0][-1].startswith("undecided [-")
+    assert table[0][4:6] == ["+0.000 ± 0.707", "2"] and table[0][-1].startswith("no difference found [-")
     assert {row[-1] for row in table if row[0] in ("chrF", "BLEU")} == {"not run: bleu.py"}
 
 

@@ -8,7 +8,10 @@ from gpipe.records import Record, make_record
 from reproductions.figure3_multilingual.tables import (
     BILINGUAL,
     MULTILINGUAL,
+    claims,
+    figure3_gain,
     figure3_languages,
+    figure3_left_out,
     figure3_low_resource,
     figure3_models,
     figure3_run,
@@ -70,7 +73,7 @@ def test_the_multilingual_model_stands_beside_the_bilingual_ones_of_its_seed() -
     assert (
         loss[2][1:5] == ["all 2", "", spread, "2.500 ± 0.000"]
         and loss[2][-2] == "1.5"
-        and loss[2][-1].startswith("undecided [-")
+        and loss[2][-1].startswith("no difference found [-")
     )
     steps = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("steps")]
     assert steps[0][3:] == ["155", "300", "+145", "", ""], "a bilingual model is judged at its own best evaluation"
@@ -82,7 +85,7 @@ def test_the_verdict_follows_from_seeds_and_languages() -> None:
     assert judged.startswith("reproduced [+")
     records = [*pair(0, 3.0, 2.5), *pair(1, 1.0, 1.0)]
     table = cells(figure3_low_resource(records))
-    assert [row[-1].partition(" ")[0] for row in table if row[1] == "all 2"] == ["undecided", ""]
+    assert [row[-1].partition(" [")[0] for row in table if row[1] == "all 2"] == ["no difference found", ""]
     assert [row[-1] for row in table if row[0] == "chrF"] == ["not run: bleu.py"]
 
 
@@ -96,11 +99,11 @@ def test_scores_of_both_are_compared_and_a_diverged_training_is_left_out() -> No
     ]  # fmt: skip
     chrf = [row for row in cells(figure3_low_resource(records)) if row[0].startswith("chrF")]
     assert chrf[0] == ["chrF, beam 4", "0", "2", "25.00", "30.00", "+5.00", "1", ""]
-    assert chrf[1][-1] == "undecided: one seed has no interval"
+    assert chrf[1][-1] == "one seed has no interval"
     languages = cells(figure3_languages(records))
     assert languages == [
-        ["sw", "100", "1", "3.000", "2.000", "30.0", "20.0", "15.0", "10.0"],
-        ["cy", "300", "1", "2.500", "3.000", "20.0", "40.0", "10.0", "20.0"],
+        ["sw", "100", "100", "1", "3.000", "2.000", "30.0", "20.0", "15.0", "10.0"],
+        ["cy", "300", "100", "1", "2.500", "3.000", "20.0", "40.0", "10.0", "20.0"],
     ]
 
 
@@ -114,7 +117,34 @@ def test_scores_of_every_beam_are_compared_and_the_languages_show_the_narrowest(
         ["chrF, greedy", "0", "1", "20.00", "30.00"],
         ["chrF, beam 4", "0", "1", "12.00", "11.00"],
     ]
-    assert cells(figure3_languages([one, two, *found]))[0][5:] == ["20.0", "30.0", "10.0", "15.0"]
+    assert cells(figure3_languages([one, two, *found]))[0][6:] == ["20.0", "30.0", "10.0", "15.0"]
+
+
+def test_languages_of_a_small_test_set_are_left_out_of_the_means_and_the_page_says_so() -> None:
+    records = [record for seed in range(2) for record in pair(seed, 3.0, 2.5)]
+    few = [scored(run, {"sw": 30.0, "cy": 20.0, "de": 1.0}, PAIRS, sentences={"sw": 49, "cy": 50}) for run in records]
+    table = cells(figure3_low_resource([*records, *few]))
+    assert table[0] == ["least loss, nats per token", "0", "1", "2.500", "3.000", "+0.500", "0", ""]
+    assert "1 of 2 languages have fewer than 50 test sentences and are left out of the means: sw." in figure3_left_out(
+        [*records, *few]
+    )
+    claim = claims([*records, *few], PAPER)[1]
+    assert claim.measured.startswith("least loss, nats per token -0.500") and "contradicted [-0.5" in claim.verdict
+
+
+def test_the_gain_is_shown_by_the_number_of_pairs_with_all_languages() -> None:
+    # The multilingual model is better by 1 on the language of 100 pairs, worse by 1 on that of 300.
+    records = [record for seed in range(2) for record in pair(seed, 3.0, 2.0)]
+    scores = [scored(run, {"sw": 30.0, "cy": 20.0}, PAIRS, sentences={"sw": 5}) for run in records]
+    ranges, lines = figure3_gain([*records, *scores]).split("\n\n")
+    loss = [row for row in cells(ranges) if row[0].startswith("least loss")]
+    assert [row[1:5] for row in loss] == [["100 to 249", "1", "0", "+1.000"], ["250 to 499", "1", "1", "-1.000"]]
+    assert loss[0][-1].startswith("reproduced [+1.0") and loss[1][-1].startswith("contradicted [-1.0")
+    row = cells(lines)[0]
+    assert row[1].startswith("+1.000 at 100") and row[2].startswith("-1.000 at 300")
+    assert row[3] == "173 pairs", "the geometric mean of 100 and 300"
+    falls = claims([*records, *scores], PAPER)[2]
+    assert falls.measured.startswith("least loss, nats per token: changes sign at 173 pairs")
 
 
 def test_of_two_trainings_alike_the_later_counts_with_its_scores() -> None:
@@ -130,8 +160,8 @@ def test_the_larger_half_of_the_languages_is_rich() -> None:
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert figure3_models([], PAPER) == "Not run: python -m experiments.translation_parameters.\n"
-    for table in (figure3_low_resource, figure3_languages, figure3_run):
-        assert table([]).startswith("Not run: train.py -m +experiment=transformer_multilingual_laptop")
+    for table in (figure3_low_resource, figure3_left_out, figure3_gain, figure3_languages, figure3_run):
+        assert table([]).startswith("Not run: train.py -m +experiment=deep_or_wide_laptop")
 
 
 def test_our_counts_round_to_the_papers_with_no_single_way_of_tying() -> None:

@@ -10,6 +10,7 @@ from reproductions.table4_imagenet_and_transfer.tables import (
     table4,
     table4_cost,
     table4_other_settings,
+    transfer_few,
     transfer_laptop,
 )
 from tests.reproductions.paper_scale_records import composed
@@ -55,7 +56,7 @@ def test_the_mean_and_deviation_over_the_seeds_stand_beside_the_papers_number() 
     assert top5 == ["ImageNet-2012, top-5", *sizes, "97.0%", "", "", "0", "not run"]
     deviation = f"{stdev((0.98, 0.99, 1.0)):.2%}"
     assert cifar[:-1] == ["CIFAR-10", "50,000", "10,000", "10", "99.0%", "99.00%", deviation, "3"]
-    assert cifar[-1].startswith("undecided [-"), "three runs that differ so much decide nothing"
+    assert cifar[-1].startswith("no difference found [-"), "three runs that differ so much decide nothing"
 
 
 def test_the_verdict_follows_from_runs_and_test_images() -> None:
@@ -63,7 +64,7 @@ def test_the_verdict_follows_from_runs_and_test_images() -> None:
     runs = [transfer(seed, top1) for seed, top1 in enumerate((0.989, 0.99, 0.991, 0.9895, 0.9905))]
     verdicts = [row[-1] for row in cells(table4([imagenet, *runs], PAPER))]
     assert [verdict.partition(" ")[0] for verdict in verdicts] == ["reproduced", "contradicted", "reproduced"]
-    top1, top5, transfers, _ = claims([imagenet, *runs], PAPER)
+    top1, top5, transfers, *_ = claims([imagenet, *runs], PAPER)
     assert (top1.paper, top1.measured, top5.measured) == ("84.4%", "85.00%", "96.00%")
     assert top1.verdict == verdicts[0] and transfers.verdict == "1 of 1 data sets reproduced"
 
@@ -99,6 +100,41 @@ def test_fine_tuned_stands_beside_from_scratch_seed_by_seed() -> None:
     assert mnist[-2:] == ["-6.25 (-6.25)", "contradicted [-6.25%, -6.25%]"]
 
 
+def test_each_number_of_labelled_images_has_a_row_apart_from_the_whole_sets() -> None:
+    records = [
+        record("transfer_few_laptop", "digits", seed, 0.5 + gain * (init_from is not None) + seed / 1000, init_from)
+        for gain in (0.25, 0.125)
+        for seed in range(2)
+        for init_from in (None, "x")
+    ]
+    for place, run in enumerate(records):
+        run.config["data"]["max_images"] = 50 if place < 4 else 100
+    rows = cells(transfer_few(records))[::2]
+    assert [(row[0], row[5], row[8], row[-2]) for row in rows] == [
+        ("digits, 100 images", "2", "2", "+12.50 (+12.50)"),
+        ("digits, 50 images", "2", "2", "+25.00 (+25.00)"),
+    ]
+    assert transfer_laptop(records).startswith("Not run")
+    whole, few = claims(records, PAPER)[-2:]
+    assert whole.verdict == "not run" and few.verdict.startswith("digits, 100 images, rate 0.5: reproduced")
+
+
+def test_runs_of_another_length_replace_none_and_have_rows_of_their_own() -> None:
+    records = [
+        record("transfer_table_laptop", "digits", 0, top1 + 0.25 * (init_from is not None), init_from)
+        for top1 in (0.5, 0.25, 0.125)
+        for init_from in (None, "x")
+    ]
+    for run, length in zip(records, (4, 4, 8, 8, None, None), strict=True):
+        run.config["trainer"] = {"num_epochs": length or 4, "max_steps": None if length else 100}
+    rows = cells(transfer_laptop(records))[::2]
+    assert [(row[0], row[3], row[6]) for row in rows] == [
+        ("digits, 100 steps", "12.50%", "37.50%"),
+        ("digits, 4 epochs", "50.00%", "75.00%"),
+        ("digits, 8 epochs", "25.00%", "50.00%"),
+    ]
+
+
 def test_each_learning_rate_has_a_row() -> None:
     records = [
         record("transfer_laptop", "digits", 0, rate + gain, init_from, rate=rate)
@@ -128,6 +164,7 @@ def test_short_runs_are_shown_by_their_length_and_by_their_statistics() -> None:
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert transfer_laptop([]) == "Not run: train.py -m +experiment=transfer_table_laptop.\n"
+    assert transfer_few([]) == "Not run: train.py -m +experiment=transfer_few_laptop.\n"
     assert short_runs([]) == "Not run: train.py -m +experiment=short_runs_laptop.\n"
     assert table4_cost([]) == "Not run: python -m experiments.table4_cost.\n"
     only_tuned = transfer_laptop([record("transfer_laptop", "digits", 0, 0.5)])

@@ -1,6 +1,16 @@
 """Table 5: the paper's numbers beside ours, and whether larger mini-batches are better."""
 
-from reproductions.table5_batch_size.tables import LAPTOP, PAPER_SCALE, table5, table5_laptop, table5_run
+from reproductions.table5_batch_size.tables import (
+    EXAMPLES,
+    LAPTOP,
+    PAPER_SCALE,
+    claims,
+    table5,
+    table5_commands,
+    table5_examples,
+    table5_laptop,
+    table5_run,
+)
 from tests.reproductions.paper_scale_records import composed
 from tests.reproductions.translation_records import cells, scored, trained
 
@@ -33,11 +43,36 @@ def test_each_mini_batch_is_compared_with_the_next_smaller_one_seed_by_seed() ->
     )]  # fmt: skip
     assert [row[5] for row in rows] == ["3.000 ± 0.000", "2.250 ± 0.354", "2.000 ± 1.414"]
     assert [row[6] for row in rows] == ["", "+0.750 ± 0.354", "+0.250 ± 1.061"]
-    assert [row[-1].partition(" ")[0] for row in rows] == ["", *["undecided"] * 2]
+    assert [row[-1].partition(" [")[0] for row in rows] == ["", *["no difference found"] * 2]
     assert rows[1][7:9] == ["15.00", "30.00"]
 
 
+def test_with_the_examples_fixed_the_least_loss_counts_beside_the_last_one_with_the_steps_fixed() -> None:
+    records = [
+        trained(experiment, seed, {}, loss=last, batch_size=size, least_loss={"loss": least, "step": 1})
+        for experiment in (LAPTOP, EXAMPLES)
+        for size, last, least in ((1024, 3.0, 2.0), (4096, 2.5, 2.25))
+        for seed in range(2)
+    ]
+    steps, examples = (cells(table(records))[:2] for table in (table5_laptop, table5_examples))
+    assert [row[5] for row in steps] == ["3.000 ± 0.000", "2.500 ± 0.000"] and steps[1][-1].startswith(
+        "reproduced [+0.5"
+    )
+    assert [row[5] for row in examples] == ["2.000 ± 0.000", "2.250 ± 0.000"]
+    assert examples[1][-1].startswith("contradicted [-0.25")
+    _, fixed_steps, fixed_examples = claims(records, PAPER)
+    assert "steps fixed" in fixed_steps.text and fixed_steps.verdict.startswith("1,024 to 4,096: reproduced")
+    assert "examples fixed" in fixed_examples.text and "contradicted" in fixed_examples.verdict
+    assert [claim.verdict for claim in claims([], PAPER)] == ["not run"] * 3
+
+
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert table5_laptop([]) == table5_run([]) == "Not run: train.py -m +experiment=batch_size_laptop.\n"
+    assert (
+        table5_laptop([])
+        == table5_run([])
+        == table5_commands([])
+        == "Not run: train.py -m +experiment=batch_size_laptop.\n"
+    )
+    assert table5_examples([]) == "Not run: train.py -m +experiment=batch_size_examples_laptop.\n"
     unscored = table5_laptop([trained(LAPTOP, 0, {})])
     assert unscored.endswith("BLEU and chrF: not run: bleu.py.\n")

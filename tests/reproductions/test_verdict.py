@@ -20,7 +20,7 @@ def test_over_seeds_it_is_students_interval(gains: tuple[float, ...]) -> None:
 
 def test_three_seeds_that_agree_by_chance_are_no_verdict() -> None:
     found = over_seeds([0.1, 0.9, 2.0])
-    assert found is not None and found.verdict == "undecided" and found.low < 0
+    assert found is not None and found.verdict == "no difference found" and found.low < 0
     alike = over_seeds([0.9, 1.0, 1.1])
     assert alike is not None and alike.verdict == "reproduced"
     worse = over_seeds([-0.9, -1.0, -1.1])
@@ -30,13 +30,13 @@ def test_three_seeds_that_agree_by_chance_are_no_verdict() -> None:
 def test_one_seed_decides_nothing() -> None:
     found = over_seeds([5.0])
     assert found == Interval(5.0, -inf, inf)
-    assert found.describe(".1f") == "undecided: one seed has no interval"
+    assert found.verdict == found.describe(".1f") == "one seed has no interval"
     assert over_seeds([]) is None and over_seeds_and_parts({0: {}}) is None
 
 
 def test_the_interval_stands_beside_the_verdict() -> None:
     assert Interval(0.2, 0.1, 0.3).describe(".2f") == "reproduced [+0.10, +0.30]"
-    assert Interval(0.2, -0.1, 0.5).describe(".1%") == "undecided [-10.0%, +50.0%]"
+    assert Interval(0.2, -0.1, 0.5).describe(".1%") == "no difference found [-10.0%, +50.0%]"
 
 
 @pytest.mark.parametrize(("num_seeds", "num_parts"), [(3, 1), (6, 1), (3, 30), (6, 3)])
@@ -52,7 +52,7 @@ def test_without_an_effect_one_experiment_in_twenty_has_a_verdict(
         table += random.randn(1, num_parts) if num_parts > 1 else 0
         gains = {seed: {str(part): value for part, value in enumerate(row)} for seed, row in enumerate(table)}
         found = over_seeds_and_parts(gains)
-        decided += found is not None and found.verdict != "undecided"
+        decided += found is not None and found.verdict != "no difference found"
     # Five in a hundred, and three standard deviations of this number of experiments.
     assert decided / num_experiments <= 0.05 + 3 * sqrt(0.05 * 0.95 / num_experiments)
 
@@ -61,7 +61,7 @@ def test_languages_that_differ_widen_the_interval() -> None:
     alike = over_seeds_and_parts({seed: {"a": 1.0, "b": 1.0, "c": 1.0} for seed in range(3)})
     apart = over_seeds_and_parts({seed: {"a": -1.0, "b": 1.0, "c": 3.0} for seed in range(3)})
     assert alike is not None and apart is not None and alike.mean == apart.mean == 1.0
-    assert alike.verdict == "reproduced" and apart.verdict == "undecided"
+    assert alike.verdict == "reproduced" and apart.verdict == "no difference found"
 
 
 def test_a_language_that_a_seed_lacks_is_left_out() -> None:
@@ -72,7 +72,7 @@ def test_a_language_that_a_seed_lacks_is_left_out() -> None:
 def test_one_run_is_judged_by_its_test_images() -> None:
     found = over_runs_and_images([0.84], 50_000, 0.839)
     error = sqrt(0.84 * 0.16 / 50_000)
-    assert found is not None and found.verdict == "undecided"
+    assert found is not None and found.verdict == "no difference found"
     assert (found.low, found.high) == pytest.approx((0.001 - 1.96 * error, 0.001 + 1.96 * error), abs=error / 20)
     better = over_runs_and_images([0.85], 50_000, 0.839)
     assert better is not None and better.verdict == "reproduced"
@@ -83,4 +83,4 @@ def test_runs_that_differ_widen_the_interval_of_an_accuracy() -> None:
     alike = over_runs_and_images([0.9] * 5, 10_000, 0.88)
     apart = over_runs_and_images([0.8, 0.85, 0.9, 0.95, 1.0], 10_000, 0.88)
     assert alike is not None and apart is not None
-    assert alike.verdict == "reproduced" and apart.verdict == "undecided"
+    assert alike.verdict == "reproduced" and apart.verdict == "no difference found"

@@ -28,10 +28,11 @@ def trained(
             "model_size": 64,
             "scale_feedforward": results.pop("scaled", True),
             "logit_limit": results.pop("limit", 20.0),
+            "dropout": results.pop("dropout", 0.25),
         },
         "data": {"name": "corpus", "languages": None if languages is None else list(languages)},
         "pipeline": {"num_microbatches": batch_size // 1024},
-        "trainer": {"batch_size": batch_size},
+        "trainer": {"batch_size": batch_size, "num_epochs": 1000, "max_steps": results.pop("max_steps", 400)},
         "optimizer": {"learning_rate": results.pop("rate", 0.5)},
         "seed": seed,
     }
@@ -40,10 +41,22 @@ def trained(
     return make_record(kind="measured", command="c", experiment=experiment, config=config, seed=seed, results=found)
 
 
-def scored(run: Record, chrf: Mapping[str, float], pairs: Mapping[str, int], beam: int = 4) -> Record:
-    """The record of the scores of a training's translations, with half the chrF as BLEU."""
+def scored(
+    run: Record,
+    chrf: Mapping[str, float],
+    pairs: Mapping[str, int],
+    beam: int = 4,
+    sentences: Mapping[str, int] | None = None,
+) -> Record:
+    """The record of the scores of a training's translations, with half the chrF as BLEU; of 100 sentences each."""
+    numbers = sentences or {}
     languages = {
-        language: {"num_train_pairs": pairs[language], "chrf": value, "bleu": value / 2}
+        language: {
+            "num_train_pairs": pairs[language],
+            "num_sentences": numbers.get(language, 100),
+            "chrf": value,
+            "bleu": value / 2,
+        }
         for language, value in chrf.items()
     }
     results = {"num_beams": beam, "languages": languages}

@@ -70,6 +70,10 @@ class ImagesConfig(DataConfig):
         num_workers: processes that decode images; 0 decodes in the training process.
         prefetch_factor: mini-batches that each worker prepares ahead.
         max_broken_images: the number of broken files allowed per split; another image of the class replaces each.
+        max_images: the most images to train on, as many of each class as possible, drawn by the run's seed; null is
+            all.
+        validation_images: the number of training images that are kept for choosing settings, drawn likewise and
+            evaluated before the test images; null keeps none.
     """
 
     num_classes: int | None = MISSING
@@ -92,6 +96,8 @@ class ImagesConfig(DataConfig):
     num_workers: int = MISSING
     prefetch_factor: int = MISSING
     max_broken_images: int = MISSING
+    max_images: int | None = MISSING
+    validation_images: int | None = MISSING
 
     def __post_init__(self) -> None:
         optional_at_least("data.num_classes", self.num_classes, 2)
@@ -120,6 +126,8 @@ class ImagesConfig(DataConfig):
         within("data.num_workers", self.num_workers, 0, MOST_PROCESSES)
         at_least("data.prefetch_factor", self.prefetch_factor, 1)
         at_least("data.max_broken_images", self.max_broken_images, 0)
+        optional_at_least("data.max_images", self.max_images, 1)
+        optional_at_least("data.validation_images", self.validation_images, 1)
 
     @property
     def mixes(self) -> bool:

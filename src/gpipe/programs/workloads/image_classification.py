@@ -21,6 +21,7 @@ from gpipe.data import (
     training_transform,
 )
 from gpipe.data.images.image_set import SPLITS
+from gpipe.data.images.labelled_subset import split_training_images
 from gpipe.durable_files import write_flushed
 from gpipe.models import amoebanet_a, amoebanet_b, amoebanet_c, amoebanet_d
 from gpipe.pipeline.batch_norm import convert_batch_norm
@@ -88,9 +89,9 @@ class ImageClassification(Workload):
         return MultiLabelMetrics() if self.has_several_labels else super().make_metrics()
 
     def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
-        """Return the loaders of the training and the test images; only the first stage's decode images.
+        """Return the loaders of the training and the evaluated images; only the first stage's decode images.
 
-        Only training images are mixed.
+        Validation images come first, so the figures that choose a setting are theirs. Only training images are mixed.
 
         Training leaves out an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over
         a few images, or over one. Each epoch leaves out other images.
@@ -116,10 +117,11 @@ class ImageClassification(Workload):
             mixing=self._mixing(),
         )
         test_batch_size = run.trainer.evaluation.batch_size
-        test_loader = loader(
-            self._sets["test"], test_batch_size, self.evaluation_transform(as_bytes=pin_memory), shuffle=False
-        )
-        return train_loader, {"test": test_loader}
+        transform = self.evaluation_transform(as_bytes=pin_memory)
+        evaluated = [split for split in ("valid", "test") if split in self._sets]
+        return train_loader, {
+            split: loader(self._sets[split], test_batch_size, transform, shuffle=False) for split in evaluated
+        }
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave the names of the classes in the run's folder, a line each."""
@@ -129,14 +131,23 @@ class ImageClassification(Workload):
 
     def warnings(self) -> list[str]:
         """Say which numbers of images and classes differ from those of the paper's Table 4, each once."""
-        sets, name = self._sets, self.data.name
+        sets, name = self._whole_sets, self.data.name
         return list(
             dict.fromkeys(found for split, images in sets.items() for found in count_differences(name, split, images))
         )
 
     @cached_property
-    def _sets(self) -> dict[str, ImageSet]:
+    def _whole_sets(self) -> dict[str, ImageSet]:
         return {split: self._open(split) for split in SPLITS}
+
+    @cached_property
+    def _sets(self) -> dict[str, ImageSet]:
+        """The images to train on, those to choose settings on, if any, and the test images."""
+        data, whole = self.data, self._whole_sets
+        train, valid = split_training_images(
+            data.name, whole["train"], data.max_images, data.validation_images, self.run.seed
+        )
+        return {"train": train, **({} if valid is None else {"valid": valid}), "test": whole["test"]}
 
     def _open(self, split: str) -> ImageSet:
         data = self.data

@@ -1,0 +1,93 @@
+"""Few labelled images, and a validation split, of the training images of a set."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from gpipe.data.images.image_set import ImageSet
+
+
+class ImageSubset:
+    """Some images of a set, in a given order.
+
+    Args:
+        image_set: the whole set.
+        positions: of its images, integers [n].
+    """
+
+    def __init__(self, image_set: ImageSet, positions: NDArray[np.int64]) -> None:
+        self._image_set, self._positions = image_set, positions
+        self.labels = image_set.labels[positions]
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """The names of the classes, by label."""
+        return self._image_set.class_names
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._positions)
+
+    def image(self, index: int) -> Image.Image:
+        """Decode image `index`. Raises BrokenImage."""
+        return self._image_set.image(int(self._positions[index]))
+
+
+def order_by_class(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Return the positions of all images in the order in which a stratified choice takes them.
+
+    The images of each class are shuffled. Then each class gives one image in turn, as long as it has any. So the first
+    n have as many images of each class as possible, and they are among the first n + 1.
+
+    Args:
+        labels: the class of each image, [n].
+        seed: of the choice.
+    """
+    draw = random.Random(f"labelled images {seed}")  # noqa: S311 - no secret
+    ranks = np.empty(len(labels), dtype=np.int64)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        order = list(range(len(members)))
+        draw.shuffle(order)
+        ranks[members] = order
+    return np.lexsort((labels, ranks)).astype(np.int64)
+
+
+def split_training_images(
+    name: str, image_set: ImageSet, max_images: int | None, validation_images: int | None, seed: int
+) -> tuple[ImageSet, ImageSet | None]:
+    """Return the images to train on, and those to choose settings on; no image is in both.
+
+    The validation images are the first of `order_by_class`, so they do not depend on `max_images`; the training images
+    come next, so fewer are among more.
+
+    Args:
+        name: of the set, for messages.
+        image_set: its training images.
+        max_images: the most images to train on; None takes all that are left.
+        validation_images: the number of images to choose settings on; None keeps none.
+        seed: of the choice.
+
+    Raises:
+        ValueError: the set has too few images, or they have several labels each.
+    """
+    if max_images is None and validation_images is None:
+        return image_set, None
+    if image_set.labels.ndim != 1:
+        raise ValueError(
+            f"data.max_images is {max_images} and data.validation_images is {validation_images}, but an image of "
+            f"{name} may have several labels: set both to null."
+        )
+    num_kept = validation_images or 0
+    if num_kept + (max_images or 1) > len(image_set):
+        raise ValueError(
+            f"data.max_images is {max_images} and data.validation_images is {validation_images}, but {name} has "
+            f"{len(image_set):,} training images: lower them."
+        )
+    order = order_by_class(image_set.labels.astype(np.int64), seed)
+    end = len(order) if max_images is None else num_kept + max_images
+    train = ImageSubset(image_set, np.sort(order[num_kept:end]))
+    return train, ImageSubset(image_set, np.sort(order[:num_kept])) if validation_images else None

@@ -1,0 +1,64 @@
+"""Which trainings of a translation model a table compares, where others of another recipe have the same name."""
+
+from typing import Any
+
+import pytest
+
+from gpipe.records import Record
+from reproductions.figure3_multilingual.depth import DEEP_TRAINING, deep_trainings
+from reproductions.figure3_multilingual.tables import MULTILINGUAL, multilingual_trainings, pair_models
+from reproductions.table5_batch_size.tables import LAPTOP, small_runs
+from reproductions.translation_runs import DEEP_OR_WIDE, searches, trainings
+from tests.reproductions.translation_records import trained
+
+OTHER_RECIPES = [{"rate": 0.125}, {"dropout": 0.5}, {"max_steps": 50}]
+each_recipe = pytest.mark.parametrize("other", OTHER_RECIPES, ids=str)
+
+
+def find_seeds(experiment: str, records: list[Record]) -> list[tuple[int, float | None]]:
+    return [(one.run.seed, one.best("loss")) for one in trainings(records, experiment)]
+
+
+@each_recipe
+def test_a_search_under_the_same_name_replaces_no_training(other: dict[str, Any]) -> None:
+    counted = [trained(LAPTOP, seed, {}, loss=2.0) for seed in (0, 1)]
+    search = [trained(LAPTOP, 0, {}, loss=1.0, **other)]
+    for records in (counted + search, search + counted):
+        assert find_seeds(LAPTOP, records) == [(0, 2.0), (1, 2.0)]
+        assert [one.run for one in searches(records, LAPTOP)] == search
+        (sizes,) = small_runs(records).values()
+        assert [one.best("loss") for one in sizes[4096].values()] == [2.0, 2.0]
+
+
+@each_recipe
+def test_of_recipes_with_as_many_seeds_the_one_of_the_least_validation_loss_counts(other: dict[str, Any]) -> None:
+    worse = [trained(LAPTOP, seed, {}, loss=2.0) for seed in (0, 1)]
+    better = [trained(LAPTOP, seed, {}, loss=1.0, **other) for seed in (0, 1)]
+    assert find_seeds(LAPTOP, better + worse) == find_seeds(LAPTOP, worse + better) == [(0, 1.0), (1, 1.0)]
+
+
+def test_each_model_language_and_mini_batch_has_a_recipe_of_its_own() -> None:
+    records = [
+        trained(LAPTOP, 0, {}, rate=0.25),
+        trained(LAPTOP, 0, {}, rate=0.5, batch_size=1024),
+        trained(LAPTOP, 0, {}, rate=0.125, languages=["sw"]),
+        trained(LAPTOP, 0, {}, rate=0.0625, shape=(4, 128, 4)),
+    ]
+    assert [one.recipe.learning_rate for one in trainings(records, LAPTOP)] == [0.25, 0.5, 0.125, 0.0625]
+    assert searches(records, LAPTOP) == []
+
+
+@each_recipe
+def test_deep_trainings_of_another_recipe_are_a_setting_of_their_own(other: dict[str, Any]) -> None:
+    runs = [trained(DEEP_TRAINING, 0, {}), trained(DEEP_TRAINING, 0, {}, **other)]
+    found = deep_trainings(runs)
+    assert [[run for way in ways.values() for run in way] for ways in found.values()] == [[run] for run in runs]
+
+
+def test_the_multilingual_model_is_the_one_whose_command_the_page_prints() -> None:
+    printed, other = trained(DEEP_OR_WIDE, 0, {"sw": 1.0}), trained(MULTILINGUAL, 0, {"sw": 2.0})
+    bilingual = trained("bilingual_laptop", 0, {"sw": 3.0}, languages=["sw"])
+    for records in ([printed, other, bilingual], [other, printed, bilingual]):
+        assert [one.run for one in multilingual_trainings(records)] == [printed]
+        (seeds,) = pair_models(records).values()
+        assert seeds[0]["sw"][1].run == printed
