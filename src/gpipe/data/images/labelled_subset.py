@@ -32,7 +32,11 @@ class ImageSubset:
         return len(self._positions)
 
     def image(self, index: int) -> Image.Image:
-        """Decode image `index`. Raises BrokenImage."""
+        """Decode image `index`.
+
+        Raises:
+            BrokenImage: it cannot be decoded.
+        """
         return self._image_set.image(int(self._positions[index]))
 
 
