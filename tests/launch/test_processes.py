@@ -215,7 +215,7 @@ def test_a_short_time_out_bounds_the_wait_for_a_process_that_hangs_once_all_have
 ) -> None:
     begun = time.monotonic()
     with pytest.raises(SystemExit):
-        run(hang_before, two(tmp_path, timeout_seconds=1.0), what)
+        run(hang_before, two(tmp_path, timeout_seconds=4.0), what)  # in which all come, on a loaded machine too
     assert time.monotonic() - begun < MANY_SECONDS / 2
     said = r"error: another process did not come in time \(wait timeout after \d+ms, .*\): find out what delays it, or"
     assert re.search(said, capfd.readouterr().err)

@@ -145,7 +145,8 @@ def test_the_largest_model_has_a_verdict_beside_the_papers() -> None:
 def test_plans_of_steps_stand_beside_the_allocators() -> None:
     rows = [
         {"model": "m", "schedule": "gpipe", "rematerialize": "never", "num_stages": len(planned)}
-        | {"partitions": [3] * len(planned), "planned_bytes": planned, "measured_bytes": [2**20] * len(planned)}
+        | {"stages_per_device": 1, "partitions": [3] * len(planned)}
+        | {"planned_bytes": planned, "measured_bytes": [2**20] * len(planned)}
         for planned in ([2**20], [2**20 + 2**16, 2**20 - 2**17])
     ]
     found = make_record(
