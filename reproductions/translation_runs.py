@@ -162,19 +162,19 @@ def _is_of(scored: Record, run: Record) -> bool:
 
 def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
     """Return the number of training pairs of each language of a data set, from the last record of its scores."""
-    found: dict[str, int] = {}
-    for record in records:
-        if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
-            found |= {language: row["num_train_pairs"] for language, row in record.results["languages"].items()}
-    return found
+    return _read_scored(records, data, "num_train_pairs")
 
 
 def count_test_sentences(records: Iterable[Record], data: str) -> dict[str, int]:
     """Return the number of test sentences of each language of a data set, from the last record of its scores."""
+    return _read_scored(records, data, "num_sentences")
+
+
+def _read_scored(records: Iterable[Record], data: str, name: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for record in records:
         if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
-            found |= {language: row["num_sentences"] for language, row in record.results["languages"].items()}
+            found |= {language: row[name] for language, row in record.results["languages"].items()}
     return found
 
 
