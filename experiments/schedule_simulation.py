@@ -3,19 +3,22 @@
     python -m experiments.schedule_simulation
 
 Stages of unequal layers sleep for a set time, in one process per device over Gloo. The simulator knows these times, the
-schedule's tasks, and what any plan for a processor takes for a message; nothing of this run. Any further time of a step
-is the engine's or the machine's. Four minutes.
+schedule's tasks, and what any plan for a processor takes for a message and adds to a task; nothing of this run. What
+tasks really took beside the sleep of their layer is given too. Any further time of a step is the machine's. Four
+minutes.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpipe
@@ -24,7 +27,7 @@ from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate
 from experiments.program import StudyProgram
 from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, Task
-from gpipe.planning.accelerator import Speed, find_accelerator
+from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.simulation import simulate
 from gpipe.records import make_record
 from reproductions.bubble.tables import schedule_simulation, schedule_simulation_run
@@ -54,11 +57,13 @@ def simulate_step(name: str, num_stages: int, stages_per_device: int, mode: str)
     """Return the seconds of a step in which only layers and messages take time."""
     layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
 
+    speed = Speed.of(find_accelerator("cpu"), "float32")
+
     def get_seconds(task: Task) -> float:
-        return layers[task.stage].seconds.of(task.kind)
+        return layers[task.stage].seconds.of(task.kind) + speed.task_seconds
 
     schedule = SCHEDULES[name](num_stages, NUM_MICROBATCHES, Rematerialize(mode), stages_per_device)
-    message = Speed.of(find_accelerator("cpu"), "float32").transfer_seconds(4 * SIZE)
+    message = speed.transfer_seconds(4 * SIZE)
     return simulate(schedule, get_seconds, lambda _: message).makespan_seconds
 
 
@@ -69,13 +74,13 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
     mesh = init_device_mesh("cpu", (1, num_devices), mesh_dim_names=("replica", "stage"))
     calibrate()
     batch = torch.randn(NUM_MICROBATCHES, SIZE), torch.randn(NUM_MICROBATCHES, SIZE)
-    steps, makespans = {}, {}
+    steps, makespans, added = {}, {}, {}
     for name, _, stages_per_device in SHAPES:
         for mode in MODES:
             num_stages = num_devices * stages_per_device
-            layers = nn.Sequential(*(make_layer(stage, stages_per_device) for stage in range(num_stages)))
+            layers = [make_layer(stage, stages_per_device) for stage in range(num_stages)]
             pipeline = gpipe.Pipeline(
-                layers,
+                nn.Sequential(*layers),
                 compute_loss,
                 [1] * num_stages,
                 NUM_MICROBATCHES,
@@ -84,19 +89,34 @@ def measure(rank: int, num_devices: int, rounds: int, port: int, results: Any) -
                 stages_per_device=stages_per_device,
                 mesh=mesh,
             )
-            found = makespans[f"{name}, {mode}"] = []
-
-            def step(pipeline: gpipe.Pipeline = pipeline, found: list[float] = found) -> None:
-                found.append(pipeline.train_step(batch, record_timeline=True).timeline.makespan_seconds)
-
-            steps[f"{name}, {mode}"] = step
+            key = f"{name}, {mode}"
+            makespans[key], added[key] = [], []
+            slept = [layer.seconds for layer in layers]
+            steps[key] = partial(_step, pipeline, batch, slept, makespans[key], added[key])
     what = "rounds" if rank == 0 else None
     seconds = measure_median_seconds(steps, rounds, dist.barrier, what=what)
     if rank == 0:
-        results.put({key: (seconds[key], statistics.median(makespans[key][1:])) for key in steps})
+        results.put(
+            {key: (seconds[key], *(statistics.median(of[key][1:]) for of in (makespans, added))) for key in steps}
+        )
     dist.barrier()
-    del pipeline, steps, step
+    del pipeline, steps
     dist.destroy_process_group()
+
+
+def _step(
+    pipeline: gpipe.Pipeline,
+    batch: tuple[Tensor, Tensor],
+    slept: Sequence[LayerSeconds],
+    makespans: list[float],
+    added: list[float],
+) -> None:
+    """Make a step; note its time, and by how much its tasks exceed the sleep of their layers, on average."""
+    timeline = pipeline.train_step(batch, record_timeline=True).timeline
+    makespans.append(timeline.makespan_seconds)
+    added.append(
+        statistics.fmean(end - start - slept[task.stage].of(task.kind) for task, start, end in timeline.events)
+    )
 
 
 def measure_all(rounds: int) -> list[dict[str, Any]]:
@@ -108,11 +128,11 @@ def measure_all(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, _, stages_per_device in SHAPES:
         for mode in MODES:
-            step, makespan = found[f"{name}, {mode}"]
+            step, makespan, added = found[f"{name}, {mode}"]
             simulated = simulate_step(name, num_devices * stages_per_device, stages_per_device, mode)
             rows.append({"schedule": name, "num_devices": num_devices, "stages_per_device": stages_per_device})
             rows[-1] |= {"num_microbatches": NUM_MICROBATCHES, "rematerialize": mode, "step_seconds": step}
-            rows[-1] |= {"makespan_seconds": makespan, "simulated_seconds": simulated}
+            rows[-1] |= {"makespan_seconds": makespan, "simulated_seconds": simulated, "added_seconds": added}
     return rows
 
 

@@ -15,13 +15,11 @@ FORWARD, RECOMPUTE, BACKWARD, WEIGHTS = 2.0, 3.0, 4.0, 1.5
 
 def plan_of(setting: Setting, scales: list[float], transfer: float = 0.0, update: float = 0.0) -> Plan:
     seconds = {"forward_seconds": FORWARD, "recompute_seconds": RECOMPUTE, "backward_seconds": BACKWARD}
-    seconds["weight_gradient_seconds"] = WEIGHTS
+    seconds |= {"weight_gradient_seconds": WEIGHTS, "splitting_seconds": 0.0, "task_seconds": 0.0}
     stages = []
     for scale in scales:
         scaled: dict[str, Any] = {name: scale * value for name, value in seconds.items()}
-        stages.append(
-            StagePlan(0, 0, 0, 0, 0, splitting_seconds=0.0, output_bytes=0, transfer_seconds=transfer, **scaled)
-        )
+        stages.append(StagePlan(*(0,) * 5, output_bytes=0, transfer_seconds=transfer, **scaled))
     timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), lambda _: transfer)
     return Plan(setting, tuple(stages), (), timeline, 0.0, update, 0.0)
 

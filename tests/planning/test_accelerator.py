@@ -39,9 +39,10 @@ def test_a_host_that_starts_operations_ahead_bounds_small_layers_alone() -> None
 
 
 def test_a_message_takes_its_bytes_and_a_hop_and_none_takes_nothing() -> None:
-    speed = Speed(10.0, 5.0, 100.0, 4.0, hop_seconds=3.0)
+    speed = Speed(10.0, 5.0, 100.0, 4.0, hop_seconds=3.0, task_seconds=7.0)
     assert speed.transfer_seconds(20) == 8.0
     assert speed.slowed(2).transfer_seconds(20) == 16.0
+    assert speed.slowed(2).task_seconds == 14.0
     assert speed.transfer_seconds(0) == 0.0
 
 

@@ -101,7 +101,7 @@ def test_interleaved_stages_are_refused() -> None:
         partition_by_memory([layer(), layer(), LOSS], setting)
 
 
-SPEED = Speed(2e3, 1e3, 1e9, 1e3, hop_seconds=0.1)
+SPEED = Speed(2e3, 1e3, 1e9, 1e3, hop_seconds=0.1, task_seconds=0.05)
 SETTINGS = st.one_of(
     st.builds(Setting, st.integers(1, 4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("gpipe")),
     st.builds(Setting, st.integers(1, 4), st.integers(1, 5), st.sampled_from(Rematerialize), st.just("1f1b")),

@@ -24,7 +24,7 @@ from gpipe.planning.search import Space, find_fastest
 from gpipe.planning.step import Plan, Setting, plan_step
 from tests.planning.small_profiles import LOSS, layer
 
-SPEED = Speed(10.0, 10.0, 1e4, 1e3, 5.0, hop_seconds=2.0)
+SPEED = Speed(10.0, 10.0, 1e4, 1e3, 5.0, hop_seconds=2.0, task_seconds=1.0)
 STAGES_PER_DEVICE = {"interleaved_1f1b": (2, 3), "zb_v": (2,)}
 LIKE = Setting(1, 1)
 

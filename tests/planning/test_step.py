@@ -39,6 +39,19 @@ def test_boundaries_take_time_both_ways() -> None:
     assert found.timeline.makespan_seconds == pytest.approx(1 + 2 + 1 + 2 + 2 + 2, rel=1e-6)
 
 
+def test_the_engine_adds_to_each_task() -> None:
+    profiles = [layer(), layer(), LOSS]
+    # Between the first stage's first and last task the second one does not wait. In one process no task overlaps.
+    of_two, of_one = Setting(2, 3), Setting(2, 3, Rematerialize.NEVER, is_sequential=True)
+    for setting, num_tasks in ((of_two, 1 + 3 * 3 + 1), (of_one, 2 * 3 * 2)):
+        plain, slow = (
+            plan_step(profiles, UNIT.seconds(profiles), [1, 1], setting, replace(UNIT, task_seconds=seconds))
+            for seconds in (0.0, 0.5)
+        )
+        added = slow.timeline.makespan_seconds - plain.timeline.makespan_seconds
+        assert added == pytest.approx(0.5 * num_tasks)
+
+
 def test_replicas_average_their_gradients() -> None:
     profiles = [layer(4_000), LOSS]
     slow = replace(UNIT, link_bytes_per_second=1_000.0)

@@ -37,6 +37,7 @@ class Accelerator:
         operation_seconds: the time that any operation takes to start.
         starts_ahead: whether a host starts operations while earlier ones still run; otherwise starting is on top.
         hop_seconds: what a message to a neighbour takes beside its bytes; 0 where nobody has measured it.
+        task_seconds: what the engine adds to a task; 0 where a host is ahead of its device, or nobody has measured it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Accelerator:
     operation_seconds: float
     starts_ahead: bool
     hop_seconds: float = 0.0
+    task_seconds: float = 0.0
 
     def flops_per_second(self, precision: str) -> float:
         """Return the FLOP/s for "float32", "bfloat16" or "float16"."""
@@ -88,7 +90,9 @@ _G = 1e9
 # without which small layers of many operations, such as AmoebaNet's last cells, look much too cheap: of the measured
 # times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most. Between two
 # tasks of two processes lies a millisecond, as `train_step(record_timeline=True)` shows: a message is packed, sent and
-# unpacked, and threads have to be woken up.
+# unpacked, and threads have to be woken up. A task takes a quarter of a millisecond beside its layers: autograd is
+# called, randomness and buffers are kept. `experiments.schedule_simulation` measures 0.3 to 0.5 with its layers' few
+# operations.
 # Starting operations: XLA compiles what a TPU runs into one program, so starting takes nothing. A GPU's operations are
 # started by torch on its host: Python, the dispatcher, autograd, and NVIDIA's driver. Published estimates are 5 to 25
 # microseconds per operation; we assume 10 on any host. The host is ahead of a busy GPU, so a layer takes either the
@@ -110,7 +114,17 @@ _ALL = (
     Accelerator("h100", 80 * GIB, 67 * _T, 989 * _T, 989 * _T, 3350 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator("h200", 141 * GIB, 67 * _T, 989 * _T, 989 * _T, 4800 * _G, 450 * _G, _HOST_SECONDS, starts_ahead=True),
     Accelerator(
-        "cpu", 16 * GIB, 96 * _G, 96 * _G, 96 * _G, 21.3 * _G, 10.65 * _G, 20e-6, starts_ahead=False, hop_seconds=1e-3
+        "cpu",
+        16 * GIB,
+        96 * _G,
+        96 * _G,
+        96 * _G,
+        21.3 * _G,
+        10.65 * _G,
+        20e-6,
+        starts_ahead=False,
+        hop_seconds=1e-3,
+        task_seconds=0.25e-3,
     ),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _ALL}
@@ -200,6 +214,7 @@ class Speed:
         operation_seconds: what any operation takes to start.
         starts_ahead: whether a host starts operations while earlier ones still run.
         hop_seconds: what a message to a neighbouring accelerator takes beside its bytes.
+        task_seconds: what the engine adds to a task.
     """
 
     peak_flops_per_second: float
@@ -209,6 +224,7 @@ class Speed:
     operation_seconds: float = 0.0
     starts_ahead: bool = False
     hop_seconds: float = 0.0
+    task_seconds: float = 0.0
 
     @classmethod
     def of(cls, accelerator: Accelerator, precision: str, efficiency: float = EFFICIENCY) -> Speed:
@@ -216,7 +232,8 @@ class Speed:
         peak = accelerator.flops_per_second(precision)
         reached = efficiency * peak, efficiency * accelerator.memory_bandwidth
         start = accelerator.operation_seconds, accelerator.starts_ahead
-        return cls(peak, *reached, accelerator.link_bandwidth, *start, accelerator.hop_seconds)
+        beside = accelerator.hop_seconds, accelerator.task_seconds
+        return cls(peak, *reached, accelerator.link_bandwidth, *start, *beside)
 
     def slowed(self, factor: float) -> Speed:
         """Return the speed of an accelerator that takes `factor` times as long for everything, transfers too."""
@@ -228,6 +245,7 @@ class Speed:
             link_bytes_per_second=self.link_bytes_per_second / factor,
             operation_seconds=self.operation_seconds * factor,
             hop_seconds=self.hop_seconds * factor,
+            task_seconds=self.task_seconds * factor,
         )
 
     def transfer_seconds(self, num_bytes: int) -> float:

@@ -132,6 +132,7 @@ class StagePlan:
         splitting_seconds: by how much the parts of a split backward exceed a whole one.
         output_bytes: bytes that travel to the next stage; as many gradients come back; 0 in the last stage.
         transfer_seconds: seconds of these, one way.
+        task_seconds: what the engine adds to each task.
     """
 
     first_layer: int
@@ -146,10 +147,11 @@ class StagePlan:
     splitting_seconds: float
     output_bytes: int
     transfer_seconds: float
+    task_seconds: float
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds of a task."""
-        return self._seconds.of(kind)
+        return self._seconds.of(kind) + self.task_seconds
 
     @property
     def microbatch_seconds(self) -> float:
@@ -277,7 +279,8 @@ def plan_step(
         layer_seconds: likewise, planned (`Speed.seconds`) or measured.
         partitions: the number of layers of each stage.
         setting: how the model is run.
-        speed: of a device, for transfers, the utilisation, and the update where that was not measured.
+        speed: of a device, for transfers, what the engine adds to a task, the utilisation, and the update where that
+            was not measured.
         layer_update_seconds: of the optimiser, measured, for each layer; None plans them.
     """
     bounds = list(pairwise(accumulate(partitions, initial=0)))
@@ -370,4 +373,5 @@ def _stage(
         splitting_seconds=seconds.splitting,
         output_bytes=output_bytes,
         transfer_seconds=speed.transfer_seconds(output_bytes),
+        task_seconds=speed.task_seconds,
     )
