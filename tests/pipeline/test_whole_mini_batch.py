@@ -163,7 +163,7 @@ def hurried(num_stages: int, num_microbatches: int, mode: Rematerialize, stages_
 
 
 def train_in_a_process(rank: int) -> tuple[Any, ...]:
-    from tests.pipeline.wire.test_transfer import stages
+    from tests.pipeline.wire.mixed_layers import stages
 
     layers = build()
     pipeline = pipeline_of(layers, [1, 2], mesh=stages(2), schedule=hurried, timeout_seconds=20)
