@@ -7,7 +7,7 @@ from typing import Any
 
 from gpipe.decoding.resource_groups import GROUPS, resource_groups
 from gpipe.records import Record
-from reproductions.claims import NOT_RUN, Claim, format_verdicts
+from reproductions.claims import Claim, format_verdicts
 from reproductions.table import Paper, markdown, not_run
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
@@ -78,14 +78,16 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 verdict=format_verdicts(found, ".2f"),
             )
         )
-    for setting, ways in deep_trainings(records).items():
-        outcomes = Counter(itertools.chain.from_iterable(map(describe_outcome, runs) for runs in ways.values()))
+    settings = deep_trainings(records)
+    if settings:
+        runs = [run for ways in settings.values() for found in ways.values() for run in found]
+        outcomes = Counter(map(describe_outcome, runs))
         rows.append(
             Claim(
                 "scaled initialisation and clipped logits let deep models train, at laptop scale (section 5)",
                 "without them, gradients that destroy the learning progress",
                 "; ".join(f"{text}: {count} of {outcomes.total()} runs" for text, count in outcomes.items()),
-                verdict=_deep_verdict(setting, ways),
+                verdict=format_verdicts([_compare_losses(*both) for both in settings.items()], ".3f"),
             )
         )
     return rows
@@ -204,8 +206,10 @@ def _order(way: tuple[bool, float | None]) -> tuple[bool, bool, float]:
     return not scaled, limit is None, limit or 0
 
 
-def _deep_verdict(setting: str, ways: Mapping[tuple[bool, float | None], Sequence[Record]]) -> str:
-    """Return the verdict on the final loss with both measures against neither, seed by seed, with its recipe."""
+def _compare_losses(
+    setting: str, ways: Mapping[tuple[bool, float | None], Sequence[Record]]
+) -> tuple[str, Interval | None]:
+    """Return a recipe, and the interval of the gain in final loss of both measures over neither, seed by seed."""
     losses = [
         {
             run.seed: next(iter(run.results["evaluation"].values()))["loss"]
@@ -215,11 +219,11 @@ def _deep_verdict(setting: str, ways: Mapping[tuple[bool, float | None], Sequenc
         for (scaled, limit), runs in ways.items()
         if scaled == (limit is not None)
     ]
-    if len(losses) != 2:
-        return NOT_RUN
-    gains = {seed: {"": losses[1][seed] - losses[0][seed]} for seed in sorted(losses[0].keys() & losses[1].keys())}
     recipe = setting[setting.index("learning rate") :]
-    return format_verdicts([(f"final loss, {recipe}", over_seeds_and_parts(gains))], ".3f")
+    if len(losses) != 2:
+        return f"final loss, {recipe}", None
+    gains = {seed: {"": losses[1][seed] - losses[0][seed]} for seed in sorted(losses[0].keys() & losses[1].keys())}
+    return f"final loss, {recipe}", over_seeds_and_parts(gains)
 
 
 def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], dict[str, float]]:

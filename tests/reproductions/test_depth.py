@@ -1,5 +1,6 @@
 """Deep or wide, and deep trainings: what was better, what trained, and what diverged."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from gpipe.records import Record
 from reproductions.figure3_multilingual.depth import (
     DEEP_OR_WIDE,
     DEEP_TRAINING,
+    claims,
     deep_or_wide,
     deep_or_wide_models,
     deep_training,
@@ -72,6 +74,19 @@ def test_a_row_has_a_way_to_train_a_deep_model_and_what_became_of_it() -> None:
     assert both[5:] == ["8.000 ± 0.000", "5.500 ± 0.707", "0.500 ± 0.707", "4", "25.00%", "trained: 2"]
     assert neither[:4] == ["no", "none", "2", "1.000"]
     assert neither[-2:] == ["", "learnt nothing: 1, diverged after step 10: 1"]
+
+
+def test_searches_for_a_rate_at_which_depth_fails_are_one_claim() -> None:
+    records = [
+        deep(seed, course(8.0, 4.0), evaluation={"valid": {"loss": loss + seed}}, rate=rate, **way)
+        for rate, losses in ((0.25, (2.0, 2.5)), (0.5, (2.0, 1.0)))
+        for seed in range(2)
+        for loss, way in zip(losses, ({}, {"scaled": False, "limit": None}), strict=True)
+    ]
+    paper = [{"num_layers": layers, "bleu_read_off_by_third_party": "30.0"} for layers in ("12", "24")]
+    (claim,) = claims([*records, deep(0, course(8.0, 9.0), rate=0.75)], paper)
+    assert claim.measured == "trained: 8 of 9 runs; learnt nothing: 1 of 9 runs"
+    assert re.findall(r"rate (\S+),.*?: (\w+)", claim.verdict) == [("0.25", "reproduced"), ("0.5", "contradicted")]
 
 
 @pytest.mark.parametrize(
