@@ -15,8 +15,8 @@ from hydra import compose, initialize_config_dir
 from experiments.program import StudyProgram, track
 from gpipe.config import register_schemas, to_run
 from gpipe.planning.accelerator import find_accelerator
-from gpipe.programs.build import build_planner, build_setting
 from gpipe.programs.complete import complete
+from gpipe.programs.layout import build_planner, build_setting
 from gpipe.records import make_record
 from reproductions import ROOT
 from reproductions.task_independence.tables import (

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 
 from experiments.program import StudyProgram, track
 from gpipe.config import register_schemas, to_run
-from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
+from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting
 from gpipe.records import make_record
 from reproductions import ROOT
 from reproductions.pages import read_paper

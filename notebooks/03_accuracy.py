@@ -38,12 +38,13 @@ from accuracy_pictures import (
     same_but_seed,
     select_with_curves,
 )
-from house_style import Color, show, use_house_style
+from house_style import Color, show, show_answers, use_house_style
 
 from gpipe.records import Record
 from reproductions.table import markdown
 from reproductions.table4_imagenet_and_transfer.tables import (
     LAPTOP_TRANSFERS,
+    claims,
     data_of,
     image_runs,
     small_transfers,
@@ -162,6 +163,7 @@ show(
     ),
     *describe_missing({data_of(record): record.results["reason"] for record in unmade}),
 )
+show_answers(claims(records, paper), "at laptop scale")
 
 # %%
 if transfers:

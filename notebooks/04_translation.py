@@ -21,7 +21,7 @@ import sys
 sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
 
 
-from house_style import show, use_house_style
+from house_style import show, show_answers, use_house_style
 from translation_pictures import (
     TABLE5,
     describe_gain,
@@ -49,6 +49,7 @@ from reproductions.figure3_multilingual.depth import (
 )
 from reproductions.figure3_multilingual.tables import (
     BILINGUAL,
+    claims,
     figure3_design,
     figure3_gain,
     figure3_left_out,
@@ -59,7 +60,7 @@ from reproductions.figure3_multilingual.tables import (
 )
 from reproductions.pages import read_paper
 from reproductions.table import markdown
-from reproductions.table5_batch_size.tables import table5, table5_design, table5_examples, table5_laptop
+from reproductions.table5_batch_size import tables as batch_sizes
 from reproductions.translation_runs import training_pairs, trainings
 
 use_house_style()
@@ -132,6 +133,8 @@ show(figure3_gain(records))
 
 # %%
 show(figure3_left_out(records), *map(describe_gain, pair_models(records)), figure3_low_resource(records))
+show_answers(claims(records, paper), "multilingual model's gain")
+show_answers(claims(records, paper), "one model of 102 languages")
 
 # %% [markdown]
 # Each verdict follows from [the stated test](../reproductions/README.md#the-test-behind-a-verdict), a paired bootstrap
@@ -144,24 +147,32 @@ show(figure3_left_out(records), *map(describe_gain, pair_models(records)), figur
 #
 # ## 3. Deep or wide
 #
-# Two models of nearly equal size. A point is the mean of a seed. A bar is the mean over the seeds, with one deviation
-# to each side. "High" are the languages with many training pairs, "low" the other half, each without the languages that
-# have few test sentences.
+# **Question:** of two models of equal size, is the deep one better where text is scarce, and as good where there is
+# more? **Method:** both learn all languages with the same seeds, steps and recipe, so that each seed makes a pair.
+#
+# A point is the mean of a seed. A bar is the mean over the seeds, with one deviation to each side. "High" are the
+# languages with many training pairs, "low" the other half, each without the languages that have few test sentences.
 
 # %%
 for (data, _), sides in deep_and_wide(records).items():
     groups = tested_groups(records, data) if training_pairs(records, data) else {"all": []}
     draw_deep_and_wide(sides, groups)
 show(deep_or_wide(records))
+show_answers(claims(records, paper), "deep beats wide")
 
 # %% [markdown]
+# **What would change the answer:** more than two depths, a learning rate tuned for each, and text enough for the scores
+# to be high.
+#
 # ## 4. Sixty-four layers, twice
 #
-# Very deep models are hard to train. The paper starts with smaller weights in the feed-forward layers, and clips the
-# logits. Here are 64 + 64 narrow layers with both, with one, and with neither. Left: the training loss without label
-# smoothing, means over ten or more steps. Right: the largest gradient norm in these steps, before it was clipped. A
-# line is a seed; a cross is where a training diverged. Lines with clipped logits are wide: where no logit ever reached
-# the limit, a thin line lies on a wide one.
+# **Question:** very deep models are hard to train. The paper starts with smaller weights in the feed-forward layers,
+# and clips the logits. Is there a learning rate at which these two decide whether a deep model trains? **Method:** 64 +
+# 64 narrow layers with both measures, with one, and with neither, at several learning rates.
+#
+# Left: the training loss without label smoothing, means over ten or more steps. Right: the largest gradient norm in
+# these steps, before it was clipped. A line is a seed; a cross is where a training diverged. Lines with clipped logits
+# are wide: where no logit ever reached the limit, a thin line lies on a wide one.
 
 # %%
 for setting, ways in deep_trainings(records).items():
@@ -173,22 +184,33 @@ for setting, ways in deep_trainings(records).items():
         )
     )
 show(deep_training(records))
+show_answers(claims(records, paper), "let deep models train")
 
 # %% [markdown]
+# **What would change the answer:** longer trainings, since the paper's models failed after thousands of steps, wider
+# layers, and more seeds.
+#
 # ## 5. Larger mini-batches
 #
-# The paper's Table 5: from German to English, the larger the mini-batch, the better. Ours has another scale and all
-# languages, and therefore its own picture; a point is a seed. The runs in the picture make the same number of steps
-# with every mini-batch, so a larger one sees more text. The paper does not say whether its runs did. The last table is
-# for runs that read the same number of tokens with every mini-batch.
-#
-# **What would change the answer:** a learning rate tuned for each mini-batch, and runs with the examples fixed.
+# **Question:** the paper's Table 5 says of German to English that the larger the mini-batch, the better. Does a larger
+# one help through its further text alone, or also with the same text in fewer steps? The paper does not say what it
+# held fixed. **Method:** two studies on all languages, with the steps fixed and with the examples fixed, at a smaller
+# scale, and therefore with a picture of their own. A point is a seed of the first study.
 
 
 # %%
 draw_batch_sizes(batch_records, batch_paper)
-show(table5_design(batch_records, batch_paper), table5(batch_records, batch_paper), table5_laptop(batch_records))
-show("With the number of examples fixed:", table5_examples(batch_records))
+show(
+    batch_sizes.table5_design(batch_records, batch_paper),
+    batch_sizes.table5(batch_records, batch_paper),
+    batch_sizes.table5_laptop(batch_records),
+)
+show("With the number of examples fixed:", batch_sizes.table5_examples(batch_records))
+show_answers(batch_sizes.claims(batch_records, batch_paper), "larger mini-batches")
+
+# %% [markdown]
+# **What would change the answer:** a learning rate tuned for each mini-batch. With the examples fixed, a schedule of
+# the learning rate for each number of steps may be worth more than the mini-batch.
 
 # %% [markdown]
 # ## Where to go next

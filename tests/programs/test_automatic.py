@@ -13,7 +13,8 @@ from gpipe.planning.accelerator import EFFICIENCY, LayerSeconds, find_accelerato
 from gpipe.planning.calibration import Calibration
 from gpipe.programs import calibration_files
 from gpipe.programs.automatic import DevicesToUse, choose_pipeline, is_open, spell_out
-from gpipe.programs.build import build_layers, build_planner, build_setting, share_layout
+from gpipe.programs.build import build_layers
+from gpipe.programs.layout import build_planner, build_setting, share_layout
 from gpipe.records import RECORD_FILE, read_records
 from tests.support.program_server import run_program
 

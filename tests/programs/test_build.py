@@ -14,16 +14,8 @@ from gpipe.launch.processes import Place
 from gpipe.planning.accelerator import find_accelerator
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan
-from gpipe.programs.build import (
-    accelerator_at_hand,
-    build_layers,
-    build_pipeline,
-    build_planner,
-    build_setting,
-    build_tracker,
-    build_trainer,
-    share_layout,
-)
+from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer
+from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting, share_layout
 from gpipe.programs.workloads import workload_of
 from gpipe.training.trainer import Trainer
 

@@ -162,7 +162,7 @@ def test_a_dry_run_prints_what_the_planner_prints(
 ) -> None:
     if not experiment.endswith("_laptop"):  # nothing to look for that fits
         roomy = replace(ACCELERATORS["cpu"], memory_bytes=2**50)
-        monkeypatch.setattr("gpipe.programs.build.detect_accelerator", lambda _: roomy)
+        monkeypatch.setattr("gpipe.programs.layout.detect_accelerator", lambda _: roomy)
     overrides = [f"+experiment={experiment}"]
     if experiment.startswith("transfer_") or experiment == "transfer":
         overrides.append("init_from=null")

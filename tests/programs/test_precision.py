@@ -4,7 +4,7 @@ import pytest
 
 from gpipe.config import Autocast
 from gpipe.planning.accelerator import ACCELERATORS
-from gpipe.programs.build import build_planner
+from gpipe.programs.layout import build_planner
 from gpipe.programs.precision import precision_of, settle_precision
 from tests.config.composition import run_of
 

@@ -12,7 +12,8 @@ from hydra import compose
 from gpipe.config import to_run
 from gpipe.data.images.catalogue import IMAGE_SETS
 from gpipe.launch.processes import Place
-from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer, share_layout
+from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer
+from gpipe.programs.layout import share_layout
 from tests.data.images.full_sets import WRITERS
 
 pytestmark = pytest.mark.usefixtures("composer")

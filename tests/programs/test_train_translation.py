@@ -16,7 +16,8 @@ from gpipe.data import SPLITS, Tokenizer, open_corpus, open_tokenizer, split_of
 from gpipe.data.text.multilingual_text import read_embedded
 from gpipe.data.text.sentences import Sentences
 from gpipe.decoding.resource_groups import resource_groups
-from gpipe.programs import build
+from gpipe.programs import layout
+from gpipe.programs.build import build_layers
 from gpipe.programs.train import launch_training
 from gpipe.programs.workloads import workload_of
 from gpipe.records import read_records
@@ -162,7 +163,7 @@ def test_the_models_of_section_5_have_the_papers_number_of_accelerators(name: st
 def test_the_small_deep_and_wide_models_are_of_equal_size() -> None:
     sizes = []
     for model in ("translation_t4_128_4", "translation_t2_256_8"):
-        layers = build.build_layers(run_of("+experiment=deep_or_wide_laptop", f"model={model}"))
+        layers = build_layers(run_of("+experiment=deep_or_wide_laptop", f"model={model}"))
         products = [parameter.numel() for parameter in layers.parameters() if parameter.ndim > 1]
         sizes.append((len(layers), sum(products)))
     assert [size for _, size in sizes] == [sizes[0][1]] * 2 and sizes[0][0] > sizes[1][0]
@@ -170,8 +171,8 @@ def test_the_small_deep_and_wide_models_are_of_equal_size() -> None:
 
 def test_a_translation_is_planned_in_sentences() -> None:
     run = run_of("+experiment=transformer_multilingual", "model=translation_t12_16384_32")
-    accelerator = build.accelerator_at_hand(run)
-    plan = build.build_planner(run, accelerator).plan(build.build_setting(run, accelerator))
+    accelerator = layout.accelerator_at_hand(run)
+    plan = layout.build_planner(run, accelerator).plan(layout.build_setting(run, accelerator))
     assert (plan.setting.num_microbatches, plan.microbatch_size) == (64, 16)  # of 256 tokens
     assert sum(plan.partitions) == 28 and plan.parameters == 1_239_171_072
 

@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_dir
 
 from gpipe.config import register_schemas, to_run
 from gpipe.launch.processes import Place
-from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer, share_layout
+from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer
+from gpipe.programs.layout import share_layout
 from tests.simulated_cuda.environment import ROOT
 
 _SMALL = (

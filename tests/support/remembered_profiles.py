@@ -15,9 +15,9 @@ from gpipe.config import RunConfig
 from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.profile import LayerProfile
-from gpipe.programs import build
+from gpipe.programs import layout
 
-_make_profiler, _plan_evaluations = build._profiler, build._evaluation_planner
+_make_profiler, _plan_evaluations = layout._profiler, layout._evaluation_planner
 Profiler = Callable[[int], list[LayerProfile]]
 
 
@@ -39,7 +39,7 @@ def remember_profiles(folder: Path) -> None:
         key = "evaluation", run.model, run.data, run.trainer.evaluation.autocast
         return replace(planner, profiler=_remembering(folder, key, lambda: planner.profiler))
 
-    build._profiler, build._evaluation_planner = profiler, evaluation_planner
+    layout._profiler, layout._evaluation_planner = profiler, evaluation_planner
 
 
 def _remembering(folder: Path, key: tuple[Any, ...], make: Callable[[], Profiler]) -> Profiler:

@@ -80,8 +80,9 @@ def choose_pipeline(
     from gpipe.pipeline.batch_norm import converted_batch_norms
     from gpipe.planning.report import print_choices
     from gpipe.planning.search import Space, find_fastest
-    from gpipe.programs.build import build_layers, build_planner, build_setting
+    from gpipe.programs.build import build_layers
     from gpipe.programs.calibration_files import find_calibration
+    from gpipe.programs.layout import build_planner, build_setting
 
     devices = (find_devices or find_devices_at_hand)(run)
     count = fixed.get("num_processes", devices.count)
@@ -128,7 +129,7 @@ def find_devices_at_hand(run: RunConfig, count: int | None = None, efficiency: f
         efficiency: the share of their peaks that they reach; None is the usual one.
     """
     from gpipe.planning.accelerator import EFFICIENCY
-    from gpipe.programs.build import accelerator_at_hand
+    from gpipe.programs.layout import accelerator_at_hand
 
     accelerator = accelerator_at_hand(run)
     count = count or _count_devices(run, accelerator.name)

@@ -1,11 +1,8 @@
-"""Settings -> objects. Nothing else knows both; below this nobody sees a config."""
+"""Settings -> layers, pipeline, tracker, trainer. The programs alone know both; below them nobody sees a config."""
 
-import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,53 +12,35 @@ from torch import nn
 
 from gpipe.checkpoint.read import read_shapes
 from gpipe.config import (
-    AmoebaNetConfig,
     Autocast,
     ConfigError,
     Decay,
-    Device,
-    OptimizerConfig,
-    PartitionBy,
-    RematerializeChoice,
     RunConfig,
     to_plain,
 )
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
-from gpipe.models import count_auxiliary_parameters, set_drop_path
+from gpipe.models import set_drop_path
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
-from gpipe.pipeline.microbatch import Payload, microbatch_sizes
-from gpipe.pipeline.schedule import SPLIT_SCHEDULES, Rematerialization, Rematerialize
 from gpipe.pipeline.schedule_choice import place_stages
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.pipeline.timeline import Timeline
-from gpipe.planning.accelerator import EFFICIENCY, Accelerator, LayerSeconds, Speed, detect_accelerator
-from gpipe.planning.calibration import Calibration
-from gpipe.planning.cut import Cutter
-from gpipe.planning.evaluation import EvaluationPlanner
-from gpipe.planning.fit import Fit
-from gpipe.planning.operation_memory import OperationMemory
-from gpipe.planning.optimizer_memory import try_optimizer
-from gpipe.planning.planner import Planner
-from gpipe.planning.profile import LayerProfile, profile_layers
-from gpipe.planning.step import Setting
-from gpipe.planning.timing import LayerTimer, LayerTiming
-from gpipe.programs.calibration_files import find_calibration
+from gpipe.planning.accelerator import detect_accelerator
 from gpipe.programs.chosen_checkpoint import choose_checkpoint, find_kindred, newest_manifest, refuse_other_files
-from gpipe.programs.precision import precision_of, settle_precision
+from gpipe.programs.layout import Layout
+from gpipe.programs.optimizer import build_run_optimizer
+from gpipe.programs.precision import build_autocast, settle_precision
 from gpipe.programs.workloads import Workload, workload_of
 from gpipe.records import git_state, package_versions
 from gpipe.training.ema import Ema
 from gpipe.training.learning_rate import build_schedule
 from gpipe.training.loader import RepeatedLoader
 from gpipe.training.numerics import set_numerics
-from gpipe.training.optimizers import build_optimizer
 from gpipe.training.progress import Progress
 from gpipe.training.tracking import Tracker
 from gpipe.training.trainer import Trainer
 
-_TIMED_RUNS = 5  # of each layer that count
 _NAME_LENGTH = 64  # of a run, where it is mirrored
 _NOT_IN_NAMES = ("experiment", "hydra", "launch", "name", "reproduction", "tracking")
 
@@ -78,207 +57,6 @@ def check_model(run: RunConfig) -> None:
 def build_layers(run: RunConfig) -> nn.Sequential:
     """Describe the whole model; where it can be, on the meta device, where the pipeline fills its own layers."""
     return workload_of(run).layers()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the first process of a run has cut the model, for all.
-
-    Attributes:
-        partitions: the number of layers of each stage.
-        rematerialize: a mode, or how many graphs each stage keeps at once.
-        planner: what has chosen them; the first process's alone.
-    """
-
-    partitions: list[int]
-    rematerialize: Rematerialization
-    planner: Planner | None
-
-
-def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
-    """Choose the partitions and what is recomputed in the first process, and tell the others.
-
-    Two measurements never agree, and hosts may have different GPUs: processes that choose alone would never meet.
-
-    Raises:
-        ValueError: the layers cannot be cut as the settings say.
-    """
-    planner: Planner | None = None
-    chooses = run.pipeline.partitions is None
-    measures = chooses and run.pipeline.partition_by is PartitionBy.measured_seconds
-    memory = OperationMemory() if chooses and run.pipeline.partition_by is PartitionBy.measured_memory else None
-    if memory is not None and place.device_type != "cpu":
-        raise ConfigError(
-            f"pipeline.partition_by is measured_memory, but stages are on {place.device_type}, and only the memory of "
-            "processors is measured: set pipeline.partition_by=memory."
-        )
-
-    def decide(tell: Callable[[str], None]) -> None:
-        nonlocal planner
-        accelerator = detect_accelerator(place.device_type)
-        seconds = None
-        if measures:
-            splits = run.pipeline.schedule.value in SPLIT_SCHEDULES
-            seconds = measure_seconds(run, layers, place.device_type, lambda _: tell(""), splits=splits)
-        calibration = None if measures else find_calibration(run, accelerator)
-        planner = build_planner(run, accelerator, seconds=seconds, memory=memory, calibration=calibration)
-        plan = planner.plan(build_setting(run, accelerator, place))
-        tell(json.dumps([plan.partitions, plan.setting.rematerialize]))
-
-    num_messages = 1 + (len(layers) if measures else 0)  # the others wait for each as long as for any message
-    partitions, mode = json.loads(place.share_each("layout", num_messages, decide)[-1])
-    return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planner)
-
-
-def measure_seconds(
-    run: RunConfig,
-    layers: nn.Sequential,
-    device_type: str,
-    on_layer: Callable[[LayerTiming], None],
-    *,
-    splits: bool,
-) -> list[LayerSeconds]:
-    """Time each layer, described on the meta device, and the loss with the run's largest micro-batch."""
-    workload = workload_of(run)
-    size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
-    device = torch.empty(0, device=device_type).device
-    example = _zeros(workload.inputs(size), device), _zeros(workload.targets(size), device)
-    settled = settle_precision(run, detect_accelerator(device_type))
-    with build_autocast(settled.trainer.autocast, device_type)():
-        timings = LayerTimer(device, _TIMED_RUNS, splits=splits).time(layers, workload.loss(), example, on_layer)
-    return [timing.seconds for timing in timings]
-
-
-def _zeros(value: Any, device: torch.device) -> Any:
-    payload = Payload.of(value)
-    payload.tensors = [torch.zeros_like(tensor, device=device) for tensor in payload.tensors]
-    return payload.value()
-
-
-def accelerator_at_hand(run: RunConfig) -> Accelerator:
-    """Return what a run on this machine would compute with."""
-    has_gpu = run.launch.device is not Device.cpu and torch.cuda.is_available()
-    return detect_accelerator("cuda" if has_gpu else "cpu")
-
-
-def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None = None) -> Setting:
-    """Return how the run's model is run, for planning; `place` knows better than the settings what was launched."""
-    settings = run.pipeline
-    if settings.rematerialize is RematerializeChoice.fit:
-        mode: Rematerialization | Fit = Fit(settings.memory_limit_bytes or accelerator.room_bytes)
-    else:
-        mode = Rematerialize(settings.rematerialize.value)
-    rate = run.optimizer.learning_rate
-    memory = try_optimizer(partial(_build_optimizer, run.optimizer, rate=rate, on_gpus=accelerator.is_gpu))
-    return Setting(
-        num_stages=settings.num_stages,
-        num_microbatches=settings.num_microbatches,
-        rematerialize=mode,
-        schedule=settings.schedule.value,
-        stages_per_device=settings.stages_per_device,
-        state_ratio=(run.ema.decay is not None) + (0 if run.launch.shard_optimizer else memory.kept),
-        shared_ratio=memory.kept if run.launch.shard_optimizer else 0,
-        update_ratio=memory.update,
-        num_replicas=run.launch.num_replicas,
-        synchronize_batch_norm=settings.synchronize_batch_norm,
-        is_sequential=run.launch.num_processes == 1 if place is None else place.mesh is None,
-    )
-
-
-def build_planner(
-    run: RunConfig,
-    accelerator: Accelerator,
-    *,
-    efficiency: float = EFFICIENCY,
-    seconds: Sequence[LayerSeconds] | None = None,
-    memory: OperationMemory | None = None,
-    calibration: Calibration | None = None,
-) -> Planner:
-    """Build what plans the run's steps on accelerators of one kind.
-
-    Args:
-        run: the settings.
-        accelerator: the kind.
-        efficiency: the share of the makers' peaks that is reached.
-        seconds: of each layer and the loss, measured with the run's largest micro-batch; None plans them.
-        memory: measures operations; None plans without.
-        calibration: corrects planned seconds; None takes them as they are.
-    """
-    run = settle_precision(run, accelerator)
-    settings = run.pipeline
-    partition_by = settings.partition_by.value.removeprefix("measured_")
-    is_measured = partition_by != settings.partition_by.value
-    if is_measured and settings.partitions is None and seconds is None and memory is None:
-        raise ConfigError(
-            f"pipeline.partition_by is {settings.partition_by.value}, but a plan measures nothing: set "
-            f"pipeline.partition_by={partition_by}."
-        )
-    speed = Speed.of(accelerator, precision_of(run), efficiency)
-    measured: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
-    if seconds is not None:
-        measured = partial(_take, seconds)
-    elif calibration is not None:
-        # Its figures are shares of what this speed plans.
-        measured = partial(_correct, calibration, Speed.of(accelerator, precision_of(run)))
-    cut = Cutter(
-        partition_by,
-        settings.objective.value,
-        speed,
-        measured,
-        settings.memory_limit_bytes,
-        settings.partitions,
-    )
-    return Planner(
-        _profiler(run, memory),
-        cut,
-        workload_of(run).num_examples,
-        accelerator,
-        speed,
-        count_auxiliary_parameters(build_layers(run)),
-        run.model.min_microbatch_size if isinstance(run.model, AmoebaNetConfig) else 1,
-        measured,
-        _evaluation_planner(run),
-    )
-
-
-def _take(seconds: Sequence[LayerSeconds], _: Sequence[LayerProfile]) -> Sequence[LayerSeconds]:
-    return seconds
-
-
-def _correct(calibration: Calibration, speed: Speed, profiles: Sequence[LayerProfile]) -> Sequence[LayerSeconds]:
-    return calibration.correct(speed.seconds(profiles))
-
-
-def profile_run(run: RunConfig, size: int) -> list[LayerProfile]:
-    """Describe the run's layers and the loss with a micro-batch of a size."""
-    return _profiler(run, None)(size)
-
-
-def _profiler(run: RunConfig, memory: OperationMemory | None) -> Callable[[int], list[LayerProfile]]:
-    """Return what describes the run's layers with a micro-batch of a given size."""
-    workload = workload_of(run)
-    layers, loss = workload.layers(), workload.loss()
-    autocast = build_autocast(run.trainer.autocast, "cpu")
-
-    def profile(size: int) -> list[LayerProfile]:
-        example = workload.inputs(size), workload.targets(size)
-        return profile_layers(layers, loss, example, autocast=autocast, measured=memory)
-
-    return profile
-
-
-def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
-    settings, workload = run.trainer.evaluation, workload_of(run)
-    if settings.every_epochs is None and settings.every_steps is None:
-        return None
-    layers, measure = workload.layers(), workload.make_metrics().measure
-    autocast = build_autocast(settings.autocast, "cpu")
-
-    def profile(size: int) -> list[LayerProfile]:
-        example = workload.inputs(size), workload.evaluated_targets(size)
-        return profile_layers(layers, measure, example, autocast=autocast, training=False)
-
-    return EvaluationPlanner(profile, workload.num_evaluated_examples)
 
 
 def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place: Place) -> Pipeline:
@@ -400,7 +178,7 @@ def build_trainer(
     if (earlier := newest_manifest(folder)) is not None:
         refuse_other_files(f"{folder} has a checkpoint", earlier.config, kept)
     workload.keep(folder if place.is_main else None)
-    optimizer = _build_optimizer(run.optimizer, pipeline.named_parameters(), rate)
+    optimizer = build_run_optimizer(run.optimizer, pipeline.named_parameters(), rate)
     if run.launch.shard_optimizer and pipeline.job.num_replicas > 1:
         optimizer = ShardedOptimizer(optimizer, pipeline.job)
     # Checkpoints keep what was asked for.
@@ -491,19 +269,3 @@ def _check_warm_up(run: RunConfig, steps_per_epoch: int, num_steps: int) -> list
     if schedule.name is Decay.cosine and not ends_early:
         raise ConfigError(f"{sentence}: lower it; 0 means none.")
     return [f"{sentence}, so the learning rate only rises."]
-
-
-def _build_optimizer(
-    settings: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], rate: float, on_gpus: bool | None = None
-) -> torch.optim.Optimizer:
-    handled_elsewhere = ("name", "learning_rate", "times_batch_size", "clip_norm")
-    own = {name: value for name, value in asdict(settings).items() if name not in handled_elsewhere}
-    return build_optimizer(settings.name, parameters, rate, on_gpus=on_gpus, **own)
-
-
-def build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context of forward passes in a precision, once it is settled."""
-    assert precision is not Autocast.auto
-    if precision is Autocast.none:
-        return nullcontext
-    return partial(torch.autocast, device_type, getattr(torch, precision.value))

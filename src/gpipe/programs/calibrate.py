@@ -10,8 +10,9 @@ from gpipe.launch.processes import Place
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Speed, detect_accelerator
 from gpipe.planning.calibration import Calibration
-from gpipe.programs.build import build_layers, measure_seconds, profile_run
+from gpipe.programs.build import build_layers
 from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path
+from gpipe.programs.layout import measure_seconds, profile_run
 from gpipe.programs.precision import precision_of, settle_precision
 from gpipe.programs.train import describe_processes
 from gpipe.programs.workloads import workload_of

@@ -50,7 +50,8 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     from gpipe.checkpoint.read import load_checkpoint
     from gpipe.planning.accelerator import detect_accelerator
     from gpipe.programs import build
-    from gpipe.programs.precision import settle_precision
+    from gpipe.programs.layout import share_layout
+    from gpipe.programs.precision import build_autocast, settle_precision
     from gpipe.programs.workloads import workload_of
     from gpipe.training.checkpoints import get_tensors
     from gpipe.training.ema import Ema
@@ -59,7 +60,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     garbage_collection.resume()
     run = settle_precision(run, detect_accelerator(place.device_type))
     layers = build.build_layers(run)
-    layout = build.share_layout(run, layers, place)
+    layout = share_layout(run, layers, place)
     pipeline = build.build_pipeline(run, layers, layout, place)
     del layers, layout  # other stages' layers may have memory, which ends here
     workload, settings = workload_of(run), run.trainer.evaluation
@@ -72,7 +73,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
         None if ema is None else ema.module,
         workload.make_metrics(),
         max_batches=settings.max_batches,
-        autocast=build.build_autocast(settings.autocast, place.device_type),
+        autocast=build_autocast(settings.autocast, place.device_type),
     )
     if place.is_main:
         print(f"{checkpoint}: {run.name} after {manifest.position.step} steps, on {run.data.name}")

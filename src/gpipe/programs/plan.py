@@ -15,9 +15,9 @@ from gpipe.planning.accelerator import Accelerator, find_accelerator
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.report import print_plan
 from gpipe.programs.automatic import DevicesToUse, choose_pipeline, find_devices_at_hand
-from gpipe.programs.build import accelerator_at_hand, build_planner, build_setting
 from gpipe.programs.calibrate import calibrate
 from gpipe.programs.calibration_files import find_calibration
+from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting
 
 _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
 

@@ -1,6 +1,12 @@
 """The precision of a run's products, which its settings may leave to the device."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
 
 from gpipe.config import Autocast, RunConfig
 from gpipe.planning.accelerator import Accelerator
@@ -25,3 +31,11 @@ def precision_of(run: RunConfig) -> str:
     """Return the type of data of a run's products, once it is settled."""
     assert run.trainer.autocast is not Autocast.auto
     return "float32" if run.trainer.autocast is Autocast.none else run.trainer.autocast.value
+
+
+def build_autocast(precision: Autocast, device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of forward passes in a precision, once it is settled."""
+    assert precision is not Autocast.auto
+    if precision is Autocast.none:
+        return nullcontext
+    return partial(torch.autocast, device_type, getattr(torch, precision.value))

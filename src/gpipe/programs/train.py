@@ -65,18 +65,19 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     from gpipe.planning.report import compare_with_plan, print_plan
     from gpipe.programs import build, outcome
     from gpipe.programs.chosen_checkpoint import check_earlier
+    from gpipe.programs.layout import build_setting, share_layout
     from gpipe.programs.precision import settle_precision
 
     place.heed_stop("loaded")
     garbage_collection.resume()
     check_earlier(run, folder)
     layers = build.build_layers(run)
-    layout = build.share_layout(run, layers, place)
+    layout = share_layout(run, layers, place)
     place.heed_stop("planned")
     plan = None
     if (planner := layout.planner) is not None:
         write_flushed(folder / "config.yaml", to_yaml(run))
-        plan = print_plan(planner, build.build_setting(run, planner.accelerator, place), run.name)
+        plan = print_plan(planner, build_setting(run, planner.accelerator, place), run.name)
     pipeline = build.build_pipeline(run, layers, layout, place)
     del layers, planner, layout  # other stages' layers may have memory, which ends here
     timelines: list[Timeline] = []
@@ -112,12 +113,12 @@ def _check_tracking(run: RunConfig) -> None:
 
 def _print_plan(run: RunConfig) -> None:
     from gpipe.planning.report import print_plan
-    from gpipe.programs import build
     from gpipe.programs.calibration_files import find_calibration
+    from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting
 
-    accelerator = build.accelerator_at_hand(run)
-    planner = build.build_planner(run, accelerator, calibration=find_calibration(run, accelerator))
-    print_plan(planner, build.build_setting(run, accelerator), run.name)
+    accelerator = accelerator_at_hand(run)
+    planner = build_planner(run, accelerator, calibration=find_calibration(run, accelerator))
+    print_plan(planner, build_setting(run, accelerator), run.name)
 
 
 def describe_processes(run: RunConfig, folder: Path) -> Processes:
