@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,43 @@ def test_a_layer_that_makes_tensors_of_its_own_costs_what_one_that_keeps_them_do
     found, expected = (analyze_layers(nn.Sequential(Masked(how)), torch.zeros(2, 3, 4)) for how in (makes, None))
     assert found == expected
     assert found[0].flops > 2 * 2 * 3 * 4 * 4
+
+
+class Holder:
+    """No module, so torch does not know of the tensor in it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Keeps(nn.Module):
+    """Keeps tensors that are neither parameters nor buffers, and a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.nest, self.holder = torch.ones(4), {"bias": [torch.zeros(4)]}, Holder(torch.eye(4))
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(4, generator=self.generator)
+        return (x * self.scale + self.nest["bias"][0] + noise) @ self.holder.tensor
+
+
+@both
+def test_a_layer_that_keeps_tensors_outside_of_its_buffers_is_described(analysis: Analysis) -> None:
+    keeps = Keeps()
+    linear, cost = analysis(nn.Sequential(nn.Linear(4, 4, bias=False), keeps), torch.zeros(3, 4))
+    assert (cost.flops, cost.parameters, cost.output_bytes) == (linear.flops, 0, linear.output_bytes)
+    assert torch.equal(keeps.holder.tensor, torch.eye(4))
+
+
+def test_a_layer_that_cannot_be_copied_is_named_with_the_remedy() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    layers[1].lock = threading.Lock()
+    with pytest.raises(
+        ValueError, match=r"^Layer 1 \(ReLU\) cannot be copied \(TypeError: .*\); give it a __deepcopy__"
+    ):
+        analyze_layers(layers, torch.zeros(3, 2))
 
 
 def test_integer_inputs_are_described() -> None:

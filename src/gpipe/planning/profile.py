@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from gpipe._compat.torch_description import FakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
@@ -34,6 +35,7 @@ from gpipe.planning.repeats import Shortened
 _PASSES = ("quiet", "forward", "backward", "first_backward", "last_backward", "last_first_backward")
 _FAILURE = "cannot be described without data"
 _REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
+_COPY_REMEDY = "give it a __deepcopy__, or give partition_layers your own costs"
 
 
 class Input(NamedTuple):
@@ -427,10 +429,13 @@ def _profile(
     training: bool,
 ) -> list[LayerProfile]:
     with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
-        fakes = nn.ModuleList(_fake_copy(layer) for layer in layers).train(training)
+        constants = _Constants()
+        with constants:
+            copies = [_fake_copy(index, layer) for index, layer in enumerate(layers)]
+        fakes = nn.ModuleList(copies).train(training)
         with autocast():
             converted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        ledger = Ledger(chain(fakes.parameters(), fakes.buffers()), measured, converted)
+        ledger = Ledger(chain(fakes.parameters(), fakes.buffers(), constants.copies), measured, converted)
         chain_ = _Chain(fakes, loss, ledger)
         for parameter in fakes.parameters():
             if parameter.requires_grad:
@@ -482,13 +487,43 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
     )
 
 
-def _fake_copy(layer: nn.Module) -> nn.Module:
-    """Copy a layer with tensors of the same shapes and no data; called inside of FakeTensorMode."""
+class _Constants(TorchFunctionMode):
+    """Copies, within a copied layer, tensors that are neither parameters nor buffers: shapes without data.
+
+    Attributes:
+        copies: of all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Copy a tensor, and leave all else as it is."""
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        constant, memo = args
+        copied = torch.empty(constant.shape, dtype=constant.dtype, requires_grad=constant.requires_grad)
+        memo[id(constant)] = copied
+        self.copies.append(copied)
+        return copied
+
+
+def _fake_copy(index: int, layer: nn.Module) -> nn.Module:
+    """Copy a layer with tensors of the same shapes and no data; called inside of FakeTensorMode and _Constants."""
     memo: dict[int, Any] = {id(buffer): torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(layer, memo)
+    for value in chain.from_iterable(vars(module).values() for module in layer.modules()):
+        if isinstance(value, torch.Generator):  # whose state is a tensor
+            memo[id(value)] = torch.Generator()
+    try:
+        return copy.deepcopy(layer, memo)
+    except Exception as error:
+        raise layer_error(f"Layer {index} ({type(layer).__name__})", error, "cannot be copied", _COPY_REMEDY) from error
 
 
 def _fake_payload(value: Any) -> Payload:
