@@ -71,6 +71,9 @@ class LocalTransfer:
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell the stages in other processes why nothing will come any more: here, there are none."""
 
+    def join(self) -> None:
+        """Wait for no threads, as there are none."""
+
     def close(self) -> None:
         """Release threads and connections: here, there are none."""
 

@@ -350,12 +350,15 @@ class MeshJob(Job):
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads: Gloo drops what it has not delivered yet."""
         if self._failure is not None:  # what was sent will not be asked for any more
-            return
-        with suppress(LostPeer):
-            for messenger in filter(None, (self._messenger, self._replica_messenger)):
-                messenger.flush()
-        self.transfer.close()
-        self._watch.close()
+            self._watch.give_up()
+            self.transfer.join()
+        else:
+            with suppress(LostPeer):
+                for messenger in filter(None, (self._messenger, self._replica_messenger)):
+                    messenger.flush()
+            self.transfer.close()
+            self._watch.close()
+        self._watch.join()
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
         try:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ _LOOK_SECONDS = 0.5
 _URGENT_LOOK_SECONDS = 0.1  # once something has failed
 _GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
 _EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
+_JOIN_SECONDS = 5.0  # for threads whose waits have been cut
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
 _SECOND_NET = 10  # times the time-out: after so long NCCL itself ends a process whose watch has not
 _LEAST_SECONDS = 3600.0  # of that net where a whole step of another process may pass before its part comes
@@ -95,9 +96,11 @@ class Watch:
         self._closed = threading.Event()
         name = f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})"
         self._board.write(f"process/{rank}", (stage, name))
+        self._threads: list[threading.Thread] = []
         for look in (Watch.look, Watch.look_after_board):
             arguments = weakref.ref(self), look, self._closed
-            threading.Thread(target=_look_regularly, args=arguments, daemon=True).start()
+            self._threads.append(threading.Thread(target=_look_regularly, args=arguments, daemon=True))
+            self._threads[-1].start()
 
     def guard(self, group: dist.ProcessGroup, *, is_link: bool = False) -> None:
         """Let this process wait in a group as long as it takes: this object ends the wait when it is in vain.
@@ -175,6 +178,15 @@ class Watch:
         """End the threads."""
         self._closed.set()
         self._groups.clear()
+
+    def give_up(self) -> None:
+        """Cut this process's connections now, and end the threads; the others find the cause on the board."""
+        self._cut()
+        self.close()
+
+    def join(self) -> None:
+        """Wait until the threads have ended, for a while: the store may not answer."""
+        join(self._threads)
 
     def look(self) -> bool:
         """Bring the notes up to date and look at those of the others; return whether to look again."""
@@ -375,6 +387,17 @@ def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool]
         del watch  # a pipeline that nobody uses any more must not be kept alive
         if closed.wait(pause_seconds):
             return
+
+
+def join(threads: Iterable[threading.Thread]) -> None:
+    """Wait until threads have ended, for a while.
+
+    One that waited inside of torch while the interpreter ends would abort the process.
+    """
+    deadline = time.monotonic() + _JOIN_SECONDS
+    for thread in threads:
+        if thread is not threading.current_thread():  # which may be the one that lets go of the pipeline
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Board:

@@ -98,8 +98,8 @@ class _End(ABC):
         self._formats = Formats()
         self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"gpipe-{name}-{link.peer}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"gpipe-{name}-{link.peer}", daemon=True)
+        self.thread.start()
 
     def end(self) -> None:
         """End the thread after its work; one that waits for a message in vain ends with the connection."""
@@ -109,7 +109,7 @@ class _End(ABC):
         """End the thread, and wait until its work is done."""
         self.end()
         with self.link.messenger.waiting_for(self.link.peer):
-            self._thread.join()
+            self.thread.join()
 
     def _run(self) -> None:
         if self._stream is not None:
@@ -217,6 +217,11 @@ class Receiver(_End):
     def start(self, *, training: bool, num_payloads: int | None) -> None:
         """Expect the payloads of a step; without their number, as many as the first one's mini-batch makes."""
         self._work.put(lambda: self._receive_step(training, num_payloads))
+
+    def end(self) -> None:
+        """End the thread after its work, also where it waits until the stage has taken what is here."""
+        self._room.put(None)
+        super().end()
 
     def first(self) -> MiniBatch:
         """Wait for the first payload of a step, and return the mini-batch that it belongs to."""
