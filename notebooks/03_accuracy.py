@@ -38,7 +38,8 @@ from accuracy_pictures import (
     same_but_seed,
     select_with_curves,
 )
-from house_style import Color, show, show_answers, use_house_style
+from answers import show_answers
+from house_style import Color, show, use_house_style
 
 from gpipe.records import Record
 from reproductions.table import markdown

@@ -21,7 +21,8 @@ import sys
 sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
 
 
-from house_style import show, show_answers, use_house_style
+from answers import show_answers
+from house_style import show, use_house_style
 from translation_pictures import (
     TABLE5,
     describe_gain,

@@ -1,6 +1,5 @@
 """How the pictures of all notebooks look: their format, their colours, and what stands around them."""
 
-from collections.abc import Iterable
 from enum import StrEnum, unique
 from typing import Any
 
@@ -10,7 +9,6 @@ from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from gpipe.pipeline.schedule import Kind
 from gpipe.planning.picture import COLORS
-from reproductions.claims import Claim
 
 PAPER_ALONE = "the paper's points alone: none of them was run here"
 
@@ -62,12 +60,6 @@ def use_house_style() -> None:
 def show(*paragraphs: str) -> None:
     """Show Markdown: each argument is a paragraph or a table."""
     page.display(page.Markdown("\n\n".join(paragraphs)))
-
-
-def show_answers(claims: Iterable[Claim], about: str) -> None:
-    """Show what was measured, and the verdict, of each claim whose text has a phrase."""
-    found = [claim for claim in claims if about in claim.text]
-    show(*(f'**Answer** to "{claim.text}": measured {claim.measured}; {claim.verdict}.' for claim in found))
 
 
 def draw_legend_above(figure: plt.Figure, axis: plt.Axes, **style: Any) -> None:
