@@ -180,7 +180,9 @@ class Watch:
         self._groups.clear()
 
     def give_up(self) -> None:
-        """Cut this process's connections now, and end the threads; the others find the cause on the board."""
+        """Cut this process's connections once the others have heard why it stops, and end the threads."""
+        if self._retired is not None:
+            time.sleep(max(0.0, self._retired + _GRACE_SECONDS - time.monotonic()))
         self._cut()
         self.close()
 
