@@ -1,6 +1,5 @@
 """Settings become the objects that they describe."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,29 +7,14 @@ import pytest
 import torch
 from hydra import compose
 
-from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
-from gpipe.config.pipeline import Objective, PipelineSchedule, RematerializeChoice
-from gpipe.launch.processes import Place
-from gpipe.planning.accelerator import find_accelerator
-from gpipe.planning.planner import Planner
-from gpipe.planning.step import Plan
+from gpipe.config import ConfigError, to_run
 from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer
-from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting, share_layout
+from gpipe.programs.layout import share_layout
 from gpipe.programs.workloads import workload_of
 from gpipe.training.trainer import Trainer
+from tests.programs.small_runs import ALONE, LANGUAGE_MODEL, SMALL, TRANSLATION, run_of
 
 pytestmark = pytest.mark.usefixtures("composer")
-ALONE = Place(None, "cpu")
-SMALL = ("model.num_filters=8", "data.image_size=32", "trainer.batch_size=16", "tracking=disabled")
-
-
-def run_of(*overrides: str) -> RunConfig:
-    return to_run(compose("train", overrides=[*SMALL, *overrides]))
-
-
-def plan_of(run: RunConfig) -> Plan:
-    accelerator = accelerator_at_hand(run)
-    return build_planner(run, accelerator).plan(build_setting(run, accelerator))
 
 
 def trainer_of(folder: Path, *overrides: str) -> Trainer:
@@ -44,129 +28,6 @@ def trainer_of(folder: Path, *overrides: str) -> Trainer:
 def test_the_model_is_described_without_memory() -> None:
     layers = build_layers(run_of("+experiment=amoebanet_imagenet", "trainer.batch_size=1024"))
     assert all(parameter.is_meta for parameter in layers.parameters())
-
-
-def test_the_plan_covers_every_layer_once() -> None:
-    run = run_of("pipeline.num_stages=3")
-    layers = build_layers(run)
-    plan = plan_of(run)
-    assert sum(plan.partitions) == len(layers)
-    assert plan.stages[0].first_layer == 0
-    assert plan.stages[-1].last_layer == len(layers) - 1
-    assert sum(stage.parameters for stage in plan.stages) == sum(p.numel() for p in layers.parameters())
-
-
-def test_transformer_48_is_planned_without_memory() -> None:
-    run = to_run(compose("train", overrides=["model=transformer_lm", "data=random_tokens"]))
-    plan = plan_of(run)
-    assert sum(stage.parameters for stage in plan.stages) == 48 * 50_358_272 + 131_104_000  # paper.md, section 2
-    assert plan.imbalance < 0.03
-
-
-def test_given_partitions_are_taken_as_they_are() -> None:
-    run = run_of("pipeline.partitions=[2,7]", "pipeline.partition_by=measured_seconds")
-    assert plan_of(run).partitions == [2, 7]
-    assert share_layout(run, build_layers(run), ALONE).partitions == [2, 7]
-
-
-def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
-    run = run_of("pipeline.partition_by=measured_seconds", "trainer.autocast=bfloat16")
-    layers = build_layers(run)
-    layout = share_layout(run, layers, ALONE)
-    planner = layout.planner
-    assert sum(layout.partitions) == len(layers)
-    assert all(parameter.is_meta for parameter in layers.parameters())
-    assert isinstance(planner, Planner) and planner.seconds is not None
-    seconds = planner.seconds([])
-    plan = planner.plan(build_setting(run, planner.accelerator, ALONE))
-    busy = sum(stage.forward_seconds for stage in plan.stages)
-    assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
-
-
-def test_measured_memory_knows_what_convolutions_take_inside_of_themselves() -> None:
-    run, plain = (run_of(f"pipeline.partition_by={by}") for by in ("measured_memory", "memory"))
-    planners = [share_layout(each, build_layers(each), ALONE).planner for each in (run, plain)]
-    plans = [
-        planner.plan(build_setting(run, planner.accelerator, ALONE)) for planner in planners if planner is not None
-    ]
-    measured, planned = (max(memory.peak_bytes for memory in plan.memory) for plan in plans)
-    assert measured > planned
-
-
-def test_memory_is_measured_of_processors_alone() -> None:
-    run = run_of("pipeline.partition_by=measured_memory")
-    said = r"pipeline\.partition_by is measured_memory, but stages are on cuda, .*: set pipeline\.partition_by=memory"
-    with pytest.raises(ConfigError, match=said):
-        share_layout(run, build_layers(run), replace(ALONE, device_type="cuda"))
-
-
-TOKENS = ("data=random_tokens", "data.vocabulary_size=40", "data.sequence_length=5")
-LANGUAGE_MODEL = ("model=transformer_lm_small", "model.num_layers=2", *TOKENS, "trainer.batch_size=8")
-TRANSLATION = ("+experiment=transformer_multilingual_laptop", "trainer.batch_size=8")
-
-
-@pytest.mark.parametrize("cut", PartitionBy)
-@pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
-def test_every_model_can_be_cut_by_every_cost_for_every_objective(model: tuple[str, ...], cut: PartitionBy) -> None:
-    cuts = [f"pipeline.partition_by={cut.value}", "pipeline.num_stages=2"]
-    composed = to_run(compose("train", overrides=[*model, *cuts]))
-    layers = build_layers(composed)
-    for objective in Objective:
-        run = replace(composed, pipeline=replace(composed.pipeline, objective=objective))
-        assert sum(share_layout(run, layers, ALONE).partitions) == len(layers)
-
-
-@pytest.mark.parametrize("model", [SMALL, LANGUAGE_MODEL, TRANSLATION], ids=["images", "tokens", "translation"])
-def test_every_model_can_be_planned_with_every_mode_and_schedule(model: tuple[str, ...]) -> None:
-    for schedule in PipelineSchedule:
-        shared = 2 if schedule.value in ("interleaved_1f1b", "zb_v") else 1
-        overrides = [f"pipeline.schedule={schedule.value}", f"pipeline.stages_per_device={shared}"]
-        shapes = ["pipeline.num_stages=4", "pipeline.num_microbatches=4", "launch=process_per_stage"]
-        composed = to_run(compose("train", overrides=[*model, *overrides, *shapes]))
-        for mode in RematerializeChoice:
-            plan = plan_of(replace(composed, pipeline=replace(composed.pipeline, rematerialize=mode)))
-            assert plan.bubble is not None and 0 < plan.bubble < 1 and len(plan.memory) == 4 // shared
-
-
-def test_fit_keeps_the_graphs_that_the_limit_has_room_for() -> None:
-    """With a limit between those of recomputing all and nothing, the pipeline gets numbers between them."""
-    shape = ("pipeline.partitions=[5,4]", "pipeline.num_microbatches=8")
-    always, never = (
-        plan_of(run_of(*shape, f"pipeline.rematerialize={mode}")).peak_bytes for mode in ("always", "never")
-    )
-    limit = (always + never) // 2
-    run = run_of(*shape, "pipeline.rematerialize=fit", f"pipeline.memory_limit_bytes={limit}")
-    layers = build_layers(run)
-    layout = share_layout(run, layers, ALONE)
-    assert isinstance(layout.rematerialize, tuple) and any(0 < count < 8 for count in layout.rematerialize)
-    assert plan_of(run).peak_bytes <= limit
-    assert build_pipeline(run, layers, layout, ALONE).rematerialize == layout.rematerialize
-    for too_much, mode in ((never, RematerializeChoice.never), (2**50, RematerializeChoice.never)):
-        run = run_of(*shape, "pipeline.rematerialize=fit", f"pipeline.memory_limit_bytes={too_much}")
-        assert share_layout(run, build_layers(run), ALONE).rematerialize == mode.value
-
-
-def test_all_stages_in_one_process_have_no_bubble() -> None:
-    assert plan_of(run_of()).bubble is None
-    assert plan_of(run_of("launch=process_per_stage")).bubble is not None
-    setting = build_setting(run_of("launch=process_per_stage"), find_accelerator("cpu"), ALONE)
-    assert setting.is_sequential, "torchrun's number overrules"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["pipeline.num_stages=10"], "num_partitions is 10, but 9 layers can make from 1 to 9"),
-        (["pipeline.partitions=[3,3]"], r"partitions is \[3, 3\], which covers 6 layers; give positive whole numbers"),
-        (["pipeline.memory_limit_bytes=100"], r"pipeline\.memory_limit_bytes is 100, but the fullest device of the"),
-        (["pipeline.partition_by=measured_seconds"], r"a plan measures nothing: set pipeline\.partition_by=seconds"),
-        (["pipeline.partition_by=measured_memory"], r"a plan measures nothing: set pipeline\.partition_by=memory"),
-    ],
-)
-def test_a_cut_that_is_impossible_is_refused(overrides: list[str], said: str) -> None:
-    run = run_of(*overrides)
-    with pytest.raises(ValueError, match=said):
-        plan_of(run)
 
 
 def test_the_peak_learning_rate_follows_the_batch_size(tmp_path: Path) -> None:
@@ -268,15 +129,6 @@ def test_few_images_are_trained_on_and_the_validation_images_are_evaluated_first
 def test_more_images_than_there_are_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"but fashion_mnist_embedded has 6,000 training images: lower them"):
         trainer_of(tmp_path, "data.max_images=5990", "data.validation_images=20")
-
-
-def test_a_mixed_run_is_planned_as_it_trains() -> None:
-    run = run_of("data.mixup=0.8")
-    targets = workload_of(run).targets(4)
-    assert (targets.shape, targets.dtype, targets.device.type) == ((4, 10), torch.float32, "meta")
-    measured = run_of("data.mixup=0.8", "pipeline.partition_by=measured_seconds", "model.num_layers=3")
-    assert sum(share_layout(measured, build_layers(measured), ALONE).partitions) == len(build_layers(measured))
-    assert plan_of(run).partitions == plan_of(run_of()).partitions
 
 
 def test_a_number_of_classes_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ is described in seconds, and nothing is allocated. The figures of any partition 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from gpipe._compat.torch_description import FakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
@@ -28,14 +26,15 @@ from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.pipeline.split_backward import DeferredProduct, find_products
 from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
+from gpipe.planning.errors import layer_error
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.repeats import Shortened
+from gpipe.planning.without_data import copy_layers, copy_payload
 
 _PASSES = ("quiet", "forward", "backward", "first_backward", "last_backward", "last_first_backward")
 _FAILURE = "cannot be described without data"
 _REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
-_COPY_REMEDY = "give it a __deepcopy__, or give partition_layers your own costs"
 
 
 class Input(NamedTuple):
@@ -413,12 +412,6 @@ class _Boundary(torch.autograd.Function):
         return None, *gradients
 
 
-def layer_error(name: str, error: Exception, failure: str, remedy: str) -> ValueError:
-    """Return an error of one sentence that says which layer failed at what, why, and what to do."""
-    cause = str(error).strip().partition("\n")[0].rstrip(". ")
-    return ValueError(f"{name} {failure} ({type(error).__name__}: {cause}); {remedy}.")
-
-
 def _profile(
     layers: Sequence[nn.Module],
     loss: Callable[[Any, Any], Any],
@@ -429,18 +422,16 @@ def _profile(
     training: bool,
 ) -> list[LayerProfile]:
     with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
-        constants = _Constants()
-        with constants:
-            copies = [_fake_copy(index, layer) for index, layer in enumerate(layers)]
+        copies, constants = copy_layers(layers)
         fakes = nn.ModuleList(copies).train(training)
         with autocast():
             converted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        ledger = Ledger(chain(fakes.parameters(), fakes.buffers(), constants.copies), measured, converted)
+        ledger = Ledger(chain(fakes.parameters(), fakes.buffers(), constants), measured, converted)
         chain_ = _Chain(fakes, loss, ledger)
         for parameter in fakes.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(chain_.let_go)
-        inputs, targets = (_fake_payload(part) for part in example)
+        inputs, targets = (copy_payload(part) for part in example)
         with chain_.ledger, microbatch_phase(converted_batch_norms(fakes), recompute=True):
             chain_.ledger.hold(targets.tensors)
             if training:
@@ -485,48 +476,3 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         largest_gradient_bytes=max((each.nbytes for each in parameters if each.requires_grad), default=0),
         converted_bytes=chain_.converted_bytes[index],
     )
-
-
-class _Constants(TorchFunctionMode):
-    """Copies, within a copied layer, tensors that are neither parameters nor buffers: shapes without data.
-
-    Attributes:
-        copies: of all of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: list[Tensor] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Copy a tensor, and leave all else as it is."""
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        constant, memo = args
-        copied = torch.empty(constant.shape, dtype=constant.dtype, requires_grad=constant.requires_grad)
-        memo[id(constant)] = copied
-        self.copies.append(copied)
-        return copied
-
-
-def _fake_copy(index: int, layer: nn.Module) -> nn.Module:
-    """Copy a layer with tensors of the same shapes and no data; called inside of FakeTensorMode and _Constants."""
-    memo: dict[int, Any] = {id(buffer): torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
-    for parameter in layer.parameters():
-        fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    for value in chain.from_iterable(vars(module).values() for module in layer.modules()):
-        if isinstance(value, torch.Generator):  # whose state is a tensor
-            memo[id(value)] = torch.Generator()
-    try:
-        return copy.deepcopy(layer, memo)
-    except Exception as error:
-        raise layer_error(f"Layer {index} ({type(layer).__name__})", error, "cannot be copied", _COPY_REMEDY) from error
-
-
-def _fake_payload(value: Any) -> Payload:
-    payload = Payload.of(value)
-    payload.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in payload.tensors]
-    return payload

@@ -23,7 +23,8 @@ from gpipe.pipeline.split_backward import run_split_backward
 from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
 from gpipe.pipeline.structure import structure
 from gpipe.planning.accelerator import LayerSeconds
-from gpipe.planning.profile import LayerCost, analyze_layers, layer_error
+from gpipe.planning.errors import layer_error
+from gpipe.planning.profile import LayerCost, analyze_layers
 
 # Of the caches nearest to arithmetic. In a run, other layers come between two runs of a layer; without that, small
 # cells of AmoebaNet look a tenth too fast.

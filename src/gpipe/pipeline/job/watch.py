@@ -188,7 +188,7 @@ class Watch:
 
     def join(self) -> None:
         """Wait until the threads have ended, for a while: the store may not answer."""
-        join(self._threads)
+        join_threads(self._threads)
 
     def look(self) -> bool:
         """Bring the notes up to date and look at those of the others; return whether to look again."""
@@ -391,7 +391,7 @@ def _look_regularly(reference: weakref.ref[Watch], look: Callable[[Watch], bool]
             return
 
 
-def join(threads: Iterable[threading.Thread]) -> None:
+def join_threads(threads: Iterable[threading.Thread]) -> None:
     """Wait until threads have ended, for a while.
 
     One that waited inside of torch while the interpreter ends would abort the process.

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpipe.pipeline.job.watch import join
+from gpipe.pipeline.job.watch import join_threads
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, Task
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch
@@ -82,7 +82,7 @@ class ProcessTransfer:
 
     def join(self) -> None:
         """Wait until the threads have ended, after `fail` and when the connections are cut."""
-        join(end.thread for end in (*self._senders.values(), *self._receivers.values()))
+        join_threads(end.thread for end in (*self._senders.values(), *self._receivers.values()))
 
     def reset(self) -> None:
         """Drop what was under way here; the streams are out of step for good, and the engine refuses to go on."""

@@ -1,0 +1,75 @@
+"""Copies of layers and payloads whose tensors have shapes and no data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gpipe.pipeline.microbatch import Payload
+from gpipe.planning.errors import layer_error
+
+_REMEDY = "give it a __deepcopy__, or give partition_layers your own costs"
+
+
+class _Constants(TorchFunctionMode):
+    """Copies, within a copied layer, tensors that are neither parameters nor buffers: shapes without data.
+
+    Attributes:
+        copies: of all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Copy a tensor, and leave all else as it is."""
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        constant, memo = args
+        copied = torch.empty(constant.shape, dtype=constant.dtype, requires_grad=constant.requires_grad)
+        memo[id(constant)] = copied
+        self.copies.append(copied)
+        return copied
+
+
+def copy_layers(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tensor]]:
+    """Copy layers, and return the tensors that they keep beside parameters and buffers too; inside of FakeTensorMode.
+
+    Raises:
+        ValueError: a layer cannot be copied.
+    """
+    constants = _Constants()
+    with constants:
+        copies = [_copy(index, layer) for index, layer in enumerate(layers)]
+    return copies, constants.copies
+
+
+def _copy(index: int, layer: nn.Module) -> nn.Module:
+    """Copy a layer with tensors of the same shapes and no data; called inside of _Constants."""
+    memo: dict[int, Any] = {id(buffer): torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
+    for parameter in layer.parameters():
+        fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for value in chain.from_iterable(vars(module).values() for module in layer.modules()):
+        if isinstance(value, torch.Generator):  # whose state is a tensor
+            memo[id(value)] = torch.Generator()
+    try:
+        return copy.deepcopy(layer, memo)
+    except Exception as error:
+        raise layer_error(f"Layer {index} ({type(layer).__name__})", error, "cannot be copied", _REMEDY) from error
+
+
+def copy_payload(value: Any) -> Payload:
+    """Return the tensors of a nest likewise."""
+    payload = Payload.of(value)
+    payload.tensors = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in payload.tensors]
+    return payload
