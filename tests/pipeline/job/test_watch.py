@@ -12,7 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from gpipe.launch.store import LOOPBACK, serve_store
-from gpipe.pipeline.job.watch import Board
+from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.job.device_work import DeviceWork
+from gpipe.pipeline.job.watch import Board, Watch
 
 pytestmark = pytest.mark.alone
 
@@ -89,3 +91,27 @@ def test_a_store_that_does_not_answer_can_be_given_up(server: tuple[multiprocess
         time.sleep(0.05)
     board.give_up()
     assert board.read("key") == 1
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_end_waits_for_threads_but_not_for_a_store_that_does_not_answer(
+    answers: bool, server: tuple[multiprocessing.Process, dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, store = server
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr("gpipe.pipeline.job.watch._JOIN_SECONDS", 600.0)  # for ever, as far as a test is concerned
+    before = set(threading.enumerate())
+    watch = Watch(store, 0, 0, "stage 0", 600.0, DeviceWork(Activity(), 600.0, 0))
+    assert process.pid is not None
+    if not answers:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        deadline = time.monotonic() + 30
+        while watch._board.silent_seconds < 1.5:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    watch.close()
+    watch.join()
+    left = set(threading.enumerate()) - before
+    assert (left == set()) == answers
+    os.kill(process.pid, signal.SIGCONT)

@@ -30,6 +30,7 @@ _URGENT_LOOK_SECONDS = 0.1  # once something has failed
 _GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
 _EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
 _JOIN_SECONDS = 5.0  # for threads whose waits have been cut
+_SILENT_SECONDS = 1.0  # after which no answer of the store is waited for at the end
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
 _SECOND_NET = 10  # times the time-out: after so long NCCL itself ends a process whose watch has not
 _LEAST_SECONDS = 3600.0  # of that net where a whole step of another process may pass before its part comes
@@ -187,8 +188,9 @@ class Watch:
         self.close()
 
     def join(self) -> None:
-        """Wait until the threads have ended, for a while: the store may not answer."""
-        join_threads(self._threads)
+        """Wait until the threads have ended, unless one waits for a store that does not answer."""
+        if self._board.silent_seconds < _SILENT_SECONDS:
+            join_threads(self._threads)
 
     def look(self) -> bool:
         """Bring the notes up to date and look at those of the others; return whether to look again."""
