@@ -118,8 +118,9 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
     if setting.shards_optimizer:
         num_before = ledger.counts[BLIND]
         state = wrap_optimizer(optimizer).read()
-        found |= {f"state of {name}": _numbers(value) for name, value in state.items()}
         found[STATE_WAITS] = ledger.counts[BLIND] - num_before
+        # Reading numbers of what is still on a GPU waits for as much as the host does not happen to know yet.
+        found |= {f"state of {name}": _numbers(value) for name, value in state.items()}
     output = pipeline.evaluate(inputs if pipeline.is_first else None)
     found |= {f"gradient of {name}": _numbers(one.grad) for name, one in pipeline.named_parameters()}
     found |= {f"layers.{name}": _numbers(value) for name, value in pipeline.layers.state_dict().items()}
