@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,18 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)[0][..., :SIZE]
+
+
+class Lstm(nn.LSTM):
+    """torch's, in float32 on a processor without AVX-512: autocast asks oneDNN for kernels that it does not have there.
+
+    The plain model fails there too.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        has_kernels = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        with nullcontext() if has_kernels else torch.autocast("cpu", enabled=False):
+            return super().forward(x)
 
 
 class Cell(nn.Module):
@@ -518,8 +531,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "local response norm": lambda: On(nn.LocalResponseNorm(3)),
     "evo norm": lambda: On(AsImage(EvoNorm2dB0(LENGTH))),
     # recurrent ones and attention
-    "lstm": lambda: On(First(nn.LSTM(SIZE, SIZE, batch_first=True))),
-    "two lstms": lambda: On(First(nn.LSTM(SIZE, SIZE, 2, batch_first=True, dropout=0.3, bidirectional=True))),
+    "lstm": lambda: On(First(Lstm(SIZE, SIZE, batch_first=True))),
+    "two lstms": lambda: On(First(Lstm(SIZE, SIZE, 2, batch_first=True, dropout=0.3, bidirectional=True))),
     "gru": lambda: On(First(nn.GRU(SIZE, SIZE, batch_first=True))),
     "rnn": lambda: On(First(nn.RNN(SIZE, SIZE, batch_first=True))),
     "cell": lambda: On(Cell()),
