@@ -61,14 +61,25 @@ class PayloadLayout(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """How many elements travel."""
-        return math.prod(self.distinct)
+        """How many elements travel: of a tensor that overlaps itself, such as windows, the memory below it."""
+        return self.span if self.overlaps else math.prod(self.distinct)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements at different indices may lie in the same place, but for expanded dimensions."""
+        extent = 1
+        for stride, size in sorted(zip(self.strides or (), self.shape, strict=False)):
+            if size > 1 and stride > 0:
+                if stride < extent:
+                    return True
+                extent += (size - 1) * stride
+        return False
 
     @property
     def span(self) -> int:
         """How many elements the tensor covers in memory: more than travel, where it has holes."""
         if self.strides is None:
-            return self.num_elements
+            return math.prod(self.shape)
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
@@ -181,18 +192,10 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     """Return the strides to rebuild a tensor with, None for those of a contiguous one.
 
     The next layer's kernels, and so the last bits of its result, can depend on them: a channels-last tensor must arrive
-    as one, and so must an expanded one and a slice with holes.
+    as one, and so must an expanded one, a slice with holes, and windows that overlap.
     """
     contiguous = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    if strides == contiguous or math.prod(shape) == 0:
-        return None
-    extent = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride > 0:
-            if stride < extent:
-                return None  # elements may overlap: a contiguous copy travels
-            extent += (size - 1) * stride
-    return strides
+    return None if strides == contiguous or math.prod(shape) == 0 else strides
 
 
 def read_structure(value: Any) -> Structure:
