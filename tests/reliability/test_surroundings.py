@@ -1,4 +1,4 @@
-"""What a run stands on changes under it: its folder, the disk of temporary files, the program that shows it."""
+"""What a run stands on changes under it: its folder, the disk of temporary files, the clock, what shows it."""
 
 import ctypes
 import fcntl
@@ -6,15 +6,17 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from gpipe.records import read_records
-from tests.reliability.session import Session, last_step, run_folder, saved_steps
+from tests.reliability.session import Session, assert_same, last_step, run_folder, saved_steps
 
 pytestmark = pytest.mark.reliability
 _SET_FLAGS, _IMMUTABLE = 0x40086602, 0x10  # of linux/fs.h
@@ -127,6 +129,29 @@ def kill_and_start_again(begin: Callable[..., Session], temporary: Path) -> None
     again = begin("launched", "data.num_workers=1", "tracking=offline", anew=True)
     assert again.status() == 0, again.said()
     assert not list(temporary.iterdir())
+
+
+def test_a_clock_that_goes_back_by_an_hour_changes_nothing(
+    whole: Path, begin: Callable[..., Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, is_back = tmp_path / "clock.so", tmp_path / "back"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("clock.c")], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("CLOCK_IS_BACK", str(is_back))
+    every = "trainer.checkpoints.every_steps=1"
+    session = begin("launched", every, anew=True)
+    session.wait_for(lambda run: last_step(run) >= 3)
+    is_back.touch()
+    session.wait_for(lambda run: last_step(run) >= 6)
+    session.send(signal.SIGTERM)
+    assert session.status() == 75, session.said()
+    again = begin("launched", every, anew=True)
+    assert again.status() == 0, again.said()
+    run = run_folder(again.folder)
+    (record,) = read_records(run)
+    began = datetime.strptime(run.name, "%Y-%m-%d_%H-%M-%S").astimezone(UTC)
+    assert datetime.fromisoformat(record.date) < began, "the clock did not go back"
+    assert_same(run, whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
