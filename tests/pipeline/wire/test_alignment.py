@@ -1,4 +1,4 @@
-"""A boundary tensor begins as far off a 64-byte line as it was made, with its strides: kernels add up in their order."""
+"""A boundary tensor arrives as far off a 64-byte line as it was made, with its strides: sums keep their order."""
 
 from __future__ import annotations
 
