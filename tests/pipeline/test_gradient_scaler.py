@@ -143,11 +143,12 @@ def test_a_scaler_goes_on_from_its_state() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale": 0.0}, "scale is 0.0; it must be finite and above 0"),
-        ({"scale": math.inf}, "scale is inf; it must be finite and above 0"),
-        ({"growth_factor": 0.5}, "growth_factor is 0.5; it must be finite and at least 1"),
-        ({"backoff_factor": 1.0}, "backoff_factor is 1.0; it must be between 0 and 1"),
-        ({"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
+        ({"scale": 0.0}, "scale is 0.0; it must be a number, finite and above 0"),
+        ({"scale": "cuda"}, "scale is 'cuda'; it must be a number, finite and above 0"),  # what torch's takes
+        ({"scale": math.inf}, "scale is inf; it must be a number, finite and above 0"),
+        ({"growth_factor": 0.5}, "growth_factor is 0.5; it must be a number, finite and at least 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor is 1.0; it must be a number, between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval is 0; it must be a number, at least 1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -36,14 +36,15 @@ class GradientScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        for name, value, is_valid, valid in (
-            ("scale", scale, 0 < scale < math.inf, "finite and above 0"),
-            ("growth_factor", growth_factor, 1 <= growth_factor < math.inf, "finite and at least 1"),
-            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
-            ("growth_interval", growth_interval, growth_interval >= 1, "at least 1"),
-        ):
-            if not is_valid:
-                raise ValueError(f"{name} is {value}; it must be {valid}")
+        checks: tuple[tuple[str, float, Callable[[float], bool], str], ...] = (
+            ("scale", scale, lambda one: 0 < one < math.inf, "finite and above 0"),
+            ("growth_factor", growth_factor, lambda one: 1 <= one < math.inf, "finite and at least 1"),
+            ("backoff_factor", backoff_factor, lambda one: 0 < one < 1, "between 0 and 1"),
+            ("growth_interval", growth_interval, lambda one: one >= 1, "at least 1"),
+        )
+        for name, value, is_valid, valid in checks:
+            if not (isinstance(value, (int, float)) and is_valid(value)):
+                raise ValueError(f"{name} is {value!r}; it must be a number, {valid}")
         self.scale = float(scale)
         self._growth_factor, self._backoff_factor, self._growth_interval = (
             growth_factor,
