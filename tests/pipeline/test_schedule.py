@@ -326,14 +326,19 @@ def test_stages_take_turns_in_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "task"),
     [
-        [tasks("F0 F1", 0), tasks("F1 F2", 1)],  # nobody makes micro-batch 2
-        [tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)],  # each waits for the other
+        # Nobody makes micro-batch 2.
+        ([tasks("F0 F1", 0), tasks("F1 F2", 1)], "on device 1, forward for stage 1, micro-batch 2, needs forward for"),
+        # Each waits for the other.
+        (
+            [tasks("F0 B0 F1 B1", 0), tasks("F0 F1 B0 B1", 1)],
+            "on device 0, backward for stage 0, micro-batch 0, needs backward for stage 1, micro-batch 0: let",
+        ),
     ],
 )
-def test_a_schedule_that_cannot_proceed_is_refused(schedule: StepSchedule) -> None:
-    with pytest.raises(ValueError, match="the schedule cannot proceed: every device waits for a task"):
+def test_a_schedule_that_cannot_proceed_is_refused(schedule: StepSchedule, task: str) -> None:
+    with pytest.raises(ValueError, match=f"the schedule cannot proceed: every device waits for a task .*; {task}"):
         sequential(schedule)
 
 

@@ -10,7 +10,7 @@ I makes the gradients of a stage's inputs, for which the stage before waits, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
@@ -58,8 +58,6 @@ class Task(NamedTuple):
     stage: int
     micro_batch: int
 
-
-CANNOT_PROCEED = "the schedule cannot proceed: every device waits for a task that no device will run"
 
 StepSchedule: TypeAlias = list[list[Task]]
 """The ordered tasks of each device."""
@@ -392,6 +390,29 @@ def dependencies(task: Task, num_stages: int) -> list[Task]:
     return []
 
 
+def cannot_proceed(schedule: StepSchedule, positions: Sequence[int], done: Container[Task]) -> ValueError:
+    """Return the error of a schedule whose devices all wait: it names one task, and the one that it needs.
+
+    Args:
+        schedule: the tasks of each device.
+        positions: how many tasks each device has run.
+        done: the tasks that have run.
+    """
+    num_stages = count_stages(schedule)
+    device, task, needed = next(
+        (device, task, needed)
+        for device, tasks in enumerate(schedule)
+        for task in tasks[positions[device] :]
+        for needed in dependencies(task, num_stages)
+        if needed not in done
+    )
+    first, other = (f"{one.kind.value} for stage {one.stage}, micro-batch {one.micro_batch}" for one in (task, needed))
+    return ValueError(
+        "the schedule cannot proceed: every device waits for a task that no device will run; on device "
+        f"{device}, {first}, needs {other}: let its device run that earlier"
+    )
+
+
 def sequential(schedule: StepSchedule) -> list[Task]:
     """Return one order of all stages' tasks, for a process that plays all stages.
 
@@ -413,7 +434,7 @@ def sequential(schedule: StepSchedule) -> list[Task]:
             if batch and all(needed in done for task in batch for needed in dependencies(task, num_stages)):
                 ready.append((device, batch))
         if not ready:
-            raise ValueError(CANNOT_PROCEED)
+            raise cannot_proceed(schedule, positions, done)
         for device, batch in ready:
             positions[device] += len(batch)
             order.extend(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable
 
-from gpipe.pipeline.schedule import CANNOT_PROCEED, StepSchedule, Task, count_stages, dependencies
+from gpipe.pipeline.schedule import StepSchedule, Task, cannot_proceed, count_stages, dependencies
 from gpipe.pipeline.timeline import Event, Timeline
 
 
@@ -68,5 +68,5 @@ def simulate(
             if task in blocked:
                 idle.append(blocked.pop(task))
     if blocked:
-        raise ValueError(CANNOT_PROCEED)
+        raise cannot_proceed(schedule, positions, arrivals)
     return Timeline(tuple(events), num_devices, tuple(placement[stage] for stage in range(num_stages)))
