@@ -163,6 +163,18 @@ class Halves(nn.Module):
         return {"main": left[..., 3:9], "right": right}
 
 
+class Overlapping(nn.Module):
+    """Hands on windows of a tensor that overlap; the first one does not begin on a line of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, 5)
+
+    def forward(self, payload: Any) -> Any:
+        main = payload if isinstance(payload, Tensor) else payload["main"]
+        return {"main": main, "right": self.linear(main.float()).flatten(1)[:, 3:].unfold(1, 8, 3)}
+
+
 class Joined(nn.Module):
     """Adds what other layers left in the payload."""
 
@@ -430,7 +442,7 @@ def half_frozen() -> nn.Module:
 
 
 class Head(nn.Module):
-    """Ends every sequence."""
+    """Ends every sequence; a sum over what is left in the payload scales the scores, whose bits its strides decide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +450,9 @@ class Head(nn.Module):
 
     def forward(self, payload: Any) -> Tensor:
         main = payload if isinstance(payload, Tensor) else payload["main"]
-        return self.linear(main.float().flatten(1)).float()
+        scores = self.linear(main.float().flatten(1)).float()
+        is_left = isinstance(payload, dict) and "right" in payload
+        return scores * payload["right"].float().sum((1, 2)).sigmoid()[:, None] if is_left else scores
 
 
 def hooked(kind: str) -> nn.Module:
@@ -544,6 +558,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "where": Where,
     # views, complex numbers, operations
     "halves": Halves,
+    "overlapping": Overlapping,
     "joined": Joined,
     "spectrum": Spectrum,
     "complex weight": lambda: On(ComplexWeight()),
