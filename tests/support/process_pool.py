@@ -78,6 +78,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
                 world_size=num_processes,
                 timeout=timedelta(seconds=60),
             )
+            # A process whose function sends nothing would leave while another is still connecting to it.
+            dist.barrier()
             answer = False, function(rank, *args)
         except Exception:  # noqa: BLE001 - a test's assertion, or the error that it is about
             answer = True, traceback.format_exc()
