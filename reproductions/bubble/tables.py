@@ -166,6 +166,7 @@ def schedule_simulation(records: Sequence[Record]) -> str:
             f"{row['simulated_seconds'] * 1e3:.1f}",
             f"{row['makespan_seconds'] * 1e3:.1f}",
             f"{row['makespan_seconds'] / row['simulated_seconds']:.3f}",
+            f"{record.results['task_seconds'] * 1e3:.2f}",
             f"{row['added_seconds'] * 1e3:.2f}",
             f"{row['step_seconds'] * 1e3:.1f}",
         ]
@@ -179,7 +180,8 @@ def schedule_simulation(records: Sequence[Record]) -> str:
         "first to last task, simulated, ms",
         "measured, ms",
         "measured / simulated",
-        "a task beside its sleep, ms",
+        "a task beside its sleep, before, ms",
+        "in the steps, ms",
         "whole step, measured, ms",
     ]
     return markdown(header, rows)

@@ -12,7 +12,7 @@ from gpipe.planning.calibration import Calibration
 
 PLANNED = [LayerSeconds(1.0, 1.0, 2.0, 1.0, 0.1), LayerSeconds(4.0, 4.0, 0.0)]
 MEASURED = [LayerSeconds(2.0, 3.0, 5.0, 2.0, 0.5), LayerSeconds(4.0, 2.0, 1.0)]
-FOUND = Calibration({"device": "cpu"}, 8, MEASURED, PLANNED)
+FOUND = Calibration({"device": "cpu"}, 8, MEASURED, PLANNED, 1e-3)
 
 
 def test_the_plan_of_what_was_measured_is_what_was_measured() -> None:

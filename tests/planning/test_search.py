@@ -16,8 +16,6 @@ from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter
 from gpipe.planning.fit import Fit
-from gpipe.planning.interpolation import InterpolatedProfiles
-from gpipe.planning.ledger import Work
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.search import Space, find_fastest
@@ -141,35 +139,6 @@ def test_no_cut_beats_the_bound(
         cut = [end - start for start, end in pairwise((0, *inner, len(flops)))]
         plans.append(plan_step(profiles, seconds, cut, setting, SPEED))
     assert bound <= min(plan.step_seconds for plan in plans) * (1 + 1e-9)
-
-
-def test_profiles_between_two_sizes_lie_on_a_line() -> None:
-    asked = []
-
-    def profiler(size: int) -> list[LayerProfile]:
-        asked.append(size)
-        if size == 1:
-            raise ValueError("too few examples for batch norm")
-        return [layer(parameter_bytes=8, kept=3 + 10 * size, flops=7 * size), LOSS]
-
-    profiles = InterpolatedProfiles(profiler, (1, 2, 4, 16))
-    assert profiles(4) == [
-        replace(layer(parameter_bytes=8, kept=43, flops=28), deferred_bytes=profiles(4)[0].deferred_bytes),
-        LOSS,
-    ]
-    assert asked == [1, 2, 16]
-    with pytest.raises(ValueError, match="too few examples"):
-        profiles(1)
-    assert profiles(32)[0].kept_bytes == 323  # in earnest
-
-
-def test_a_loss_in_more_pieces_is_interpolated_as_one_operation() -> None:
-    def profiler(size: int) -> list[LayerProfile]:
-        return [layer(flops=7 * size), replace(LOSS, forward=(Work(0, 100),) * size, backward=(Work(2, 50),) * size)]
-
-    profiles = InterpolatedProfiles(profiler, (2, 4, 16))
-    assert profiles(4)[1] == replace(LOSS, forward=(Work(0, 400),), backward=(Work(8, 200),))
-    assert profiles(4)[0] == profiler(4)[0]
 
 
 def test_sizes_that_are_shown_are_profiled_once_and_others_are_not() -> None:

@@ -87,7 +87,7 @@ def test_layers_that_were_measured_count_as_measured(
     _, planned, _ = build_planner(run, accelerator).describe(build_setting(run, accelerator))
     measured = [LayerSeconds(1.0, 1.0, 2.0), *planned[1:]]
     seconds = []
-    for calibration in (None, Calibration({}, 4, measured, planned)):
+    for calibration in (None, Calibration({}, 4, measured, planned, 1e-3)):
         monkeypatch.setattr(calibration_files, "find_calibration", lambda *_, found=calibration: found)
         choose(*words, count=2)
         (row,) = (line for line in capsys.readouterr().out.splitlines() if " chosen " in line)

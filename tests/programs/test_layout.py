@@ -9,6 +9,7 @@ from hydra import compose
 from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
 from gpipe.config.pipeline import Objective, PipelineSchedule, RematerializeChoice
 from gpipe.planning.accelerator import find_accelerator
+from gpipe.planning.calibration import Calibration
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan
 from gpipe.programs.build import build_layers, build_pipeline
@@ -45,6 +46,20 @@ def test_given_partitions_are_taken_as_they_are() -> None:
     run = run_of("pipeline.partitions=[2,7]", "pipeline.partition_by=measured_seconds")
     assert plan_of(run).partitions == [2, 7]
     assert share_layout(run, build_layers(run), ALONE).partitions == [2, 7]
+
+
+def test_a_calibration_has_what_the_engine_adds_to_tasks() -> None:
+    """In one process tasks come one after the other, so each of them makes the step longer by as much."""
+    run, cpu = run_of(), find_accelerator("cpu")
+    setting = build_setting(run, cpu, ALONE)
+    _, seconds, _ = build_planner(run, cpu).describe(setting)
+    steps = []
+    for task_seconds in (0.0, 1.0):
+        planner = build_planner(run, cpu, calibration=Calibration({}, 4, seconds, seconds, task_seconds))
+        steps.append(planner.plan(setting).step_seconds)
+    num_tasks = sum(len(tasks) for tasks in planner.describe(setting)[2].tasks)
+    assert num_tasks > 0
+    assert steps[1] - steps[0] == pytest.approx(num_tasks)
 
 
 def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:

@@ -6,18 +6,16 @@ tests/planning describes layers itself.
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from gpipe.config import RunConfig
-from gpipe.planning.evaluation import EvaluationPlanner
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.profile import LayerProfile
-from gpipe.programs import layout
+from gpipe.programs import layout, profiles
 
-_make_profiler, _plan_evaluations = layout._profiler, layout._evaluation_planner
+_describe_training, _describe_evaluation = profiles.training_profiler, profiles.evaluation_profiler
 Profiler = Callable[[int], list[LayerProfile]]
 
 
@@ -28,18 +26,15 @@ def remember_profiles(folder: Path) -> None:
         folder: where the profiles are kept, for several processes; it must be new, and belong to nobody else.
     """
 
-    def profiler(run: RunConfig, memory: OperationMemory | None) -> Profiler:
-        key = "training", memory is None, run.model, run.data, run.trainer.autocast, run.trainer.label_smoothing
-        return _remembering(folder, key, lambda: _make_profiler(run, memory))
+    def training(run: RunConfig, measured: OperationMemory | None = None) -> Profiler:
+        key = "training", measured is None, run.model, run.data, run.trainer.autocast, run.trainer.label_smoothing
+        return _remembering(folder, key, lambda: _describe_training(run, measured))
 
-    def evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
-        planner = _plan_evaluations(run)
-        if planner is None:
-            return None
+    def evaluation(run: RunConfig) -> Profiler:
         key = "evaluation", run.model, run.data, run.trainer.evaluation.autocast
-        return replace(planner, profiler=_remembering(folder, key, lambda: planner.profiler))
+        return _remembering(folder, key, lambda: _describe_evaluation(run))
 
-    layout._profiler, layout._evaluation_planner = profiler, evaluation_planner
+    layout.training_profiler, layout.evaluation_profiler = training, evaluation
 
 
 def _remembering(folder: Path, key: tuple[Any, ...], make: Callable[[], Profiler]) -> Profiler:

@@ -91,8 +91,8 @@ _G = 1e9
 # times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most. Between two
 # tasks of two processes lies a millisecond, as `train_step(record_timeline=True)` shows: a message is packed, sent and
 # unpacked, and threads have to be woken up. A task takes a quarter of a millisecond beside its layers: autograd is
-# called, randomness and buffers are kept. `experiments.schedule_simulation` measures 0.4 to 0.6 ms with its layers'
-# few operations, which a plan counts by themselves.
+# called, randomness and buffers are kept. A processor that slept while it waited takes two or three times as long
+# (`experiments.schedule_simulation`); a calibration measures it after layers that compute.
 # Starting operations: XLA compiles what a TPU runs into one program, so starting takes nothing. A GPU's operations are
 # started by torch on its host: Python, the dispatcher, autograd, and NVIDIA's driver. Published estimates are 5 to 25
 # microseconds per operation; we assume 10 on any host. The host is ahead of a busy GPU, so a layer takes either the

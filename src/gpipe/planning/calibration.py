@@ -1,4 +1,4 @@
-"""The measured seconds of a model's layers, for later plans."""
+"""The measured seconds of a model's layers, and of the engine's tasks, for later plans."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ class Calibration:
         microbatch_size: examples of the micro-batches that were measured.
         measured: seconds of each layer and the loss.
         planned: likewise, of the roofline.
+        task_seconds: what the engine adds to a task.
     """
 
     origin: dict[str, Any]
     microbatch_size: int
     measured: list[LayerSeconds]
     planned: list[LayerSeconds]
+    task_seconds: float
 
     def correct(self, planned: Sequence[LayerSeconds]) -> list[LayerSeconds]:
         """Return planned seconds, of micro-batches of any size, times what measuring came to of what was planned.
@@ -53,7 +55,12 @@ class Calibration:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             rows = {name: [LayerSeconds(*map(float, row)) for row in found[name]] for name in ("measured", "planned")}
-            return cls(dict(found["origin"]), int(found["microbatch_size"]), **rows)
+            return cls(
+                dict(found["origin"]),
+                int(found["microbatch_size"]),
+                **rows,
+                task_seconds=float(found["task_seconds"]),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no calibration ({error}): remove it, or run plan.py calibrate=true.") from None
 

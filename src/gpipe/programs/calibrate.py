@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from gpipe.config import RunConfig
 from gpipe.launch import processes
@@ -10,10 +13,13 @@ from gpipe.launch.processes import Place
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Speed, detect_accelerator
 from gpipe.planning.calibration import Calibration
+from gpipe.planning.task_timing import measure_task_seconds
+from gpipe.planning.timing import cool_caches
 from gpipe.programs.build import build_layers
 from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path
-from gpipe.programs.layout import measure_seconds, profile_run
+from gpipe.programs.layout import measure_seconds
 from gpipe.programs.precision import precision_of, settle_precision
+from gpipe.programs.profiles import training_profiler
 from gpipe.programs.train import describe_processes
 from gpipe.programs.workloads import workload_of
 
@@ -31,12 +37,19 @@ def _measure(place: Place, _: Path, run: RunConfig) -> None:
     accelerator = detect_accelerator(place.device_type)
     layers = build_layers(run)
     measured = measure_seconds(run, layers, place.device_type, lambda _: None, splits=True)
+    # A GPU's host is ahead of it.
+    task_seconds = (
+        accelerator.task_seconds
+        if accelerator.is_gpu
+        else measure_task_seconds(partial(cool_caches, torch.device("cpu")))
+    )
     if not place.is_main:
         return
     workload = workload_of(run)
     size = max(microbatch_sizes(workload.num_examples // run.launch.num_replicas, run.pipeline.num_microbatches))
-    planned = Speed.of(accelerator, precision_of(settle_precision(run, accelerator))).seconds(profile_run(run, size))
-    found = Calibration(describe_origin(run, accelerator), size, measured, planned)
+    settled = settle_precision(run, accelerator)
+    planned = Speed.of(accelerator, precision_of(settled)).seconds(training_profiler(settled)(size))
+    found = Calibration(describe_origin(run, accelerator), size, measured, planned, task_seconds)
     path = find_path(run, accelerator)
     found.write(path)
     print(f"The seconds of {len(measured) - 1} layers and the loss, with micro-batches of {size}, are in {path}.")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,13 @@ from gpipe.planning.fit import Fit
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.optimizer_memory import try_optimizer
 from gpipe.planning.planner import Planner
-from gpipe.planning.profile import LayerProfile, profile_layers
+from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.calibration_files import find_calibration
 from gpipe.programs.optimizer import build_run_optimizer
 from gpipe.programs.precision import build_autocast, precision_of, settle_precision
+from gpipe.programs.profiles import evaluation_profiler, training_profiler
 from gpipe.programs.workloads import workload_of
 
 _TIMED_RUNS = 5  # of each layer that count
@@ -155,7 +156,7 @@ def build_planner(
         efficiency: the share of the makers' peaks that is reached.
         seconds: of each layer and the loss, measured with the run's largest micro-batch; None plans them.
         memory: measures operations; None plans without.
-        calibration: corrects planned seconds; None takes them as they are.
+        calibration: corrects planned seconds, and has those of a task; None takes them as they are.
     """
     run = settle_precision(run, accelerator)
     settings = run.pipeline
@@ -173,6 +174,7 @@ def build_planner(
     elif calibration is not None:
         # Its figures are shares of what this speed plans.
         measured = partial(_correct, calibration, Speed.of(accelerator, precision_of(run)))
+        speed = replace(speed, task_seconds=calibration.task_seconds)
     cut = Cutter(
         partition_by,
         settings.objective.value,
@@ -182,7 +184,7 @@ def build_planner(
         settings.partitions,
     )
     return Planner(
-        _profiler(run, memory),
+        training_profiler(run, memory),
         cut,
         workload_of(run).num_examples,
         accelerator,
@@ -202,33 +204,8 @@ def _correct(calibration: Calibration, speed: Speed, profiles: Sequence[LayerPro
     return calibration.correct(speed.seconds(profiles))
 
 
-def profile_run(run: RunConfig, size: int) -> list[LayerProfile]:
-    """Describe the run's layers and the loss with a micro-batch of a size."""
-    return _profiler(run, None)(size)
-
-
-def _profiler(run: RunConfig, memory: OperationMemory | None) -> Callable[[int], list[LayerProfile]]:
-    """Return what describes the run's layers with a micro-batch of a given size."""
-    workload = workload_of(run)
-    layers, loss = workload.layers(), workload.loss()
-    autocast = build_autocast(run.trainer.autocast, "cpu")
-
-    def profile(size: int) -> list[LayerProfile]:
-        example = workload.inputs(size), workload.targets(size)
-        return profile_layers(layers, loss, example, autocast=autocast, measured=memory)
-
-    return profile
-
-
 def _evaluation_planner(run: RunConfig) -> EvaluationPlanner | None:
-    settings, workload = run.trainer.evaluation, workload_of(run)
+    settings = run.trainer.evaluation
     if settings.every_epochs is None and settings.every_steps is None:
         return None
-    layers, measure = workload.layers(), workload.make_metrics().measure
-    autocast = build_autocast(settings.autocast, "cpu")
-
-    def profile(size: int) -> list[LayerProfile]:
-        example = workload.inputs(size), workload.evaluated_targets(size)
-        return profile_layers(layers, measure, example, autocast=autocast, training=False)
-
-    return EvaluationPlanner(profile, workload.num_evaluated_examples)
+    return EvaluationPlanner(evaluation_profiler(run), workload_of(run).num_evaluated_examples)

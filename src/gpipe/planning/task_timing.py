@@ -1,0 +1,74 @@
+"""What the engine adds to a task on this machine, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.pipeline.engine import Pipeline
+
+_NUM_STAGES, _NUM_MICROBATCHES, _SIZE = 2, 8, 16
+_STEPS = 8  # one more is not counted
+
+
+def measure_task_seconds(work: Callable[[], None]) -> float:
+    """Return the seconds of a task beside its layers' work, on a processor.
+
+    They depend on that work: the engine runs from caches that the layers leave cold, on a processor that slept while
+    they waited.
+
+    Args:
+        work: what each layer does, forward and backward.
+    """
+    worked: list[float] = []
+
+    def run() -> None:
+        start = time.perf_counter()
+        work()
+        worked.append(time.perf_counter() - start)
+
+    layers = nn.Sequential(*(_Worker(run) for _ in range(_NUM_STAGES)))
+    pipeline = Pipeline(layers, _add_up, [1] * _NUM_STAGES, _NUM_MICROBATCHES, rematerialize="never")
+    batch = torch.ones(_NUM_MICROBATCHES, _SIZE), torch.ones(_NUM_MICROBATCHES)
+    found = []
+    for _ in range(_STEPS + 1):
+        worked.clear()
+        timeline = pipeline.train_step(batch, record_timeline=True).timeline
+        assert timeline is not None
+        found.append((sum(timeline.busy_seconds()) - sum(worked)) / len(timeline.events))
+    return median(found[1:])
+
+
+class _Worker(nn.Module):
+    """A layer that does nothing but `run`, in its forward and in its backward."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.run = run
+        self.weight = nn.Parameter(torch.ones(()))  # gives the first stage a backward too
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _Run.apply(inputs * self.weight, self.run)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        run()
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.run()
+        return gradient, None
+
+
+def _add_up(outputs: Tensor, _: Tensor) -> Tensor:
+    return outputs.sum()

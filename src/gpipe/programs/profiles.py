@@ -1,0 +1,61 @@
+"""The description of a run's layers for planning, made once per process: pipeline=auto plans its choice once more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from gpipe.config import RunConfig, to_plain
+from gpipe.planning.operation_memory import OperationMemory
+from gpipe.planning.profile import LayerProfile, profile_layers
+from gpipe.programs.precision import build_autocast
+from gpipe.programs.workloads import workload_of
+
+_ELSEWHERE = ("pipeline", "launch")  # settings that say where layers run, not what they are
+_known: dict[tuple[str, str, int], list[LayerProfile]] = {}
+
+
+def training_profiler(run: RunConfig, measured: OperationMemory | None = None) -> Callable[[int], list[LayerProfile]]:
+    """Return what describes the layers and the loss in training with a micro-batch of a given size.
+
+    Args:
+        run: the settings, with the precision settled.
+        measured: runs operations to measure their memory, each time; None leaves that out.
+    """
+    workload = workload_of(run)
+    layers, loss = workload.layers(), workload.loss()
+    autocast = build_autocast(run.trainer.autocast, "cpu")
+
+    def describe(size: int) -> list[LayerProfile]:
+        example = workload.inputs(size), workload.targets(size)
+        return profile_layers(layers, loss, example, autocast=autocast, measured=measured)
+
+    return describe if measured is not None else _remembering(run, "training", describe)
+
+
+def evaluation_profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
+    """Return what describes the layers and the metrics in an evaluation with a micro-batch of a given size."""
+    workload = workload_of(run)
+    layers, measure = workload.layers(), workload.make_metrics().measure
+    autocast = build_autocast(run.trainer.evaluation.autocast, "cpu")
+
+    def describe(size: int) -> list[LayerProfile]:
+        example = workload.inputs(size), workload.evaluated_targets(size)
+        return profile_layers(layers, measure, example, autocast=autocast, training=False)
+
+    return _remembering(run, "evaluation", describe)
+
+
+def _remembering(
+    run: RunConfig, purpose: str, describe: Callable[[int], list[LayerProfile]]
+) -> Callable[[int], list[LayerProfile]]:
+    settings = {key: value for key, value in to_plain(run).items() if key not in _ELSEWHERE}
+    text = json.dumps(settings, sort_keys=True, default=str)
+
+    def remember(size: int) -> list[LayerProfile]:
+        key = text, purpose, size
+        if key not in _known:
+            _known[key] = describe(size)
+        return _known[key]
+
+    return remember
