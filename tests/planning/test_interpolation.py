@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
-from gpipe.planning.interpolation import InterpolatedProfiles
+from gpipe.models import amoebanet_b, transformer_lm
+from gpipe.planning.interpolation import InterpolatedProfiles, KnownProfiles
 from gpipe.planning.ledger import Work
-from gpipe.planning.profile import LayerProfile
+from gpipe.planning.profile import PASSES, LayerProfile, profile_layers
 from tests.planning.small_profiles import LOSS, layer
 
 
@@ -47,27 +52,61 @@ def test_a_loss_in_more_pieces_is_interpolated_as_one_operation() -> None:
     st.lists(st.tuples(st.integers(0, 10**16), st.integers(0, 10**16)), min_size=1, max_size=3),
     st.lists(st.integers(1, 20), min_size=1, max_size=8),
 )
-def test_what_is_exact_is_what_describing_returns(sums: list[tuple[int, int]], sizes: list[int]) -> None:
-    """A peak is the largest of sums that grow with the size in straight lines, which meet somewhere."""
+def test_what_lies_between_is_what_describing_returns(sums: list[tuple[int, int]], sizes: list[int]) -> None:
+    """Moments grow with the size in straight lines, which cross; the peak is the highest of them."""
 
     def profiler(size: int) -> list[LayerProfile]:
-        peak = max(start + grows * size for start, grows in sums)
-        return [replace(layer(flops=7 * size), forward_peak_bytes=peak), LOSS]
+        moments = tuple(start + grows * size for start, grows in sums)
+        peaks: dict[str, Any] = {f"{name}_peak_bytes": max(moments) for name in PASSES}
+        return [replace(layer(flops=7 * size), heights=(moments,) * 6, **peaks)]
 
-    profiles = InterpolatedProfiles(profiler, (1, 20))
-    for size in sizes:
-        assert profiles.exactly(size) == profiler(size)
-        profiles(size)  # what was interpolated is not taken for exact
+    asked: list[int] = []
+
+    def ask(size: int) -> list[LayerProfile]:
+        asked.append(size)
+        return profiler(size)
+
+    known = KnownProfiles(ask)
+    assert [known(size) for size in sizes] == [profiler(size) for size in sizes]
+    ends = [size for i, size in enumerate(sizes) if i == 0 or not min(sizes[:i]) <= size <= max(sizes[:i])]
+    assert asked == ends
 
 
-def test_three_sizes_on_a_line_are_enough() -> None:
+def test_what_has_other_moments_is_described() -> None:
     asked: list[int] = []
 
     def profiler(size: int) -> list[LayerProfile]:
         asked.append(size)
-        return [layer(kept=3 + 10 * size, flops=7 * size), LOSS]
+        return [replace(layer(kept=3 + 10 * size), heights=((1,) * size,) * 6)]
 
-    profiles = InterpolatedProfiles(profiler, (1, 2, 4, 8, 16))
-    found = [profiles.exactly(size) for size in (4, 2, 8, 4)]
-    assert asked == [1, 16, 4]
-    assert found == [profiler(size) for size in (4, 2, 8, 4)]
+    known = KnownProfiles(profiler)
+    assert [known(size)[0].kept_bytes for size in (1, 8, 4, 4)] == [13, 83, 43, 43]
+    assert asked == [1, 8, 4]
+
+
+def small_amoebanet() -> nn.Sequential:
+    return amoebanet_b(num_layers=3, num_filters=8, num_classes=10, image_size=32, drop_path=0.1, dropout=0.5)
+
+
+def small_transformer() -> nn.Sequential:
+    return transformer_lm(3, vocabulary_size=50, model_size=32, feedforward_size=64, num_heads=4, dropout=0.1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["amoebanet", "transformer"])
+def test_layers_between_two_sizes_are_exact(kind: str, training: bool) -> None:
+    if kind == "amoebanet":
+        layers, example = small_amoebanet(), torch.zeros(64, 3, 32, 32)
+        targets, loss = torch.zeros(64, dtype=torch.int64), F.cross_entropy
+    else:
+        layers, example = small_transformer(), torch.zeros(64, 7, dtype=torch.int64)
+        targets, loss = example, lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    def profiler(size: int) -> list[LayerProfile]:
+        return profile_layers(layers, loss, (example[:size], targets[:size]), training=training)
+
+    known = KnownProfiles(profiler)
+    known(2), known(64)
+    known._profiler = lambda size: pytest.fail(f"{size} is described")
+    for size in (3, 9, 33):
+        assert known(size) == profiler(size)

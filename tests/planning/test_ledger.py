@@ -36,15 +36,17 @@ def test_tensors_from_elsewhere_count_where_they_are_held() -> None:
         assert ledger.live_bytes == 2000
 
 
-def test_the_peak_is_measured_from_its_reset() -> None:
+def test_moments_are_noted_from_their_start() -> None:
     with Ledger() as ledger:
         torch.zeros(1000)
-        ledger.reset_peak()
+        before = torch.zeros(5)
+        ledger.start_moments([before])
         kept = torch.zeros(10)
         ledger.added_bytes = 7
         torch.zeros(20)
-    assert ledger.peak_bytes == kept.nbytes + 80
-    assert ledger.peak_with_added_bytes == kept.nbytes + 87
+        del before
+        torch.zeros(1)
+    assert ledger.moments == [(20, 0, 20), (20 + kept.nbytes, 0, 20), (60 + 80, 7, 20), (40 + 4, 7, 0)]
 
 
 def test_work_is_the_flops_of_products_and_the_bytes_of_everything() -> None:

@@ -101,7 +101,7 @@ def test_devices_that_are_not_here_must_be_counted(tmp_path: Path) -> None:
 
 
 def test_layers_are_measured_once_for_all_later_plans(tmp_path: Path) -> None:
-    words = (*SMALL, "pipeline.num_microbatches=2", "launch=process_per_stage")
+    words = (*SMALL, "pipeline.num_microbatches=2", "launch=process_per_stage", "trainer.autocast=auto")
     measured = "The seconds of the layers are measured"
     first = run_program(ROOT / "plan.py", *words, folder=tmp_path)
     done = run_program(ROOT / "plan.py", *words, "calibrate=true", folder=tmp_path)

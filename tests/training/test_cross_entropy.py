@@ -102,7 +102,7 @@ def test_nothing_as_large_as_the_logits_is_made_but_their_gradient(dtype: torch.
         with Ledger([logits]) as ledger:
             loss = judge(logits, targets, label_smoothing=0.1, ranks=(1, 5), limit=30.0).losses.mean()
             assert ledger.peak_bytes < 6 * PIECE_BYTES < logits.nbytes / 10
-            ledger.reset_peak()
+            ledger.start_moments()
             loss.backward()
         assert ledger.peak_bytes < logits.nbytes + 6 * PIECE_BYTES
 

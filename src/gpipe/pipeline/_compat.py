@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward  # noqa: TID251
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout  # noqa: TID251
 from torch.nn.modules import batchnorm
 
@@ -25,6 +27,27 @@ add_to_each = torch._foreach_add_  # noqa: TID251
 copy_to_each = torch._foreach_copy_  # noqa: TID251
 multiply_each = torch._foreach_mul_  # noqa: TID251
 norm_of_each = torch._foreach_norm  # noqa: TID251
+
+
+def run_backward(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor] | None = None
+) -> None:
+    """Run a backward as `torch.autograd.backward` does, from gradients that fit their roots.
+
+    That compares their shapes first, in Python, for longer than the engine takes for anything else in a backward. Where
+    there is no gradient, of a scalar, it makes one.
+
+    Args:
+        roots: where it starts.
+        gradients: of the roots.
+        inputs: the leaves that get gradients, at least one; None are all.
+    """
+    if any(gradient is None for gradient in gradients):
+        torch.autograd.backward(roots, gradients, inputs=inputs)
+        return
+    assert inputs is None or inputs, "none at all would mean all"
+    # The graph is not kept, and gets none of its own; inputs may be out of reach; gradients are added up.
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, tuple(inputs or ()), True, True)
 
 
 def open_store() -> Store:

@@ -75,6 +75,8 @@ class Payload:
         Raises:
             PayloadError: an entry is neither a dense tensor, None, nor a tuple, list or dict of them.
         """
+        if isinstance(value, Tensor) and value.layout is torch.strided:  # what most layers return
+            return cls([value], 0, [value.requires_grad])
         tensors: list[Tensor] = []
         structure = _flatten(value, tensors, {}, "", None)
         return cls(tensors, structure, [tensor.requires_grad for tensor in tensors])

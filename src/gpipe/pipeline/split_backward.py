@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
+from gpipe.pipeline._compat import run_backward
+
 Roots: TypeAlias = Sequence[tuple[GradientEdge, Tensor | None]]
 """Where a backward starts, each with its gradient; None for a scalar."""
 
@@ -150,7 +152,7 @@ class WeightGradients:
             # Small gradients together, for each backward takes time. Large ones one by one: each is added to the others
             # while it is in the processor's cache, and its memory is free for the next.
             if made and (not self._waiting or sum(value.nbytes for _, value in made) > CACHE_BYTES):
-                torch.autograd.backward([edge for edge, _ in made], [value for _, value in made])
+                run_backward([edge for edge, _ in made], [value for _, value in made])
                 made.clear()
 
 
@@ -163,11 +165,11 @@ def run_split_backward(roots: Roots, position: Callable[[], Any] = lambda: None)
     waiting = WeightGradients()
     leaves, products = find_products(edge.node for edge in edges)
     if not products:
-        torch.autograd.backward(edges, seeds)
+        run_backward(edges, seeds)
         return waiting
     hooks = [product.node.register_prehook(waiting.note(product, position)) for product in products]
     try:
-        torch.autograd.backward(edges, seeds, inputs=leaves)
+        run_backward(edges, seeds, leaves)
     finally:
         for hook in hooks:
             hook.remove()

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
+from gpipe.pipeline._compat import run_backward
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
@@ -276,7 +277,7 @@ class Stage:
         if not pairs:
             return
         if splits is None:
-            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            run_backward([root for root, _ in pairs], [seed for _, seed in pairs])
         else:
             self._waiting[splits] = run_split_backward(pairs, lambda: self._position)
 

@@ -1,23 +1,61 @@
-"""Profiles for many sizes of micro-batches from a few of them.
+"""Profiles for many sizes of micro-batches from two of them.
 
-What a layer computes, moves and keeps grows with the examples in a straight line. A peak is the largest of several such
-sums, so it is at most what lies between two sizes on a straight line. Where a size in between lies on that line, so do
-all others.
+What a layer computes, moves, keeps, and holds at any moment grows with the examples in a straight line. A peak is the
+highest moment, which may be another one for each size. So where two sizes have the same operations and moments, what
+lies between them is exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from gpipe.planning.ledger import Work
 from gpipe.planning.planner import Profiler
-from gpipe.planning.profile import LayerProfile
+from gpipe.planning.profile import PASSES, LayerProfile
+
+
+class KnownProfiles:
+    """Describes a model with micro-batches of any size: each size once, and none that lies exactly between two others.
+
+    Args:
+        profiler: describes it in earnest, which takes seconds; raises ValueError for a size that cannot be.
+    """
+
+    def __init__(self, profiler: Profiler) -> None:
+        self._profiler = profiler
+        self._described: dict[int, list[LayerProfile]] = {}
+        self._between: dict[int, list[LayerProfile]] = {}
+
+    def __call__(self, size: int) -> list[LayerProfile]:
+        """Return the profile of each layer and the loss.
+
+        Raises:
+            ValueError: the model cannot be run with micro-batches of that size.
+        """
+        if size in self._described:
+            return self._described[size]
+        if size not in self._between:
+            if (found := self._find_between(size)) is None:
+                self._described[size] = self._profiler(size)
+                return self._described[size]
+            self._between[size] = found
+        return self._between[size]
+
+    def _find_between(self, size: int) -> list[LayerProfile] | None:
+        below = max((known for known in self._described if known < size), default=None)
+        above = min((known for known in self._described if known > size), default=None)
+        if below is None or above is None:
+            return None
+        share = _Share(size - below, above - below)
+        return _interpolate_all(self._described[below], self._described[above], share, is_exact=True)
 
 
 class InterpolatedProfiles:
     """Describes a model with micro-batches of any size between the smallest and the largest that it can be run with.
+
+    Where these two do not have the same operations and moments, it estimates what lies between.
 
     Args:
         profiler: describes it in earnest, which takes seconds; raises ValueError for a size that cannot be.
@@ -26,72 +64,35 @@ class InterpolatedProfiles:
 
     def __init__(self, profiler: Profiler, sizes: Iterable[int]) -> None:
         self._profiler = profiler
-        self._described: dict[int, list[LayerProfile]] = {}
-        self._interpolated: dict[int, list[LayerProfile]] = {}
+        self._known: dict[int, list[LayerProfile]] = {}
         ordered = sorted(set(sizes))
-        self._smallest = next((size for size in ordered if self._can_describe(size)), 0)
+        self._smallest = next((size for size in ordered if self._describe(size)), 0)
         self._largest = ordered[-1] if ordered else 0
         if self._largest > self._smallest > 0:
-            self._can_describe(self._largest)
+            self._describe(self._largest)
 
-    def __call__(self, size: int) -> list[LayerProfile]:
-        """Return the profile of each layer and the loss, interpolated between the smallest and the largest size.
-
-        Raises:
-            ValueError: the model cannot be run with micro-batches of that size.
-        """
-        ends = self._smallest, self._largest
-        if size in self._described or not self._described.keys() >= set(ends) or not ends[0] < size < ends[1]:
-            return self._describe(size)
-        if size not in self._interpolated:
-            self._interpolated[size] = self._interpolate(*ends, size) or self._describe(size)
-        return self._interpolated[size]
-
-    def exactly(self, size: int) -> list[LayerProfile]:
-        """Return what the profiler returns for a size; it is asked where no straight line around that size is known.
-
-        Raises:
-            ValueError: the model cannot be run with micro-batches of that size.
-        """
-        if size not in self._described and (found := self._find_on_line(size)) is not None:
-            return found
-        return self._describe(size)
-
-    def _find_on_line(self, size: int) -> list[LayerProfile] | None:
-        """Return the profiles of a size among three others that are on a straight line; None where there are none."""
-        below = sorted(known for known in self._described if known < size)[-2:]
-        above = sorted(known for known in self._described if known > size)[:2]
-        if below and above:
-            for first, between, last in ((below[0], below[-1], above[0]), (below[-1], above[0], above[-1])):
-                is_inside = first < between < last
-                if is_inside and self._interpolate(first, last, between) == self._described[between]:
-                    return self._interpolate(first, last, size)
-        return None
-
-    def _can_describe(self, size: int) -> bool:
+    def _describe(self, size: int) -> bool:
         try:
-            self._describe(size)
+            self._known[size] = self._profiler(size)
         except ValueError:
             return False
         return True
 
-    def _describe(self, size: int) -> list[LayerProfile]:
-        if size not in self._described:
-            self._described[size] = self._profiler(size)
-        return self._described[size]
+    def __call__(self, size: int) -> list[LayerProfile]:
+        """Return the profile of each layer and the loss.
 
-    def _interpolate(self, small: int, large: int, size: int) -> list[LayerProfile] | None:
-        """Return what lies between two described sizes; None where these differ in more than numbers."""
-        share = _Share(size - small, large - small)
-        made: dict[tuple[int, int], LayerProfile] = {}  # equal layers share their profile
-        pairs = list(zip(self._described[small], self._described[large], strict=True))
-        try:
-            for one, other in pairs:
-                if (id(one), id(other)) not in made:
-                    made[id(one), id(other)] = _interpolate(one, other, share)
-        except _DifferentError:
-            return None
-        return [made[id(one), id(other)] for one, other in pairs]
+        Raises:
+            ValueError: the model cannot be run with micro-batches of that size.
+        """
+        ends = [self._known.get(end) for end in (self._smallest, self._largest)]
+        if size not in self._known:
+            if ends[0] is None or ends[1] is None or not self._smallest < size < self._largest:
+                self._known[size] = self._profiler(size)
+            else:
+                share = _Share(size - self._smallest, self._largest - self._smallest)
+                found = _interpolate_all(ends[0], ends[1], share, is_exact=False)
+                self._known[size] = self._profiler(size) if found is None else found
+        return self._known[size]
 
 
 class _Share(NamedTuple):
@@ -100,21 +101,49 @@ class _Share(NamedTuple):
     part: int
     length: int
 
+    def of(self, one: int, other: int) -> int:
+        """Return what lies between two numbers."""
+        return one + self.part * (other - one) // self.length
+
 
 class _DifferentError(Exception):
     """Two profiles differ in more than numbers."""
 
 
-def _interpolate(one: Any, other: Any, share: _Share) -> Any:
+def _interpolate_all(
+    small: Sequence[LayerProfile], large: Sequence[LayerProfile], share: _Share, *, is_exact: bool
+) -> list[LayerProfile] | None:
+    """Return what lies between; None where the two differ in more than numbers, or it is to be exact and is not."""
+    made: dict[tuple[int, int], LayerProfile] = {}  # equal layers share their profile
+    try:
+        for one, other in zip(small, large, strict=True):
+            if (id(one), id(other)) not in made:
+                made[id(one), id(other)] = _interpolate_profile(one, other, share, is_exact=is_exact)
+    except _DifferentError:
+        return None
+    return [made[id(one), id(other)] for one, other in zip(small, large, strict=True)]
+
+
+def _interpolate_profile(one: LayerProfile, other: LayerProfile, share: _Share, *, is_exact: bool) -> LayerProfile:
+    has_moments = bool(one.heights) and list(map(len, one.heights)) == list(map(len, other.heights))
+    if is_exact and not has_moments:
+        raise _DifferentError
+    names = [each.name for each in fields(one) if each.name != "heights"]
+    values = {name: _interpolate(getattr(one, name), getattr(other, name), share, is_exact) for name in names}
+    if not has_moments:
+        return replace(one, **values, heights=())
+    heights = tuple(tuple(map(share.of, *pair)) for pair in zip(one.heights, other.heights, strict=True))
+    peaks: dict[str, Any] = {f"{name}_peak_bytes": max(found) for name, found in zip(PASSES, heights, strict=True)}
+    return replace(one, **values | peaks, heights=heights)
+
+
+def _interpolate(one: Any, other: Any, share: _Share, is_exact: bool) -> Any:
     if isinstance(one, int) and isinstance(other, int):
-        return one + share.part * (other - one) // share.length
-    if is_dataclass(one) and not isinstance(one, type) and type(one) is type(other):
-        names = [field.name for field in fields(one)]
-        return replace(one, **{name: _interpolate(getattr(one, name), getattr(other, name), share) for name in names})
-    if _is_work(one) and _is_work(other) and len(one) != len(other):
+        return share.of(one, other)
+    if not is_exact and _is_work(one) and _is_work(other) and len(one) != len(other):
         one, other = _add_up(one), _add_up(other)
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        items = [_interpolate(a, b, share) for a, b in zip(one, other, strict=True)]
+        items = [_interpolate(a, b, share, is_exact) for a, b in zip(one, other, strict=True)]
         return type(one)(*items) if hasattr(one, "_fields") else tuple(items)
     if one == other:
         return one

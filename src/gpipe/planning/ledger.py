@@ -24,8 +24,22 @@ class Work(NamedTuple):
     bytes_moved: int
 
 
+class Moment(NamedTuple):
+    """What is alive after an operation, in bytes.
+
+    Attributes:
+        live: of the storages that the ledger counts.
+        added: what the caller says would be alive besides.
+        aside: the part of `live` that was set aside.
+    """
+
+    live: int
+    added: int
+    aside: int
+
+
 class Ledger(TorchDispatchMode):
-    """Notes every operation inside: which storages are alive, the most that ever was, and the work.
+    """Notes every operation inside: which storages are alive, then and at any moment, and the work.
 
     A storage lives from the operation that returns it to the moment when nobody refers to it any more: what a graph
     keeps for backward is alive. What an operation takes and frees inside of itself, such as a convolution's workspace,
@@ -38,11 +52,8 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         live_bytes: now.
-        peak_bytes: the most since `reset_peak`.
-        added_bytes: what the caller says would be alive besides; `reset_peak` makes it 0.
-        peak_with_added_bytes: the most of both together.
-        own_peak_bytes: the most without what was set aside.
-        own_peak_with_added_bytes: likewise with `added_bytes`.
+        moments: since `start_moments`, one for each storage that came.
+        added_bytes: what the caller says would be alive besides; `start_moments` makes it 0.
         work: of each operation since `take_work`.
         converted_bytes: of what autocast made of trainable weights; counted here alone.
         on_free: what to call when the storage with an id dies, once.
@@ -59,40 +70,44 @@ class Ledger(TorchDispatchMode):
         self.converted_bytes = 0
         self._elsewhere = {tensor.untyped_storage()._cdata for tensor in elsewhere}
         self.live_bytes = 0
-        self.peak_bytes = 0
         self.added_bytes = 0
-        self.peak_with_added_bytes = 0
-        self.own_peak_bytes = 0
-        self.own_peak_with_added_bytes = 0
+        self.moments: list[Moment] = []
         self.work: list[Work] = []
         self.on_free: dict[int, Callable[[], None]] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._aside: dict[int, int] = {}  # living storages, and their bytes
+        self._aside_bytes = 0  # their sum
         self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what autocast keeps
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at any of the moments."""
+        return max((moment.live for moment in self.moments), default=0)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made outside, such as a mini-batch, as alive."""
         for tensor in tensors:
             self._see(tensor)
 
-    def reset_peak(self, aside: Iterable[Tensor] = ()) -> None:
-        """Measure the peak from here. Tensors that are set aside are not counted in peaks of the ledger's own."""
+    def start_moments(self, aside: Iterable[Tensor] = ()) -> None:
+        """Forget the moments so far, and note this one; tensors that are set aside are told apart from here."""
         storages = (tensor.untyped_storage() for tensor in aside)
         self._aside = {one._cdata: one.nbytes() for one in storages if one._cdata in self._alive}
-        self.added_bytes = self.peak_bytes = self.peak_with_added_bytes = 0
-        self.own_peak_bytes = self.own_peak_with_added_bytes = 0
-        self._note_peak(self.live_bytes)
+        self._aside_bytes = sum(self._aside.values())
+        self.added_bytes = 0
+        self.moments = []
+        self._note(self.live_bytes)
 
     @contextmanager
     def beside(self) -> Iterator[list[Work]]:
         """Give the work of the body, which the ledger does not count: neither its work nor what it allocates."""
         work, self.work = self.work, []
-        peaks = self.peak_bytes, self.peak_with_added_bytes, self.own_peak_bytes, self.own_peak_with_added_bytes
+        num_moments = len(self.moments)
         try:
             yield self.work
         finally:
             self.work = work
-            self.peak_bytes, self.peak_with_added_bytes, self.own_peak_bytes, self.own_peak_with_added_bytes = peaks
+            del self.moments[num_moments:]
 
     def take_work(self) -> tuple[Work, ...]:
         """Return the work since the last call."""
@@ -115,7 +130,7 @@ class Ledger(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._measured is not None and inputs and not func.is_view:
             taken = self._measured.measure(func, args, kwargs)
-            self._note_peak(self.live_bytes + taken.peak_bytes)
+            self._note(self.live_bytes + taken.peak_bytes)
             result = taken.complete(result)
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not func.is_view and func.overloadpacket not in _ALLOCATIONS:
@@ -152,20 +167,16 @@ class Ledger(TorchDispatchMode):
         def free(_: Any) -> None:
             if self._alive.pop(key, None) is not None:
                 self.live_bytes -= size
-                self._aside.pop(key, None)
+                self._aside_bytes -= self._aside.pop(key, 0)
                 if key in self.on_free:
                     self.on_free.pop(key)()
 
         self._alive[key] = weakref.ref(storage, free)
         self.live_bytes += size
-        self._note_peak(self.live_bytes)
+        self._note(self.live_bytes)
 
-    def _note_peak(self, size: int) -> None:
-        self.peak_bytes = max(self.peak_bytes, size)
-        self.peak_with_added_bytes = max(self.peak_with_added_bytes, size + self.added_bytes)
-        own = size - sum(self._aside.values())
-        self.own_peak_bytes = max(self.own_peak_bytes, own)
-        self.own_peak_with_added_bytes = max(self.own_peak_with_added_bytes, own + self.added_bytes)
+    def _note(self, live_bytes: int) -> None:
+        self.moments.append(Moment(live_bytes, self.added_bytes, self._aside_bytes))
 
 
 def count_moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> int:

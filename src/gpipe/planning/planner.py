@@ -45,6 +45,7 @@ class Planner:
     seconds: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
     evaluation: EvaluationPlanner | None = None
     _profiles: dict[int, list[LayerProfile]] = field(default_factory=dict, init=False)
+    _layer_seconds: dict[int, list[LayerSeconds]] = field(default_factory=dict, init=False)
     _partitions: dict[Setting, list[int]] = field(default_factory=dict, init=False)
 
     def plan(self, setting: Setting) -> Plan:
@@ -70,7 +71,9 @@ class Planner:
             ValueError: such micro-batches cannot be.
         """
         profiles, setting = self._profiles_for(setting)
-        return profiles, list(self.seconds(profiles) if self.seconds else self.speed.seconds(profiles)), setting
+        if id(profiles) not in self._layer_seconds:  # they are kept
+            self._layer_seconds[id(profiles)] = list((self.seconds or self.speed.seconds)(profiles))
+        return profiles, self._layer_seconds[id(profiles)], setting
 
     def find_microbatch_size(self, setting: Setting) -> int | None:
         """Return how many examples the largest micro-batch has; None if the smallest has too few for batch norm."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.repeats import Shortened
 from gpipe.planning.without_data import copy_layers, copy_payload
 
-_PASSES = ("quiet", "forward", "backward", "first_backward", "last_backward", "last_first_backward")
+PASSES = ("quiet", "forward", "backward", "first_backward", "last_backward", "last_first_backward")
 _FAILURE = "cannot be described without data"
 _REMEDY = "check the example's shape, or, if the layer looks at values, give partition_layers your own costs"
 
@@ -104,6 +104,8 @@ class LayerProfile:
         tied_parameters: how many of the parameters an earlier layer shares; each layer has a copy of its own.
         largest_gradient_bytes: the size of the largest parameter that gets a gradient.
         converted_bytes: of the copies of its weights that autocast makes once per step; nothing else here counts them.
+        heights: for each pass, what was held at every moment; the peak is the largest. Where a number of examples
+            makes another moment the largest one, these say so.
     """
 
     parameters: int
@@ -129,6 +131,7 @@ class LayerProfile:
     tied_parameters: int = 0
     largest_gradient_bytes: int = 0
     converted_bytes: int = 0
+    heights: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def forward_flops(self) -> int:
@@ -257,8 +260,8 @@ class _Chain:
         self.inputs: list[list[Input]] = [[] for _ in self.layers]
         self.arrivals: list[list[Arrival]] = [[] for _ in self.layers]
         self.live_after = [0] * len(self.layers)
-        self.peaks: dict[str, list[int]] = {name: [0] * len(self.layers) for name in _PASSES}
-        self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in self.peaks}
+        self.heights: dict[str, list[list[int]]] = {name: [[0] for _ in self.layers] for name in PASSES}
+        self.work: dict[str, list[tuple[Work, ...]]] = {name: [()] * len(self.layers) for name in PASSES}
         self.weight_gradients: list[list[Work]] = [[] for _ in self.layers]
         self.gradient_sizes: list[list[int]] = [[] for _ in self.layers]
         self.converted_bytes = [0] * len(self.layers)
@@ -266,7 +269,7 @@ class _Chain:
         self.deferred: list[list[tuple[weakref.ref[torch.UntypedStorage], int]]] = [[] for _ in self.layers]
 
     def forward(self, value: Any, targets: Any, kind: str) -> Tensor:
-        """Run all layers and the loss; note peaks and work under `kind`: "quiet" or "forward"."""
+        """Run all layers and the loss; note moments and work under `kind`: "quiet" or "forward"."""
         ledger = self.ledger
         payload = Payload.of(value)
         ledger.hold(payload.tensors)
@@ -277,12 +280,12 @@ class _Chain:
                 payload = self._cross(index, payload)
             before = ledger.live_bytes
             ledger.converted_bytes = 0
-            ledger.reset_peak()
+            ledger.start_moments()
             payload = self._run(layer, payload, targets)
             following = self.layers[index + 1] if layer is not None else None
             if following is not None and wants_low_precision(following):
                 payload = lower(payload)
-            self.peaks[kind][index] = ledger.peak_bytes - before
+            self.heights[kind][index] = [moment.live - before for moment in ledger.moments]
             self.work[kind][index] = ledger.take_work()
             self.live_after[index] = ledger.live_bytes
             self.converted_bytes[index] = ledger.converted_bytes
@@ -326,7 +329,7 @@ class _Chain:
             storage_size = 0 if storage._cdata in storages else storage.nbytes()
             storages.add(storage._cdata)
             self.arrivals[index].append(Arrival(gradient.nbytes, storage_size, maker))
-        self.ledger.reset_peak(gradient for gradient, _ in found)
+        self.ledger.start_moments(gradient for gradient, _ in found)
 
     def _died(self, key: int, size: int) -> None:
         boundaries = self._boundaries.pop(key)
@@ -336,9 +339,9 @@ class _Chain:
             self.inputs[boundary].append(Input(size, boundaries[0] - 1 - boundary, freed, kept))
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; note peaks and work. A graph lets go of what it keeps layer by layer."""
+        """Run the backward pass; note moments and work. A graph lets go of what it keeps layer by layer."""
         self._is_backward = True
-        self.ledger.reset_peak()
+        self.ledger.start_moments()
         self.position = len(self.layers) - 1
         with self._blamed():
             if loss.requires_grad:  # else everything is frozen
@@ -385,15 +388,12 @@ class _Chain:
         parameter.grad = None
 
     def _note_backward(self) -> None:
-        at, ledger = self.position, self.ledger
-        found = {
-            "backward": ledger.peak_bytes,
-            "first_backward": ledger.peak_with_added_bytes,
-            "last_backward": ledger.own_peak_bytes,
-            "last_first_backward": ledger.own_peak_with_added_bytes,
-        }
-        for kind, peak in found.items():
-            self.peaks[kind][at] = max(self.peaks[kind][at], peak - self.live_after[at])
+        at, moments = self.position, self.ledger.moments
+        held = self.live_after[at]
+        self.heights["backward"][at] += [one.live - held for one in moments]
+        self.heights["first_backward"][at] += [one.live + one.added - held for one in moments]
+        self.heights["last_backward"][at] += [one.live - one.aside - held for one in moments]
+        self.heights["last_first_backward"][at] += [one.live + one.added - one.aside - held for one in moments]
         self.work["backward"][at] += self.ledger.take_work()
 
 
@@ -443,7 +443,7 @@ def _profile(
             if training:
                 chain_.backward(value)
             else:
-                chain_.peaks["quiet"] = chain_.peaks["forward"]
+                chain_.heights["quiet"] = chain_.heights["forward"]
     return [_layer_profile(chain_, index, start) for index in range(len(layers) + 1)]
 
 
@@ -467,12 +467,8 @@ def _layer_profile(chain_: _Chain, index: int, start: int) -> LayerProfile:
         inputs=tuple(chain_.inputs[index]),
         arrivals=tuple(chain_.arrivals[index]),
         kept_bytes=chain_.live_after[index] - before,
-        forward_peak_bytes=chain_.peaks["forward"][index],
-        quiet_peak_bytes=chain_.peaks["quiet"][index],
-        backward_peak_bytes=chain_.peaks["backward"][index],
-        first_backward_peak_bytes=chain_.peaks["first_backward"][index],
-        last_backward_peak_bytes=chain_.peaks["last_backward"][index],
-        last_first_backward_peak_bytes=chain_.peaks["last_first_backward"][index],
+        **{f"{name}_peak_bytes": max(found[index]) for name, found in chain_.heights.items()},
+        heights=tuple(tuple(chain_.heights[name][index]) for name in PASSES),
         largest_gradient_bytes=max((each.nbytes for each in parameters if each.requires_grad), default=0),
         converted_bytes=chain_.converted_bytes[index],
     )

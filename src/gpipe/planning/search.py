@@ -127,7 +127,7 @@ def find_fastest(
     planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
     found = _keep_best(_plan(replace(rough, cut=cut), _choose(planned, most_cuts), count))
     # Profiles were interpolated, and evaluations left out: a setting may turn out slower, or not fit.
-    precise = replace(planner, profiler=profiler.exactly, cut=cut)
+    precise = replace(planner, cut=cut)
     exact = (_try_plan(precise, one.setting) for one in found)
     fitting = (plan for plan in exact if plan is not None and plan.peak_bytes <= room_bytes)
     return sorted(islice(fitting, count), key=lambda plan: plan.step_seconds)

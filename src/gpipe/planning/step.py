@@ -340,14 +340,16 @@ def _place_memory(
 
 def _averaging_seconds(memory: Sequence[DeviceMemory], timeline: Timeline, setting: Setting, speed: Speed) -> float:
     """Return how long after the last task the gradients of a device are still on their way around its replicas."""
-    last = [timeline.makespan_seconds] * len(memory)
+    if setting.num_replicas == 1:
+        return 0.0
+    makespan = timeline.makespan_seconds
+    last = [makespan if setting.is_sequential else 0.0] * len(memory)
     if not setting.is_sequential:
-        last = [
-            max(event.end for event in timeline.events if timeline.row(event.task) == d) for d in range(len(memory))
-        ]
+        for task, _, end in timeline.events:
+            last[timeline.row(task)] = max(last[timeline.row(task)], end)
     seconds = 2 * (setting.num_replicas - 1) / setting.num_replicas / speed.link_bytes_per_second
     ends = (end + seconds * device.gradient_bytes for end, device in zip(last, memory, strict=True))
-    return max(*ends, timeline.makespan_seconds) - timeline.makespan_seconds
+    return max(*ends, makespan) - makespan
 
 
 def _stage(

@@ -47,14 +47,15 @@ def copy_layers(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tens
     Raises:
         ValueError: a layer cannot be copied.
     """
+    memos = [_make_memo(layer) for layer in layers]
     constants = _Constants()
     with constants:
-        copies = [_copy(index, layer) for index, layer in enumerate(layers)]
+        copies = [_copy(index, layer, memo) for index, (layer, memo) in enumerate(zip(layers, memos, strict=True))]
     return copies, constants.copies
 
 
-def _copy(index: int, layer: nn.Module) -> nn.Module:
-    """Copy a layer with tensors of the same shapes and no data; called inside of _Constants."""
+def _make_memo(layer: nn.Module) -> dict[int, Any]:
+    """Return what copying takes for a layer's parameters and buffers: tensors of the same shapes and no data."""
     memo: dict[int, Any] = {id(buffer): torch.empty(buffer.shape, dtype=buffer.dtype) for buffer in layer.buffers()}
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -62,6 +63,11 @@ def _copy(index: int, layer: nn.Module) -> nn.Module:
     for value in chain.from_iterable(vars(module).values() for module in layer.modules()):
         if isinstance(value, torch.Generator):  # whose state is a tensor
             memo[id(value)] = torch.Generator()
+    return memo
+
+
+def _copy(index: int, layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a layer; called inside of _Constants."""
     try:
         return copy.deepcopy(layer, memo)
     except Exception as error:

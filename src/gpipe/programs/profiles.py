@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 
 from gpipe.config import RunConfig, to_plain
+from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.programs.precision import build_autocast
 from gpipe.programs.workloads import workload_of
 
 _ELSEWHERE = ("pipeline", "launch")  # settings that say where layers run, not what they are
-_known: dict[tuple[str, str, int], list[LayerProfile]] = {}
+_known: dict[tuple[str, str], KnownProfiles] = {}
 
 
 def training_profiler(run: RunConfig, measured: OperationMemory | None = None) -> Callable[[int], list[LayerProfile]]:
@@ -50,12 +51,4 @@ def _remembering(
     run: RunConfig, purpose: str, describe: Callable[[int], list[LayerProfile]]
 ) -> Callable[[int], list[LayerProfile]]:
     settings = {key: value for key, value in to_plain(run).items() if key not in _ELSEWHERE}
-    text = json.dumps(settings, sort_keys=True, default=str)
-
-    def remember(size: int) -> list[LayerProfile]:
-        key = text, purpose, size
-        if key not in _known:
-            _known[key] = describe(size)
-        return _known[key]
-
-    return remember
+    return _known.setdefault((purpose, json.dumps(settings, sort_keys=True)), KnownProfiles(describe))
