@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from docs import pictures
 from gpipe.config import to_run
 from gpipe.programs.build import build_layers
+from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -32,31 +33,32 @@ def find_code(page: str, name: str) -> str:
     return match[1]
 
 
-def run_code(code: str) -> str:
+def run_code(folder: Path, code: str) -> str:
     """Run code in a process of its own and return what it prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    program = folder / "example.py"
+    program.write_text(code, "utf-8")
+    done = run_program(program, folder=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_example_of_the_readme_pipelines_a_model_in_eight_lines() -> None:
+def test_the_example_of_the_readme_pipelines_a_model_in_eight_lines(tmp_path: Path) -> None:
     example = find_code("README.md", "example")
     lines = [line for line in example.splitlines() if line and not line.startswith(("import ", "from "))]
     assert len(lines) == 8
     printed = run_code(
-        f"{example}print(report.loss, pipeline.partitions, pipeline.evaluate(torch.randn(64, 32)).shape)"
+        tmp_path, f"{example}print(report.loss, pipeline.partitions, pipeline.evaluate(torch.randn(64, 32)).shape)"
     )
     assert re.fullmatch(r"\d+\.\d+ \(\d, \d\) torch\.Size\(\[64, 10\]\)\n", printed)
 
 
-def test_the_example_of_the_guide_trains_with_batch_norm_and_dropout() -> None:
-    printed = run_code(find_code("docs/library.md", "example"))
+def test_the_example_of_the_guide_trains_with_batch_norm_and_dropout(tmp_path: Path) -> None:
+    printed = run_code(tmp_path, find_code("docs/library.md", "example"))
     assert re.fullmatch(r"\d+\.\d+ torch\.Size\(\[64, 10\]\)\n", printed)
 
 
-def test_the_example_of_a_model_that_is_no_sequence_trains() -> None:
-    assert re.fullmatch(r"\d+\.\d+ True\n", run_code(find_code("docs/library.md", "traced")))
+def test_the_example_of_a_model_that_is_no_sequence_trains(tmp_path: Path) -> None:
+    assert re.fullmatch(r"\d+\.\d+ True\n", run_code(tmp_path, find_code("docs/library.md", "traced")))
 
 
 @pytest.mark.usefixtures("composer")

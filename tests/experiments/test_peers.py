@@ -1,8 +1,5 @@
 """The comparison with the peers, on tiny models: all engines do the same, and a record comes out."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +8,8 @@ import pytest
 from gpipe.records import read_records
 from tests.experiments.peer_gradients import gradients
 from tests.support.process_pool import ProcessPool
+from tests.support.program_server import run_program
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "--scale",
     "tiny",
@@ -27,10 +24,11 @@ TINY = (
 )
 ENGINES = ("ours", "torch.distributed.pipelining", "torchgpipe")
 PARTITIONS = {"amoebanet": [4, 5], "transformer": [3, 5]}  # the first has two tensors at its boundary
-
-
-def use_one_core() -> None:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+ON_ONE_CORE = """
+import os, runpy
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+runpy.run_module("experiments.peers", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.parametrize("workload", PARTITIONS)
@@ -50,8 +48,10 @@ def test_all_engines_compute_the_same_gradients(workload: str, processes: Proces
 
 def test_a_record_says_how_fast_and_large_each_engine_is(tmp_path: Path) -> None:
     options = (*TINY, "--rounds", "1", "--steps", "1", "--record", str(tmp_path))
-    command = [sys.executable, "-m", "experiments.peers", *options]
-    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, preexec_fn=use_one_core)
+    program = tmp_path / "peers_on_one_core.py"
+    program.write_text(ON_ONE_CORE)
+    done = run_program(program, *options)
+    assert done.returncode == 0, done.stderr
     (record,) = read_records(tmp_path / "runs.jsonl")
     assert (record.kind, record.experiment) == ("measured", "peers")
     grid = record.results["grid"]
