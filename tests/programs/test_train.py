@@ -43,7 +43,7 @@ def test_a_run_says_the_plan_first_and_then_what_it_did_and_what_to_try(
     two_processes: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     folder, done = two_processes
-    assert done.stdout.startswith("train: K=2 stages, M=8 micro-batches of 2")
+    assert done.stdout.startswith("train: K=2 stages, M=4 micro-batches of 4")
     plan, _, words = done.stdout.rpartition("\n\n")
     assert re.search(r"s; bubble [\d.]+% \([\d.]+% if all stages were equal\), the slowest stage", plan)
     figures = r"top-1 [\d.]+%, top-5 [\d.]+%, loss [\d.]+ \(top-1 [\d.]+% without averaging the weights\)"
