@@ -30,7 +30,7 @@ SHORT = (
     "trainer.evaluation.max_batches=1", "trainer.evaluation.statistics_batches=1",
 )  # fmt: skip
 QUICK = (*SHORT, "trainer.max_steps=2", "trainer.checkpoints.every_steps=1", "schedule.warm_up_epochs=0")
-SMALL = ("data.image_size=32",)
+SMALL = ("data.image_size=32", "trainer.evaluation.batch_size=100")
 UNSCORED = ("trainer.evaluation.every_epochs=null", "trainer.evaluation.every_steps=null")
 IMAGES, TRANSLATION = "amoebanet_imagenet_laptop", "transformer_multilingual_laptop"
 TRAINED = {IMAGES: (*QUICK, *SMALL), TRANSLATION: (*QUICK, *UNSCORED)}
@@ -221,7 +221,7 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     (r"python train\.py .* trainer\.dry_run=true", runs()),
     (r"python train\.py .* pipeline=auto", runs("trainer.dry_run=true")),
     (r"python plan\.py .* (find=|pipeline=auto ).*", is_tested_by("tests/programs/test_plan.py")),
-    (r"python plan\.py .* model\.name=convnext_large .*", runs("model.name=convnext_tiny")),
+    (r"python plan\.py .* model\.name=convnext_large .*", runs("model.name=convnext_atto")),
     (r"python plan\.py( .*)?", runs()),
     (r"python train\.py( .*)?", is_composed),
     # What reads the runs above.
