@@ -119,11 +119,15 @@ def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
 
     The last one counts among trainings with the same subject, recipe and seed, and among scores with the same beam.
     """
-    scored = [record for record in records if record.experiment == SCORING and record.kind == "measured"]
+    scored: dict[object, list[Record]] = {}
+    for record in records:
+        if record.experiment == SCORING and record.kind == "measured":
+            scored.setdefault(_part(record), []).append(record)
     found: dict[object, Trained] = {}
     for run in records:
         if run.experiment == experiment and run.kind == "measured" and run.results.get("evaluation"):
-            one = Trained(run, {record.results["num_beams"]: record for record in scored if _is_of(record, run)})
+            own = [record for record in scored.get(_part(run), ()) if same_settings(record.config, run.config)]
+            one = Trained(run, {record.results["num_beams"]: record for record in own})
             key = _subject(one), one.recipe, run.seed
             found.pop(key, None)
             found[key] = one
@@ -154,10 +158,9 @@ def _least_loss(found: Sequence[Trained]) -> float:
     return inf if loss is None else loss
 
 
-def _is_of(scored: Record, run: Record) -> bool:
-    one, other = Trained(scored, {}), Trained(run, {})
-    same = (scored.seed, one.languages) == (run.seed, other.languages)  # most differ in these
-    return same and same_settings(scored.config, run.config)
+def _part(record: Record) -> tuple[int, tuple[str, ...] | None]:
+    """Return what a training shares with its scores, and hardly with other trainings: a cheap first look."""
+    return record.seed, Trained(record, {}).languages
 
 
 def training_pairs(records: Iterable[Record], data: str) -> dict[str, int]:
