@@ -26,7 +26,10 @@ class Block:
         home: the stream on which it was asked for.
         num_bytes: its size; rounding and fragmentation are left out.
         recorded: streams that the allocator was told of.
+        end: what calls when the memory is let go of.
     """
+
+    end: weakref.ref[torch.UntypedStorage]
 
     def __init__(self, home: Stream, num_bytes: int) -> None:
         self.home, self.num_bytes = home, num_bytes
@@ -82,14 +85,16 @@ memory_bytes: int | None = None
 def allocate(tensor: Tensor, home: Stream) -> Block:
     """Return the block of a tensor's memory, which is a new one of a stream where nobody asked for it before."""
     storage = tensor.untyped_storage()
+    key = storage._cdata
     with lock:
-        if storage._cdata not in _blocks:
-            _add(home.device.index, storage.nbytes())
-            _blocks[storage._cdata] = Block(home, storage.nbytes())
-            if storage.nbytes():
-                trace.MemoryAllocationCallbacks.fire_callbacks(storage.data_ptr())
-            weakref.finalize(storage, _free, storage._cdata, storage.data_ptr())
-        return _blocks[storage._cdata]
+        if (block := _blocks.get(key)) is None:
+            num_bytes, address = storage.nbytes(), storage.data_ptr()
+            _add(home.device.index, num_bytes)
+            block = _blocks[key] = Block(home, num_bytes)
+            if num_bytes:
+                trace.MemoryAllocationCallbacks.fire_callbacks(address)
+            block.end = weakref.ref(storage, lambda _: _free(key, address))
+        return block
 
 
 def _add(device: int, num_bytes: int) -> None:

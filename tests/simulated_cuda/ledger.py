@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +57,25 @@ def complain(text: str) -> None:
 def find_place() -> str:
     """Return where the code under test is, in this thread: a line, and the one that called it."""
     frame, found = sys._getframe(1), []
-    while frame is not None and len(found) < 2:
-        if name := _find_name(frame.f_code.co_filename):
+    while frame is not None:
+        if name := _names[frame.f_code.co_filename]:
             found.append(f"{name}:{frame.f_lineno}")
+            if len(found) == 2:
+                break
         frame = frame.f_back
     return " < ".join(found) or "a thread of autograd"
 
 
-@cache  # as each operation asks
-def _find_name(file: str) -> str:
-    """Return the name of a file of code under test; of another nothing."""
-    is_uninteresting = file.startswith("<") or any(part in file for part in _UNINTERESTING)
-    return "" if is_uninteresting else file.rsplit("/", 1)[-1]
+class _Names(dict[str, str]):
+    """The name of each file of code under test, and nothing for others: each operation asks for dozens."""
+
+    def __missing__(self, file: str) -> str:
+        is_uninteresting = file.startswith("<") or any(part in file for part in _UNINTERESTING)
+        self[file] = "" if is_uninteresting else file.rsplit("/", 1)[-1]
+        return self[file]
+
+
+_names = _Names()
 
 
 def forget() -> None:

@@ -21,7 +21,7 @@ from tests.simulated_cuda import ledger, streams
 from tests.simulated_cuda.allocator import find_block
 from tests.simulated_cuda.ledger import lock
 from tests.simulated_cuda.streams import Stream
-from tests.simulated_cuda.tensors import SimulatedTensor
+from tests.simulated_cuda.tensors import SimulatedTensor, hold
 
 _FOREVER = timedelta(days=1)
 patience_seconds = 60.0
@@ -122,8 +122,8 @@ class NCCL(dist.ProcessGroup):
 
     def exchange(self, operations: list[dist.P2POp]) -> Work:
         """Send and receive tensors as one operation."""
-        sent = [(_hold(one.tensor).clone(), one) for one in operations if one.op is dist.isend]
-        received = [(torch.empty_like(_hold(one.tensor)), one) for one in operations if one.op is dist.irecv]
+        sent = [(hold(one.tensor).clone(), one) for one in operations if one.op is dist.isend]
+        received = [(torch.empty_like(hold(one.tensor)), one) for one in operations if one.op is dist.irecv]
 
         def transport() -> None:
             works = [self._gloo.send([part], one.group_peer, one.tag) for part, one in sent]
@@ -131,60 +131,60 @@ class NCCL(dist.ProcessGroup):
             for work in works:
                 work.wait(_FOREVER)
             for part, one in received:
-                _hold(one.tensor).copy_(part)
+                hold(one.tensor).copy_(part)
 
         reads, writes = ([one.tensor for _, one in part] for part in (sent, received))
         return self._enqueue("ncclGroup", reads, writes, transport, None)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         (tensor,) = tensors
-        part = _hold(tensor).clone()
+        part = hold(tensor).clone()
 
         def transport() -> None:
             self._gloo.allreduce([part], options).wait(_FOREVER)
-            _hold(tensor).copy_(part)
+            hold(tensor).copy_(part)
 
         return self._enqueue("ncclAllReduce", [tensor], [tensor], transport, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Work:
         (tensor,) = tensors
-        part, root = _hold(tensor).clone(), options.rootRank
+        part, root = hold(tensor).clone(), options.rootRank
 
         def transport() -> None:
             over_gloo = dist.BroadcastOptions()
             over_gloo.rootRank, over_gloo.timeout = root, _FOREVER
             self._gloo.broadcast([part], over_gloo).wait(_FOREVER)
-            _hold(tensor).copy_(part)
+            hold(tensor).copy_(part)
 
         return self._enqueue("ncclBroadcast", [tensor], [tensor], transport, options)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> Work:
         (tensor,), (into,) = tensors, outputs
-        part, found = _hold(tensor).clone(), [torch.empty_like(_hold(one)) for one in into]
+        part, found = hold(tensor).clone(), [torch.empty_like(hold(one)) for one in into]
 
         def transport() -> None:
             self._gloo.allgather([found], [part]).wait(_FOREVER)
             for one, other in zip(into, found, strict=True):
-                _hold(one).copy_(other)
+                hold(one).copy_(other)
 
         return self._enqueue("ncclAllGather", [tensor], into, transport, options)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
-        part, found = _hold(tensor).clone(), torch.empty_like(_hold(output))
+        part, found = hold(tensor).clone(), torch.empty_like(hold(output))
 
         def transport() -> None:
             self._gloo._allgather_base(found, part).wait(_FOREVER)
-            _hold(output).copy_(found)
+            hold(output).copy_(found)
 
         return self._enqueue("ncclAllGather", [tensor], [output], transport, options)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> Work:
-        part, own = _hold(tensor).clone(), slice(self.rank() * output.numel(), (self.rank() + 1) * output.numel())
+        part, own = hold(tensor).clone(), slice(self.rank() * output.numel(), (self.rank() + 1) * output.numel())
         is_mean = options.reduceOp == dist.ReduceOp.AVG  # which Gloo does not know
 
         def transport() -> None:
             self._gloo.allreduce([part], dist.AllreduceOptions()).wait(_FOREVER)
-            _hold(output).copy_(part[own].div_(self.size() if is_mean else 1).view_as(_hold(output)))
+            hold(output).copy_(part[own].div_(self.size() if is_mean else 1).view_as(hold(output)))
 
         return self._enqueue("ncclReduceScatter", [tensor], [output], transport, options)
 
@@ -225,9 +225,9 @@ class NCCL(dist.ProcessGroup):
             self._stream.wait_stream(streams.current_stream(device))
             number, place = self._stream.enqueue(), ledger.find_place()
             for tensor in reads:
-                find_block(_hold(tensor)).use(self._stream, number, name, place, writes=False)
+                find_block(hold(tensor)).use(self._stream, number, name, place, writes=False)
             for tensor in writes:
-                find_block(_hold(tensor)).use(self._stream, number, name, place, writes=True)
+                find_block(hold(tensor)).use(self._stream, number, name, place, writes=True)
             ledger.counts["NCCL operations"] += 1
             is_stuck = (name in cut_operations and bool(reads)) or bool(streams.find_unfinished(self._stream.clock))
             done = streams.add_unfinished(self._stream, number)
@@ -247,10 +247,6 @@ class NCCL(dist.ProcessGroup):
                 self._operations.get()()
         except RuntimeError:  # the other end is gone: NCCL would wait for ever
             return
-
-
-def _hold(tensor: Tensor) -> Tensor:
-    return tensor.held if isinstance(tensor, SimulatedTensor) else tensor
 
 
 def install() -> None:

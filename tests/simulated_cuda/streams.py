@@ -28,7 +28,9 @@ _DEFAULT = "the default stream of cuda:"
 Clock = dict[int, int]  # the number of a stream -> the number of its last operation
 
 _host: Clock = {}
+_lessons = 0  # how often the host learned
 _local = threading.local()
+_NONE: dict[int, Stream] = {}
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _default_streams: dict[int, Stream] = {}
 _unfinished: dict[tuple[int, int], threading.Event] = {}  # operations that have not ended: of hanging kernels, receives
@@ -56,6 +58,7 @@ class Stream:
         self.orders_allocations = "/fsdp/" in sys._getframe(1).f_code.co_filename
         self.name = name or f"the stream made at {ledger.find_place()}"
         self.clock: Clock = {}
+        self._known_of_host = 0
         if self.cuda_stream:
             trace.StreamCreationCallbacks.fire_callbacks(self.cuda_stream)
 
@@ -64,9 +67,11 @@ class Stream:
         if self.device.index in _broken:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         with lock:
-            merge(self.clock, _host)
-            self.clock[self.number] = self.clock.get(self.number, 0) + 1
-            return self.clock[self.number]
+            if self._known_of_host != _lessons:
+                merge(self.clock, _host)
+                self._known_of_host = _lessons
+            number = self.clock[self.number] = self.clock.get(self.number, 0) + 1
+            return number
 
     def wait_event(self, event: Event) -> None:
         trace.EventWaitCallbacks.fire_callbacks(event.number, self.cuda_stream)
@@ -142,8 +147,9 @@ class Event:
 
 def merge(into: Clock, other: Clock) -> None:
     """Order `into` after all that `other` is ordered after."""
+    get = into.get
     for stream, number in other.items():
-        if into.get(stream, 0) < number:
+        if get(stream, 0) < number:
             into[stream] = number
 
 
@@ -155,8 +161,9 @@ def covers(clock: Clock, other: Clock) -> bool:
 def find_unfinished(clock: Clock) -> list[threading.Event]:
     """Return what has not ended of that which a clock is ordered after."""
     with lock:
-        found = [event for (stream, number), event in _unfinished.items() if clock.get(stream, 0) >= number]
-    return [event for event in found if not event.is_set()]
+        for end in [end for end, event in _unfinished.items() if event.is_set()]:
+            del _unfinished[end]
+        return [event for (stream, number), event in _unfinished.items() if clock.get(stream, 0) >= number]
 
 
 def add_unfinished(stream: Stream, number: int) -> threading.Event:
@@ -181,7 +188,9 @@ def defer(stream: Stream, number: int, copy: Callable[[], None]) -> None:
 
 def learn(clocks: Iterable[Clock]) -> None:
     """Let the host know that operations have ended."""
+    global _lessons
     with lock:
+        _lessons += 1
         for clock in clocks:
             merge(_host, clock)
         for entry in [entry for entry in _deferred if _host.get(entry[0], 0) >= entry[1]]:
@@ -239,6 +248,8 @@ def find_host_clock() -> Clock:
 
 def as_device(device: Any) -> torch.device:
     """Return the device with its index; None is the current one."""
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
     if device is None:
         return torch.device("cuda", current_device())
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -256,6 +267,8 @@ def set_device(device: Any) -> None:
 
 def default_stream(device: Any = None) -> Stream:
     index = as_device(device).index
+    if (found := _default_streams.get(index)) is not None:
+        return found
     with lock:
         if index not in _default_streams:
             name = f"{_DEFAULT}{index}"
@@ -264,9 +277,9 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    index = as_device(device).index
-    chosen: Stream | None = getattr(_local, "streams", {}).get(index)
-    return chosen or default_stream(index)
+    device = as_device(device)
+    chosen: Stream | None = getattr(_local, "streams", _NONE).get(device.index)
+    return chosen or default_stream(device)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -21,6 +21,10 @@ aten = torch.ops.aten
 # What returns numbers to the host waits for the device.
 _HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
 _VIEWS = {aten.detach.default, aten.alias.default, aten._unsafe_view.default}
+_PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
+    aten.convolution_backward.default,
+}  # fmt: skip
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 _TAKE_CPU_INDICES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
 _TAKE_NO_NUMBERS = {aten.stack.default, aten.cat.default}  # of the CPU, beside tensors of a device
@@ -30,6 +34,7 @@ _FACTORIES = (
 
 
 _NOTHING = nullcontext()
+_CPU = torch.device("cpu")
 
 
 class _Operation(NamedTuple):
@@ -37,27 +42,60 @@ class _Operation(NamedTuple):
 
     Attributes:
         name: without "aten::".
+        compute: what the CPU does.
         is_kernel: whether it works on the device.
+        is_host_read: whether it returns numbers to the host.
         takes_lists: of tensors, perhaps of several devices.
+        takes_numbers: of the CPU, beside tensors of a device.
+        takes_indices: of the CPU, beside tensors of a device.
         draws: random numbers.
         written: the places and names of the arguments that it writes to.
     """
 
     name: str
+    compute: Callable[..., Any]
     is_kernel: bool
+    is_host_read: bool
     takes_lists: bool
+    takes_numbers: bool
+    takes_indices: bool
     draws: bool
     written: tuple[tuple[int, str], ...]
 
 
-@cache
+_operations: dict[int, _Operation] = {}  # by the identity of torch's operation, whose own hash takes long
+
+
 def _describe(func: Any) -> _Operation:
+    found = _operations.get(id(func))
+    if found is None:
+        found = _operations[id(func)] = _read_schema(func)
+    return found
+
+
+def _read_schema(func: Any) -> _Operation:
     name: str = func._schema.name.removeprefix("aten::")
-    is_kernel = not (func.is_view or func in _VIEWS or name in _NO_KERNEL)
-    draws = torch.Tag.nondeterministic_seeded in func.tags
     infos = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
-    written = tuple((place, name) for place, (name, info) in enumerate(infos) if info is not None and info.is_write)
-    return _Operation(name, is_kernel, name.startswith("_foreach_"), draws, written)
+    return _Operation(
+        name,
+        functools.partial(_multiply, func) if func in _PRODUCTS else func,
+        is_kernel=not (func.is_view or func in _VIEWS or name in _NO_KERNEL),
+        is_host_read=func in _HOST_READS,
+        takes_lists=name.startswith("_foreach_"),
+        takes_numbers=func not in _TAKE_NO_NUMBERS,
+        takes_indices=func in _TAKE_CPU_INDICES,
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        written=tuple((place, name) for place, (name, info) in enumerate(infos) if info is not None and info.is_write),
+    )
+
+
+def _multiply(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add up products of few bits in 32 and round once, as GPUs do: old CPUs take 100 times longer for few bits."""
+    dtype = args[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return func(*args, **kwargs)
+    wide = [one.float() if isinstance(one, Tensor) else one for one in args]
+    return _map(lambda tensor: tensor.to(dtype), func(*wide, **kwargs))
 
 
 class SimulatedTensor(Tensor):
@@ -65,9 +103,11 @@ class SimulatedTensor(Tensor):
 
     Attributes:
         held: the CPU's tensor with its numbers.
+        place: its device, which torch takes longer to tell.
     """
 
     held: Tensor
+    place: torch.device
 
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> Self:
@@ -75,7 +115,7 @@ class SimulatedTensor(Tensor):
             cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
             layout=held.layout, device=device, requires_grad=False,
         )  # fmt: skip
-        made.held = held
+        made.held, made.place = held, device
         return made
 
     def __repr__(self, **_: Any) -> str:
@@ -121,9 +161,11 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if operation.takes_lists and len({tensor.device for tensor in args[0]}) > 1:
         each = [_launch(func, [_pick(index, list_) for list_ in args], kwargs) for index in range(len(args[0]))]
         return None if each[0] is None else [result for results in each for result in results]
-    tensors, device = _find_device(func, args, kwargs)
+    leaves: list[Tensor] = []
+    inner_args, inner = _unwrap(args, leaves), _unwrap(kwargs, leaves)
+    tensors, device = _find_device(operation, leaves, kwargs)
     stream = current_stream(device)
-    if func in _HOST_READS:
+    if operation.is_host_read:
         streams.wait_on_host([stream.clock], device)
     with lock:
         number, place = None, ""
@@ -134,18 +176,18 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             for tensor in tensors:
                 writes = any(tensor is one for one in written)
                 find_block(tensor.held).use(stream, number, operation.name, place, writes=writes)
-        inner = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        inner.pop("pin_memory", None)
         if "device" in inner:
-            inner["device"] = torch.device("cpu")
+            inner["device"] = _CPU
         with drawing_from(device) if operation.draws else _NOTHING:
-            result = func(*_unwrap(args), **_unwrap(inner))
-        if func in _HOST_READS and not isinstance(result, Tensor):
+            result = operation.compute(*inner_args, **inner)
+        if operation.is_host_read and not isinstance(result, Tensor):
             return result
         known = {id(tensor.held): tensor for tensor in tensors}
 
         def wrap(leaf: Tensor) -> Tensor:
-            if id(leaf) in known:
-                return known[id(leaf)]
+            if (before := known.get(id(leaf))) is not None:
+                return before
             block = allocate(leaf, stream)
             if number is not None:
                 block.use(stream, number, operation.name, place, writes=True)
@@ -162,22 +204,30 @@ def _pick(index: int, argument: Any) -> Any:
     return [argument[index]] if isinstance(argument, list | tuple) else argument
 
 
-def _find_device(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[SimulatedTensor], torch.device]:
-    """Return the simulated tensors among the arguments, and where the operation runs.
+def _find_device(
+    operation: _Operation, leaves: list[Tensor], kwargs: dict[str, Any]
+) -> tuple[list[SimulatedTensor], torch.device]:
+    """Return the simulated tensors among an operation's, and where it runs.
 
     Raises:
         RuntimeError: the tensors are on several devices.
     """
-    leaves = _find_tensors((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, SimulatedTensor)]
-    others = [
-        leaf for leaf in leaves if not isinstance(leaf, SimulatedTensor) and (leaf.ndim > 0 or func in _TAKE_NO_NUMBERS)
-    ]
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1 or (devices and others and func not in _TAKE_CPU_INDICES):
-        found = ", ".join(sorted({str(tensor.device) for tensor in [*tensors, *others]}))
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {func}")
-    return tensors, devices.pop() if devices else streams.as_device(kwargs.get("device"))
+    if not tensors:
+        return [], streams.as_device(kwargs.get("device"))
+    others = [] if len(tensors) == len(leaves) else [leaf for leaf in leaves if _is_refused(operation, leaf)]
+    device = tensors[0].place
+    if others or any(tensor.place != device for tensor in tensors):
+        found = ", ".join(sorted({str(leaf.device) for leaf in [*tensors, *others]}))
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {operation.name}")
+    return tensors, device
+
+
+def _is_refused(operation: _Operation, leaf: Tensor) -> bool:
+    """Return whether a tensor is one of the CPU that an operation does not take beside tensors of a device."""
+    if isinstance(leaf, SimulatedTensor) or operation.takes_indices:
+        return False
+    return leaf.ndim > 0 or not operation.takes_numbers
 
 
 def _find_written(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -186,14 +236,21 @@ def _find_written(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> l
     return _find_tensors(passed) if passed else []
 
 
-def _unwrap(nest: Any) -> Any:
-    if isinstance(nest, SimulatedTensor):
-        return nest.held
+def _unwrap(nest: Any, leaves: list[Tensor]) -> Any:
+    """Return the arguments of an operation with the CPU's tensors, and add the tensors among them to `leaves`."""
+    if isinstance(nest, Tensor):
+        leaves.append(nest)
+        return nest.held if isinstance(nest, SimulatedTensor) else nest
     if isinstance(nest, list | tuple):
-        return type(nest)([_unwrap(child) for child in nest])
+        return type(nest)([_unwrap(child, leaves) for child in nest])
     if isinstance(nest, dict):
-        return {key: _unwrap(child) for key, child in nest.items()}
+        return {key: _unwrap(child, leaves) for key, child in nest.items()}
     return nest
+
+
+def hold(tensor: Tensor) -> Tensor:
+    """Return the CPU's tensor with the numbers."""
+    return tensor.held if isinstance(tensor, SimulatedTensor) else tensor
 
 
 def _map(function: Callable[[Tensor], Tensor], nest: Any) -> Any:
@@ -224,7 +281,7 @@ def _convert(source: Tensor, *, device: Any = None, non_blocking: bool = False, 
     """Return a copy of another type, layout or device."""
     device = source.device if device is None else torch.device(device)
     options.pop("pin_memory", None)
-    made = aten._to_copy.default(_unwrap(source), **options)
+    made = aten._to_copy.default(hold(source), **options)
     if device.type != "cuda":
         made.zero_()
         return _copy(made, source, non_blocking)
@@ -239,7 +296,7 @@ def _convert(source: Tensor, *, device: Any = None, non_blocking: bool = False, 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy, perhaps from one device to another or to the host."""
-    numbers = _unwrap(source)
+    numbers = hold(source)
     if isinstance(target, SimulatedTensor):
         with lock:
             _order_copy(target, source)
