@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 # Nothing here imports torch: the simulation must be loaded before.
 from tests.simulated_cuda import device_threads
-from tests.simulated_cuda.mutants import Mutant, apply
+from tests.simulated_cuda.mutants import Mutant, apply, compile_watched, reached, watch
 
 _LOOK_SECONDS = 0.5  # between two looks at processes that may have been stopped
 
@@ -27,7 +25,7 @@ class Answer(NamedTuple):
     value: Any = None
     error: str = "it never returned"  # a traceback; empty where the call returned
     faults: tuple[str, ...] = ()  # that the simulation noticed
-    reached: frozenset[tuple[str, str]] = frozenset()  # functions of gpipe that ran: their modules and names
+    reached: frozenset[tuple[str, int]] = frozenset()  # the places of changes in modules that were watched
 
 
 class _Call(NamedTuple):
@@ -36,7 +34,7 @@ class _Call(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     mutant: Mutant | None
-    trace: bool
+    watched: frozenset[str]
 
 
 class Machine:
@@ -73,14 +71,14 @@ class Machine:
         *args: Any,
         mutant: Mutant | None = None,
         seconds: float = 60,
-        trace: bool = False,
+        watched: frozenset[str] = frozenset(),
     ) -> list[Answer]:
         """Return what became of each process's call after at most some seconds, by rank.
 
         mutant: what to change in the code under test; all ends at the first error or fault, which is enough to notice.
-        trace: whether to note which functions ran.
+        watched: modules; which places of possible changes in them are come by is noted.
         """
-        return self._answer([_Call(self._number(), num_processes, function, args, mutant, trace)], seconds)[0]
+        return self._answer([_Call(self._number(), num_processes, function, args, mutant, watched)], seconds)[0]
 
     def attempt_at_once(
         self,
@@ -90,7 +88,7 @@ class Machine:
         seconds: float,
     ) -> list[list[Answer]]:
         """Return what `attempt` does for each (number of processes, function, arguments), which all run at once."""
-        return self._answer([_Call(self._number(), *one, mutant, False) for one in each], seconds)
+        return self._answer([_Call(self._number(), *one, mutant, frozenset()) for one in each], seconds)
 
     def _number(self) -> int:
         self._num_calls += 1
@@ -109,6 +107,7 @@ class Machine:
 
 def _serve(pipe: Connection, simulated: bool, port: int) -> None:
     """Be the process that all calls are forks of."""
+    gc.set_threshold(50_000, 20, 20)  # a collection finds what is loaded alive, each time
     if simulated:
         device_threads.load()
     import torch
@@ -124,6 +123,7 @@ def _serve(pipe: Connection, simulated: bool, port: int) -> None:
 
     torch.set_num_threads(1)
     set_numerics(deterministic=True, float32_matmul_precision="highest")  # bits are compared
+    gc.freeze()
     while True:
         try:
             calls, seconds = pipe.recv()
@@ -136,6 +136,8 @@ def _fork(calls: list[_Call], simulated: bool, port: int, seconds: float) -> lis
     context = multiprocessing.get_context("fork")
     processes, pipes, process_of = [], {}, {}
     for number, call in enumerate(calls):
+        for module in call.watched:
+            compile_watched(module)  # once for all forks
         for rank in range(call.num_processes):
             ours, theirs = context.Pipe(duplex=False)
             processes.append(context.Process(target=_answer, args=(theirs, rank, call, simulated, port)))
@@ -172,7 +174,6 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
     import torch
     import torch.distributed as dist
 
-    reached: dict[CodeType, str] = {}
     if call.num_processes > 1:
         store = dist.PrefixStore(str(call.number), dist.TCPStore("127.0.0.1", port, is_master=False))
         backend = "gloo" if simulated else "cpu:gloo,cuda:nccl"
@@ -183,20 +184,14 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
             apply(call.mutant)
             if simulated:
                 _end_at_a_fault(pipe)
-        if call.trace:
-            note = _note_functions_in(reached)
-            threading.setprofile(note)
-            sys.setprofile(note)
+        watch(call.watched)
         value, error = call.function(rank, *call.args), ""
     except Exception:  # noqa: BLE001 - a test's assertion, or the error that it is about
         value, error = None, traceback.format_exc()
-    sys.setprofile(None)
     faults: list[str] = []
     if simulated:
         from tests.simulated_cuda.ledger import faults
-    functions = [(module, code.co_qualname.split(".<locals>")[0]) for code, module in reached.items()]
-    reached_functions = frozenset(one for one in functions if one[0].startswith("gpipe."))
-    pipe.send(Answer(value, error, tuple(faults), reached_functions))
+    pipe.send(Answer(value, error, tuple(faults), frozenset(reached)))
     time.sleep(3600)  # until it is killed: the others would notice an early exit
 
 
@@ -209,13 +204,3 @@ def _end_at_a_fault(pipe: Connection) -> None:
         os._exit(0)
 
     ledger.on_fault = end
-
-
-def _note_functions_in(reached: dict[CodeType, str]) -> Callable[..., None]:
-    """Return a profile function that notes which functions run, and the modules that they are of."""
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:  # as little as can be: it runs at each call
-        if event == "call" and (code := frame.f_code) not in reached:
-            reached[code] = frame.f_globals.get("__name__", "")
-
-    return note

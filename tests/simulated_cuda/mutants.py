@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -35,12 +38,20 @@ class Mutant(NamedTuple):
         return f"{self.module.removeprefix('gpipe.')}, {self.function}: {self.text}"
 
 
-class _Change(ast.NodeTransformer):
-    """Makes change number `chosen` and lists all; without a number, it only lists them."""
+reached: set[tuple[str, int]] = set()
+"""The places of changes that this process came by, once it has called `watch`: their modules and numbers."""
 
-    def __init__(self, chosen: int | None = None) -> None:
+
+class _Change(ast.NodeTransformer):
+    """Makes change number `chosen` and lists all; without a number, it only lists them.
+
+    watched: the name of the module, to note whenever the place of a change is come by.
+    """
+
+    def __init__(self, chosen: int | None = None, watched: str = "") -> None:
         self.found: list[tuple[str, str]] = []  # the function, and the text
-        self._chosen = chosen
+        self._chosen, self._watched = chosen, watched
+        self._notes: list[ast.expr] = []  # for the node that is looked at
         self._scope: list[tuple[str, bool]] = []  # classes and functions around, and which ones are functions
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
@@ -62,12 +73,12 @@ class _Change(ast.NodeTransformer):
             ):
                 if self._choose(f"without waiting for {ast.unparse(operation)}"):
                     return ast.copy_location(ast.Expr(operation), node)
-        return self.generic_visit(node)
+        return self._noted(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         if "torch.cuda" in ast.unparse(node) and self._choose(f"without {ast.unparse(node)}"):
             return ast.copy_location(ast.Pass(), node)
-        return self.generic_visit(node)
+        return self._noted(node)
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
@@ -81,7 +92,8 @@ class _Change(ast.NodeTransformer):
             case ast.Call(keywords=[*_, ast.keyword(arg="device")]) if isinstance(node.func, ast.Attribute):
                 if ast.unparse(node.func).startswith("torch.") and self._choose(f"on the CPU: {ast.unparse(node)}"):
                     return ast.copy_location(ast.Call(node.func, node.args, node.keywords[:-1]), node)
-        return node
+        notes = self._take_notes()
+        return ast.Subscript(ast.Tuple([*notes, node], ast.Load()), ast.Constant(-1), ast.Load()) if notes else node
 
     def visit_With(self, node: ast.With) -> Any:
         for item in list(node.items):
@@ -90,7 +102,16 @@ class _Change(ast.NodeTransformer):
                 node.items.remove(item)
                 if not node.items:
                     node.items.append(ast.withitem(ast.parse("torch.cuda.stream(None)", mode="eval").body))
-        return self.generic_visit(node)
+        return self._noted(node)
+
+    def _noted(self, statement: ast.stmt) -> Any:
+        """Return a statement, behind the notes for it."""
+        notes = [ast.Expr(note) for note in self._take_notes()]
+        return [*notes, self.generic_visit(statement)] if notes else self.generic_visit(statement)
+
+    def _take_notes(self) -> list[ast.expr]:
+        notes, self._notes = self._notes, []
+        return notes
 
     def _enter(self, node: Any, *, is_function: bool) -> Any:
         self._scope.append((node.name, is_function))
@@ -101,8 +122,12 @@ class _Change(ast.NodeTransformer):
     def _choose(self, text: str) -> bool:
         functions = [depth for depth, (_, is_function) in enumerate(self._scope) if is_function]
         names = [name for name, _ in self._scope[: functions[0] + 1]]
+        number = len(self.found)
         self.found.append((".".join(names), text))
-        return len(self.found) - 1 == self._chosen
+        if self._watched:
+            note = f"__import__({__name__!r}, fromlist=['reached']).reached.add(({self._watched!r}, {number}))"
+            self._notes.append(ast.parse(note, mode="eval").body)
+        return number == self._chosen
 
     @staticmethod
     def _is_wait_of_the_host(node: ast.Expr) -> bool:
@@ -125,10 +150,37 @@ def find_mutants(module: str) -> list[Mutant]:
 
 def apply(mutant: Mutant) -> None:
     """Make a change in this process, in the module that is imported: its function gets other code."""
-    source = _find_source(mutant.module)
-    changed = ast.fix_missing_locations(_Change(mutant.number).visit(ast.parse(source.read_text())))
-    code, owner = compile(changed, str(source), "exec"), sys.modules[mutant.module]
-    *classes, name = mutant.function.split(".")
+    changed = _Change(mutant.number).visit(ast.parse(_find_source(mutant.module).read_text()))
+    _replace(mutant.module, mutant.function, _compile(mutant.module, changed))
+
+
+def watch(modules: Iterable[str]) -> None:
+    """From now on, note in `reached` which places of changes this process comes by."""
+    for module in modules:
+        code, functions = compile_watched(module)
+        for function in functions:
+            _replace(module, function, code)
+
+
+@cache
+def compile_watched(module: str) -> tuple[CodeType, frozenset[str]]:
+    """Return the code of a module with notes at the places of its changes, and the functions that have some."""
+    import_module(module)  # a process that imported it later would get the code of its file
+    change = _Change(watched=module)
+    code = _compile(module, change.visit(ast.parse(_find_source(module).read_text())))
+    assert change.found == [mutant[2:] for mutant in find_mutants(module)], f"notes change what is found in {module}"
+    return code, frozenset(function for function, _ in change.found)
+
+
+def _compile(module: str, tree: ast.AST) -> CodeType:
+    code: CodeType = compile(ast.fix_missing_locations(tree), str(_find_source(module)), "exec")  # type: ignore[arg-type]
+    return code
+
+
+def _replace(module: str, function: str, code: CodeType) -> None:
+    """Give a function of an imported module the code that it has in another version of the module."""
+    owner: Any = sys.modules[module]
+    *classes, name = function.split(".")
     for each in classes:
         code, owner = _find_code(code, each), getattr(owner, each)
     _find_function(vars(owner)[name]).__code__ = _find_code(code, name)
