@@ -29,6 +29,8 @@ LONG = (
 gc.set_threshold(50_000, 20, 20)
 # For the programs that tests start, beside other tests: threads that share a core wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# inductor would start processes to compile in, each of which imports torch: half the time of compiling little.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Programs inherit what is ignored: under nohup, the tests of a closed window would wait for ever.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("any machine", deadline=None)  # a loaded machine is slow, which is no defect
