@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from gpipe.config import register_schemas, to_run
+from gpipe.config import RunConfig, register_schemas, to_run
 from gpipe.launch.processes import Place
 from gpipe.programs.build import build_layers, build_pipeline, build_tracker, build_trainer
-from gpipe.programs.layout import share_layout
+from gpipe.programs.layout import Layout, share_layout
 from tests.simulated_cuda.environment import ROOT
 
 _SMALL = (
@@ -19,15 +20,22 @@ _SMALL = (
 )  # fmt: skip
 
 
-def describe_loaders(rank: int, words: tuple[str, ...]) -> dict[str, str]:
-    """Return the type of the images of each loader of a small run, by what they are for."""
+_PLACE = Place(None, "cuda")
+
+
+def describe_loaders(rank: int, settings: Iterable[tuple[str, ...]]) -> list[dict[str, str]]:
+    """Return the type of the images of each loader of small runs, by what they are for."""
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        run = to_run(compose("train", overrides=[*_SMALL, *words]))
-    place, layers = Place(None, "cuda"), build_layers(run)
-    pipeline = build_pipeline(run, layers, share_layout(run, layers, place), place)
+        runs = [to_run(compose("train", overrides=[*_SMALL, *words])) for words in settings]
+    layout = share_layout(runs[0], build_layers(runs[0]), _PLACE)  # one stage, whatever the images are
+    return [_describe(run, layout) for run in runs]
+
+
+def _describe(run: RunConfig, layout: Layout) -> dict[str, str]:
+    pipeline = build_pipeline(run, build_layers(run), layout, _PLACE)
     with tempfile.TemporaryDirectory() as folder, build_tracker(run, Path(folder), [], enabled=False) as tracker:
-        trainer = build_trainer(run, pipeline, place, Path(folder), tracker, lambda timeline: None)
+        trainer = build_trainer(run, pipeline, _PLACE, Path(folder), tracker, lambda timeline: None)
     assert trainer.statistics_loader is not None
     loaders = {"training": trainer.train_loader, "statistics": trainer.statistics_loader}
     loaders["test"] = trainer.evaluation_loaders["test"]
