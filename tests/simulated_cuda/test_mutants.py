@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,14 +95,19 @@ def notice(mutant: Mutant, machine: Machine, seconds: float) -> str:
         if any((mutant.module, mutant.number) in answer.reached for answer in expected)
     ]
     assert reaching, f"no scenario comes by {mutant}: add one that does"
-    # The first notices most; then those are asked that cost little; at once, they need less time.
+    # The first notices most; then those are asked that cost least. Alike ones need less time at once.
     first, *others = reaching
-    for part in ([first], [one for one in others if one[0].hangs], [one for one in others if not one[0].hangs]):
+    for part in [[first], *(list(alike) for _, alike in groupby(sorted(others, key=_cost), key=_cost))]:
         found = machine.attempt_at_once([scenario[:3] for scenario, _ in part], mutant=mutant, seconds=seconds)
         for answers, (scenario, expected) in zip(found, part, strict=True):
             if differences := list(filter(None, map(_compare, answers, expected))):
                 return f"{scenario}: {'; '.join(differences)}"
     return ""
+
+
+def _cost(reaching: tuple[Scenario, list[Answer]]) -> int:
+    scenario, _ = reaching
+    return 0 if scenario.hangs else scenario.num_processes
 
 
 def _compare(found: Answer, expected: Answer) -> str:
