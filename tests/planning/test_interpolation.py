@@ -84,6 +84,21 @@ def test_what_has_other_moments_is_described() -> None:
     assert asked == [1, 8, 4]
 
 
+@pytest.mark.parametrize("name", ["made_by", "freed_by", "kept_by"])
+def test_nothing_lies_between_two_layers(name: str) -> None:
+    """An input that another layer is the last to need makes the profile another one."""
+    asked: list[int] = []
+
+    def profiler(size: int) -> list[LayerProfile]:
+        asked.append(size)
+        taken = LOSS.inputs[0]._replace(**{name: size})
+        return [replace(layer(), heights=((1,),) * 6, inputs=(taken,))]
+
+    known = KnownProfiles(profiler)
+    assert [known(size)[0].inputs for size in (2, 8, 4)] == [profiler(size)[0].inputs for size in (2, 8, 4)]
+    assert asked[:3] == [2, 8, 4]
+
+
 def small_amoebanet() -> nn.Sequential:
     return amoebanet_b(num_layers=3, num_filters=8, num_classes=10, image_size=32, drop_path=0.1, dropout=0.5)
 

@@ -34,8 +34,8 @@ def run_backward(
 ) -> None:
     """Run a backward as `torch.autograd.backward` does, from gradients that fit their roots.
 
-    That compares their shapes first, in Python, for longer than the engine takes for anything else in a backward. Where
-    there is no gradient, of a scalar, it makes one.
+    That compares their shapes first, in Python, for a twelfth of the time that the engine takes for a micro-batch on a
+    stage of one small layer. Where there is no gradient, of a scalar, it makes one.
 
     Args:
         roots: where it starts.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gpipe.planning.ledger import Work
 from gpipe.planning.planner import Profiler
-from gpipe.planning.profile import PASSES, LayerProfile
+from gpipe.planning.profile import PASSES, Arrival, Input, LayerProfile
 
 
 class KnownProfiles:
@@ -143,11 +143,20 @@ def _interpolate(one: Any, other: Any, share: _Share, is_exact: bool) -> Any:
     if not is_exact and _is_work(one) and _is_work(other) and len(one) != len(other):
         one, other = _add_up(one), _add_up(other)
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        if _find_layers(one) != _find_layers(other):
+            raise _DifferentError
         items = [_interpolate(a, b, share, is_exact) for a, b in zip(one, other, strict=True)]
         return type(one)(*items) if hasattr(one, "_fields") else tuple(items)
     if one == other:
         return one
     raise _DifferentError
+
+
+def _find_layers(value: Any) -> tuple[int | None, ...]:
+    """Return the layers that an input or a gradient names: nothing lies between two of them."""
+    if isinstance(value, Input):
+        return value.made_by, value.freed_by, value.kept_by
+    return (value.made_by,) if isinstance(value, Arrival) else ()
 
 
 def _is_work(value: Any) -> bool:

@@ -24,12 +24,11 @@ def training_profiler(run: RunConfig, measured: OperationMemory | None = None) -
         measured: runs operations to measure their memory, each time; None leaves that out.
     """
     workload = workload_of(run)
-    layers, loss = workload.layers(), workload.loss()
     autocast = build_autocast(run.trainer.autocast, "cpu")
 
     def describe(size: int) -> list[LayerProfile]:
         example = workload.inputs(size), workload.targets(size)
-        return profile_layers(layers, loss, example, autocast=autocast, measured=measured)
+        return profile_layers(workload.layers(), workload.loss(), example, autocast=autocast, measured=measured)
 
     return describe if measured is not None else _remembering(run, "training", describe)
 
@@ -37,12 +36,12 @@ def training_profiler(run: RunConfig, measured: OperationMemory | None = None) -
 def evaluation_profiler(run: RunConfig) -> Callable[[int], list[LayerProfile]]:
     """Return what describes the layers and the metrics in an evaluation with a micro-batch of a given size."""
     workload = workload_of(run)
-    layers, measure = workload.layers(), workload.make_metrics().measure
+    measure = workload.make_metrics().measure
     autocast = build_autocast(run.trainer.evaluation.autocast, "cpu")
 
     def describe(size: int) -> list[LayerProfile]:
         example = workload.inputs(size), workload.evaluated_targets(size)
-        return profile_layers(layers, measure, example, autocast=autocast, training=False)
+        return profile_layers(workload.layers(), measure, example, autocast=autocast, training=False)
 
     return _remembering(run, "evaluation", describe)
 
