@@ -2,15 +2,18 @@
 
     python -m experiments.planned_seconds
 
-Two models, K = 1 and 2, and four schedules. The layers are timed in as many processes at once as the step has, each on
-a core of its own, and a plan cuts them. Then the same processes time the layers again and train, in turns. The median
-of the planned steps stands beside that of the measured ones; neither has an update. Eight minutes on two idle cores.
+Two models, K = 1 and 2, and four schedules. The layers, and what the engine adds to a task, are timed in as many
+processes at once as the step has, each on a core of its own, and a plan cuts them. Then the same processes time the
+layers again and train, in turns. The median of the planned steps stands beside that of the measured ones; neither has
+an update. Eight minutes on two idle cores.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -27,6 +30,7 @@ from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.cut import Cutter
 from gpipe.planning.profile import profile_layers
 from gpipe.planning.step import Setting, plan_step
+from gpipe.planning.task_timing import measure_task_seconds
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.records import make_record
 from reproductions.bubble.tables import PLANNED_SECONDS, planned_seconds, planned_seconds_run
@@ -65,7 +69,9 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
     size = len(batch[0]) // NUM_MICROBATCHES
     example = batch[0][:size], batch[1][:size]
     first = [timing.seconds for timing in _time_layers(layers, example)]
-    speed = Speed.of(find_accelerator("cpu"), "float32")
+    dist.barrier()
+    (task_seconds,) = _average([measure_task_seconds()])
+    speed = replace(Speed.of(find_accelerator("cpu"), "float32"), task_seconds=task_seconds)
     setting = Setting(
         case.num_stages, NUM_MICROBATCHES, Rematerialize(case.mode), case.schedule, is_sequential=num_processes == 1
     )
@@ -100,7 +106,12 @@ def measure(rank: int, num_processes: int, case: Case, rounds: int, port: int, r
                 parameter.grad = None
         measured.append(median(found[1:]))
     if rank == 0:
-        row = {"partitions": partitions, "planned": median(planned), "measured": median(measured)}
+        row = {
+            "partitions": partitions,
+            "task_seconds": task_seconds,
+            "planned": median(planned),
+            "measured": median(measured),
+        }
         results.put({**case._asdict(), **row})
     dist.barrier()
     pipeline.close()
@@ -111,9 +122,14 @@ def _time_layers(layers: nn.Sequential, example: tuple[Any, Any]) -> list[LayerT
     """Time the layers in all processes at once, and return what they take on average."""
     dist.barrier()
     timings = LayerTimer(torch.device("cpu"), TIMED_RUNS, splits=True).time(layers, compute_model_loss, example)
+    return [LayerTiming(*_average(timing)) for timing in timings]
+
+
+def _average(seconds: Sequence[float]) -> list[float]:
+    """Return what the processes found on average."""
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, timings)  # noqa: TID251 - of this program
-    return [LayerTiming(*map(fmean, zip(*layer, strict=True))) for layer in zip(*rows, strict=True)]
+    dist.all_gather_object(rows, list(seconds))  # noqa: TID251 - of this program
+    return [fmean(column) for column in zip(*rows, strict=True)]
 
 
 if __name__ == "__main__":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from gpipe.config import RunConfig
 from gpipe.launch import processes
@@ -14,7 +11,6 @@ from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Speed, detect_accelerator
 from gpipe.planning.calibration import Calibration
 from gpipe.planning.task_timing import measure_task_seconds
-from gpipe.planning.timing import cool_caches
 from gpipe.programs.build import build_layers
 from gpipe.programs.calibration_files import FOLDER, describe_origin, find_path
 from gpipe.programs.layout import measure_seconds
@@ -38,11 +34,7 @@ def _measure(place: Place, _: Path, run: RunConfig) -> None:
     layers = build_layers(run)
     measured = measure_seconds(run, layers, place.device_type, lambda _: None, splits=True)
     # A GPU's host is ahead of it.
-    task_seconds = (
-        accelerator.task_seconds
-        if accelerator.is_gpu
-        else measure_task_seconds(partial(cool_caches, torch.device("cpu")))
-    )
+    task_seconds = accelerator.task_seconds if accelerator.is_gpu else measure_task_seconds()
     if not place.is_main:
         return
     workload = workload_of(run)
