@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, _engine_run_backward  # noqa: TID251
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _set_pg_timeout  # noqa: TID251
 from torch.nn.modules import batchnorm
@@ -48,6 +49,11 @@ def run_backward(
     assert inputs is None or inputs, "none at all would mean all"
     # The graph is not kept, and gets none of its own; inputs may be out of reach; gradients are added up.
     _engine_run_backward(tuple(roots), tuple(gradients), False, False, tuple(inputs or ()), True, True)
+
+
+def apply_function(function: type[Function], *arguments: Any) -> Any:
+    """Apply a function of autograd, outside of torch.func's transforms; torch's own `apply` looks for those first."""
+    return super(Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def open_store() -> Store:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-from gpipe.pipeline._compat import run_backward
+from gpipe.pipeline._compat import apply_function, run_backward
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
@@ -89,6 +89,7 @@ class _Kept:
     buffers: BufferCopies  # what the forward found in the buffers that it changed
     gradients: list[Tensor | None]  # of the differentiable inputs, once backward has run
     roots: list[GradientEdge | None] | None = None  # one per output; None until a graph exists
+    loss_gradient: Tensor | None = None  # that its backward starts from; None in other stages
     is_of_forward: bool = False  # whether the forward made the graph, and no recomputation
     synchronized: SynchronizedMicroBatch | None = None  # statistics over all replicas, where batch norms have them
 
@@ -123,6 +124,7 @@ class Stage:
         self.compilation: Compilation | None = None
         self.recomputation_check: RecomputationCheck | None = None
         self.loss: Loss | None = None
+        self._loss_gradient: Tensor | None = None  # that backwards start from
         self.seed = seed
         self._lowered = lowered
         self.step = 0
@@ -164,7 +166,7 @@ class Stage:
 
     def finish_step(self) -> None:
         """Let go of what the step had: the loss holds the targets."""
-        self.loss = None
+        self.loss = self._loss_gradient = None
         self._buffers.finish_step()
 
     def undo_step(self) -> None:
@@ -247,7 +249,7 @@ class Stage:
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
         found = iter(kept.gradients)
-        return Payload.of(tuple(next(found) if wanted else None for wanted in kept.inputs.differentiable))
+        return Payload.of(tuple([next(found) if wanted else None for wanted in kept.inputs.differentiable]))
 
     def make_weight_gradients(self, micro_batch: int) -> None:
         """Add to the parameters' `.grad` what a split backward left."""
@@ -268,10 +270,8 @@ class Stage:
     def _run_backward(self, kept: _Kept, gradients: Payload | None, splits: int | None) -> None:
         assert kept.roots is not None, "the schedule forgot to recompute"
         self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
-        # The last stage's only root is the loss: a scalar needs no gradient to start from.
-        is_last = gradients is None
-        seeds = [None] * len(kept.roots) if gradients is None else gradients.value()
-        pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and (is_last or s is not None)]
+        seeds = [kept.loss_gradient] if gradients is None else gradients.value()
+        pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and s is not None]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
         pairs += [(get_gradient_edge(tensor), None) for tensor in others]
         if not pairs:
@@ -324,7 +324,10 @@ class Stage:
         outputs = self._run(micro_batch, _enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
         if self.loss is not None:
             self.enter_loss(micro_batch)
-            outputs = Payload.of(self.loss(outputs.value(), micro_batch))
+            loss = self.loss(outputs.value(), micro_batch)
+            if self._loss_gradient is None or self._loss_gradient.dtype is not loss.dtype:
+                self._loss_gradient = torch.ones_like(loss)  # once a step: it takes as long as a small layer
+            outputs, kept.loss_gradient = Payload.of(loss), self._loss_gradient
         kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
         return outputs
 
@@ -411,7 +414,7 @@ def _enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
     if not any(inputs.differentiable):
         return inputs
     wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
-    entered = iter(_Entry.apply(gradients, _ANCHOR, *wanted))  # type: ignore[no-untyped-call]
+    entered = iter(apply_function(_Entry, gradients, _ANCHOR, *wanted))
     tensors = [
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]

@@ -111,18 +111,24 @@ class MessageFormat:
             end += math.ceil((layout.offset_bytes + layout.num_bytes) / _ALIGNMENT) * _ALIGNMENT
         return (*offsets, end)
 
+    @functools.cached_property
+    def _places(self) -> list[tuple[slice, torch.dtype]]:
+        """Where each tensor's bytes lie in a message, and what they are."""
+        placed = zip(self.layouts, self.offsets[:-1], strict=True)
+        return [(slice(at, at + layout.num_bytes), layout.torch_dtype) for layout, at in placed]
+
     def pack(self, payload: Payload, message: Tensor) -> None:
         """Copy the tensors' bytes behind the prefix of a message, uint8 [offsets[-1]]."""
-        for tensor, layout, offset in zip(payload.tensors, self.layouts, self.offsets[:-1], strict=True):
-            part = flatten(tensor, layout)
-            message[offset : offset + part.numel()].copy_(part)
+        for tensor, layout, (place, dtype) in zip(payload.tensors, self.layouts, self._places, strict=True):
+            if layout.strides is None:
+                message[place].view(dtype).view(layout.shape).copy_(tensor.detach())
+            else:
+                message[place].copy_(flatten(tensor, layout))
 
     def unpack(self, message: Tensor) -> Payload:
         """Return the payload whose tensors lie in a message."""
-        placed = zip(self.layouts, self.offsets[:-1], strict=True)
         # `.data`: autograd must not take a change of one in place for a change of all.
-        parts = [message[at : at + layout.num_bytes].view(layout.torch_dtype).data for layout, at in placed]
-        return self.payload(parts)
+        return self.payload([message[place].view(dtype).data for place, dtype in self._places])
 
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors of the elements that travelled, and nest them."""

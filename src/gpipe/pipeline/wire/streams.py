@@ -166,7 +166,7 @@ class Sender(_End):
 
     def _send(self, payload: Payload, batch: MiniBatch, delivery: Delivery | None) -> None:
         found = MessageFormat.of(payload, batch)
-        if found != self._formats.predict():
+        if found is not (predicted := self._formats.predict()) and found != predicted:
             self._send_text(Mark.FORMAT, found.to_json())
         message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
         message[0] = Mark.DATA
@@ -245,7 +245,10 @@ class Receiver(_End):
         return payload
 
     def _next(self) -> _Received:
-        with self.link.messenger.waiting_for(self.link.peer):
+        if self._received.empty():
+            with self.link.messenger.waiting_for(self.link.peer):
+                received = self._received.get()
+        else:
             received = self._received.get()
         if isinstance(received, Exception):
             raise received
