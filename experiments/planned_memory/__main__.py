@@ -10,6 +10,7 @@ between what a step needs that recomputes everything and one that recomputes not
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -90,7 +91,7 @@ def _measure(model: SmallModel, partitions: list[int], setting: Setting) -> list
     placement = place_stages(setting.schedule, setting.num_stages, setting.stages_per_device)
     optimizer = torch.optim.RMSprop(pipeline.parameters())
     batch = model.batch(MICROBATCH_SIZE * setting.num_microbatches)
-    with model.autocast():
+    with closing(pipeline), model.autocast():
         pipeline.train_step(batch)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

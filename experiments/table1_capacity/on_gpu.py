@@ -7,7 +7,9 @@ middle one.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +26,7 @@ from gpipe.records import Record, make_record
 
 def measure_columns(columns: Iterable[Column]) -> Record:
     """Return a record of every column."""
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("high")  # only bytes are read, so products may be quick
     found = [measure(column, "cuda", CudaAllocator()) for column in columns]
     return make_record(
         kind="measured",
@@ -60,8 +62,12 @@ def measure(column: Column, device: str, allocator: Allocator) -> dict[str, Any]
         # The pipeline says where it happened.
         if not isinstance(error.__cause__ or error, torch.cuda.OutOfMemoryError):
             raise
-        return {**result, "out_of_memory": str(error).partition("\n")[0]}
-    return {**result, "peak_bytes": peaks, "fits": max(peaks) <= room}
+        result["out_of_memory"] = ". ".join(str(error).split(". ")[:2])  # then come the allocator's figures
+    else:
+        result |= {"peak_bytes": peaks, "fits": max(peaks) <= room}
+    gc.collect()  # watched stages are in cycles: without this, the next column finds the memory taken
+    torch.cuda.empty_cache()
+    return result
 
 
 def _take_stages(column: Column, partitions: Sequence[int], stages: Sequence[int]) -> nn.Sequential:
@@ -84,9 +90,10 @@ def _measure_peaks(
         rematerialize=setting.rematerialize.value,
         devices=device,
     )
-    optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-6)
-    batch = column.batch(column.batch_size, device)
-    pipeline.train_step(batch)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return Accounting(pipeline, optimizer, allocator).step(batch)
+    with closing(pipeline):
+        optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-6)
+        batch = column.batch(column.batch_size, device)
+        pipeline.train_step(batch)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return Accounting(pipeline, optimizer, allocator).step(batch)

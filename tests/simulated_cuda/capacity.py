@@ -1,8 +1,11 @@
-"""A column of Table 1 on a GPU with little memory."""
+"""A column of Table 1 on a GPU."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+
+import torch
 
 from experiments.planned_memory.stage_accounting import CudaAllocator
 from experiments.table1_capacity.on_gpu import measure
@@ -14,3 +17,10 @@ def measure_with(rank: int, memory_bytes: int | None) -> dict[str, Any]:
     """Measure a small model's stages; the GPU has so much memory, or any."""
     allocator.memory_bytes = memory_bytes
     return measure(IMAGES, "cuda", CudaAllocator())
+
+
+def count_left_behind(rank: int) -> int:
+    """Return the bytes that are allocated after a measurement, where Python collects nothing by itself."""
+    gc.disable()
+    measure(IMAGES, "cuda", CudaAllocator())
+    return torch.cuda.memory_allocated()

@@ -1,6 +1,6 @@
-// What torch's C++ side asks of CUDA, for a build that has none. Tensors that say cuda:N then pass through indexing,
-// autocast and autograd, which starts one thread per device, and host memory can be pinned. What happens on the streams
-// is judged in Python.
+// What torch's C++ side asks of CUDA, in the place of a build's own answers where it has some. Tensors that say cuda:N
+// then pass through indexing, autocast and autograd, which starts one thread per device, and host memory can be pinned.
+// What happens on the streams is judged in Python.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -105,5 +105,5 @@ extern "C" void unregister_host_memory(void* data) {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 namespace at {
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks);
 }

@@ -17,9 +17,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 def build() -> Path:
     """Return the library; compile it (2 seconds) where no test before did."""
-    found = find_spec("torch")
-    assert found is not None and found.origin is not None
-    root = Path(found.origin).parent
+    root = _find_torch()
     key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode() + sys.version.encode()).hexdigest()[:16]
     library = SOURCE.parents[2] / "build" / f"simulated_cuda-{key}.so"
     if library.exists():
@@ -40,7 +38,16 @@ def find_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(build()))
 
 
+def _find_torch() -> Path:
+    found = find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
 def load() -> None:
     """Load the library into this process, which must not have imported torch yet."""
     assert "torch" not in sys.modules, "torch has looked for CUDA already: load this before it"
+    with_cuda = _find_torch() / "lib" / "libtorch_cuda.so"
+    if with_cuda.exists():  # who registers last is asked: a build with CUDA comes before the simulation
+        ctypes.CDLL(str(with_cuda), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)

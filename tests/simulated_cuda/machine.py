@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from tests.simulated_cuda import device_threads
 from tests.simulated_cuda.mutants import Mutant, apply, compile_watched, reached, watch
 
+SANITIZER = "TORCH_CUDA_SANITIZER"  # torch watches the streams of a process that finds this in its environment
 _LOOK_SECONDS = 0.5  # between two looks at processes that may have been stopped
 
 
@@ -110,7 +111,11 @@ def _serve(pipe: Connection, simulated: bool, port: int) -> None:
     gc.set_threshold(50_000, 20, 20)  # a collection finds what is loaded alive, each time
     if simulated:
         device_threads.load()
+    sanitizer = os.environ.pop(SANITIZER, None)  # it starts CUDA, which no fork may find started
     import torch
+
+    if sanitizer is not None:
+        os.environ[SANITIZER] = sanitizer  # for the forks
 
     if simulated:
         from tests.simulated_cuda import runtime
@@ -179,6 +184,8 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
         backend = "gloo" if simulated else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=call.num_processes)
     try:
+        if SANITIZER in os.environ:
+            torch.cuda._sanitizer.enable_cuda_sanitizer()
         torch.cuda.set_device(rank % torch.cuda.device_count() if call.num_processes > 1 else 0)
         if call.mutant is not None:
             apply(call.mutant)

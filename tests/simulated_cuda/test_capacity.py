@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_cuda.capacity import measure_with
+from tests.simulated_cuda.capacity import count_left_behind, measure_with
 from tests.simulated_cuda.machine import Machine
 
 
@@ -34,3 +34,7 @@ def test_a_gpu_whose_memory_runs_out_is_a_result(share: float, place: str, simul
     (found,) = simulated.run(1, measure_with, memory_bytes)
     assert re.match(place, found["out_of_memory"]), found
     assert "peak_bytes" not in found and "fits" not in found
+
+
+def test_a_column_leaves_the_memory_to_the_next_one(simulated: Machine) -> None:
+    assert simulated.run(1, count_left_behind) == [0]
