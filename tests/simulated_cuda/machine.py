@@ -185,7 +185,9 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
         dist.init_process_group(backend, store=store, rank=rank, world_size=call.num_processes)
     try:
         if SANITIZER in os.environ:
-            torch.cuda._sanitizer.enable_cuda_sanitizer()
+            from torch.cuda._sanitizer import enable_cuda_sanitizer  # as torch does at import
+
+            enable_cuda_sanitizer()
         torch.cuda.set_device(rank % torch.cuda.device_count() if call.num_processes > 1 else 0)
         if call.mutant is not None:
             apply(call.mutant)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulated_cuda import programs
 from tests.simulated_cuda.environment import ROOT, run_on_gpus
-from tests.simulated_cuda.machine import Machine
+from tests.simulated_cuda.machine import SANITIZER, Machine
 
 
 def find_faults(machine: Machine, num_processes: int, program: Callable[..., Any], *args: Any) -> list[str]:
@@ -105,3 +105,13 @@ def test_torchs_own_sanitizer_hears_of_streams_and_events(waits: bool, tmp_path:
     done = run_on_gpus(tmp_path, "-c", program, cwd=ROOT, TORCH_CUDA_SANITIZER="1")
     assert (done.returncode == 0) == waits, done.stderr
     assert ("CSAN detected a possible data race" in done.stderr) != waits
+
+
+def test_the_sanitizer_watches_the_forks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SANITIZER, "1")
+    machine = Machine(simulated=True)
+    found = [machine.attempt(1, call, programs.overwrite_beside, {"waits": waits})[0].error for waits in (True, False)]
+    machine.close()
+    assert [error.splitlines()[-1:] for error in found] == [
+        [], ["torch.cuda._sanitizer.CUDASanitizerErrors: detected 1 errors"]
+    ]  # fmt: skip
