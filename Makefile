@@ -37,7 +37,7 @@ reliability: .venv/development ## set up, then kill, stop, starve and disconnect
 	$(BIN)/python -m pytest --numprocesses 2 -m alone tests/reliability
 	$(BIN)/python -m pytest --numprocesses 4 -m alone $$(grep -rl --include="*.py" --exclude-dir=reliability "mark\.alone" tests)
 
-gpu: .venv/development ## on a machine with GPUs: test and measure there, half an hour on an H100; again: go on
+gpu: .venv/development ## on a machine with GPUs: test and measure there, ten minutes on an H100; again: go on
 	$(BIN)/python -m experiments.gpu
 
 lint: .venv/development ## style, format, imports and types

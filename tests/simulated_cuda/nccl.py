@@ -188,6 +188,8 @@ class NCCL(dist.ProcessGroup):
 
         return self._enqueue("ncclReduceScatter", [tensor], [output], transport, options)
 
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names in torch 2.11
+
     @property
     def num_operations(self) -> int:
         """How many there were."""

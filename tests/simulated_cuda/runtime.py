@@ -44,10 +44,14 @@ def install(num_devices: int = streams.NUM_DEVICES) -> None:
         "check_error": lambda result: None,
         "get_device_capability": lambda device=None: (9, 0),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: True,
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    # A build with CUDA would ask the driver whether the GPU has these kernels; other builds compute without them anyway.
+    for enable in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
+        getattr(torch.backends.cuda, enable)(False)
     nccl.install()
     torch.zeros(1, pin_memory=True)  # torch's C++ side counts as initialised from here on, and looks at pinned memory
 
@@ -68,4 +72,8 @@ def _unregister(address: int) -> int:
 
 def _describe_device(device: Any = None) -> SimpleNamespace:
     """Return the properties of a device that programs ask for."""
-    return SimpleNamespace(name=torch.cuda.get_device_name(device), total_memory=allocator.memory_bytes or 80 * 2**30)
+    return SimpleNamespace(
+        name=torch.cuda.get_device_name(device),
+        total_memory=allocator.memory_bytes or 80 * 2**30,
+        L2_cache_size=50 * 2**20,
+    )
