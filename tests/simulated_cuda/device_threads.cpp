@@ -70,7 +70,9 @@ struct Hooks final : public at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
-  long versionCuDNN() const override { return 0; }  // a build with CUDA asks before it chooses a kernel for attention
+  // A build with CUDA asks before it chooses a kernel for attention.
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kNumDevices; }
   int getNumGPUs() const override { return kNumDevices; }
