@@ -49,7 +49,7 @@ def install(num_devices: int = streams.NUM_DEVICES) -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    # A build with CUDA would ask the driver whether the GPU has these kernels; other builds compute without them anyway.
+    # A build with CUDA would ask the driver whether the GPU has these kernels; other builds compute without them.
     for enable in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp"):
         getattr(torch.backends.cuda, enable)(False)
     nccl.install()
