@@ -185,9 +185,10 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
         dist.init_process_group(backend, store=store, rank=rank, world_size=call.num_processes)
     try:
         if SANITIZER in os.environ:
-            from torch.cuda._sanitizer import enable_cuda_sanitizer  # as torch does at import
+            from torch.cuda._sanitizer import cuda_sanitizer
 
-            enable_cuda_sanitizer()
+            if not cuda_sanitizer.enabled:  # as it is where torch was imported at the start of Python
+                cuda_sanitizer.enable()
         torch.cuda.set_device(rank % torch.cuda.device_count() if call.num_processes > 1 else 0)
         if call.mutant is not None:
             apply(call.mutant)
