@@ -8,6 +8,7 @@ from reproductions.verdict import Interval
 
 NOT_RUN = "not run"
 NO_TEST = "no test: the paper gives no number"
+COUNTED = "no test: bytes are counted, and have no interval"
 
 
 @dataclass(frozen=True)

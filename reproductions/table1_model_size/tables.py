@@ -3,12 +3,13 @@
 Our memory and torchgpipe's is in GiB; the paper's is as printed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from statistics import median
 from typing import Any
 
 from gpipe.records import Record
-from reproductions.claims import NOT_RUN, Claim
+from reproductions.claims import COUNTED, NOT_RUN, Claim
 from reproductions.table import Paper, as_number, as_printed, markdown, newest, not_run, provenance
 
 EXPERIMENT = "table1_capacity"
@@ -134,7 +135,9 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         Claim(
             "25 times larger on 8 accelerators: AmoebaNet-D (abstract of the paper's first version)",
             f"25; Table 1's own numbers give {larger / smaller:.0f}",
-            planned=_larger(columns, pair) if columns else "",
+            _larger(columns, measured, _find_peak, pair),
+            planned=_larger(columns, columns, _plan_peak, pair) if columns else "",
+            verdict=COUNTED if measured.keys() >= {*pair} else NOT_RUN,
         )
     ]
     fitting = [
@@ -144,26 +147,37 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         if max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) <= column["memory_bytes"]
     ]
     planned = "; ".join(f"{name}: {fitting.count(cut)}" for cut, name in CUTS.items()) if columns else ""
-    found = list(measured.values())
-    fits = sum(
-        "out_of_memory" not in column and max(column["peak_bytes"]) <= column["memory_bytes"] for column in found
-    )
-    tried = f"{fits} of {len(found)} tried" if found else NOT_RUN
-    return [*rows, Claim("models that fit their accelerators (Table 1)", f"{len(paper)}", tried, planned=planned)]
+    fits = sum(_find_peak(column) <= column["memory_bytes"] for column in measured.values())
+    tried, verdict = (f"{fits} of {len(measured)} tried", COUNTED) if measured else (NOT_RUN, NOT_RUN)
+    text = "models that fit their accelerators (Table 1)"
+    return [*rows, Claim(text, f"{len(paper)}", tried, planned=planned, verdict=verdict)]
 
 
-def _larger(columns: Mapping[tuple[str, str], Mapping[str, Any]], pair: Sequence[tuple[str, str]]) -> str:
-    """Write by how much the larger of two planned models exceeds the smaller, and whether each fits."""
-    larger, smaller = (columns[key] for key in pair)
-    fits = [
-        fit(max(device["peak_bytes"] for device in column["cuts"][MEASURED_CUT]["devices"]), column["memory_bytes"])
-        for column in (larger, smaller)
-    ]
-    times = larger["parameters"] / smaller["parameters"]
-    return f"{times:.1f}; the larger {fits[0]}, the smaller {fits[1]}"
+def _larger(
+    planned: Mapping[tuple[str, str], Mapping[str, Any]],
+    found: Mapping[tuple[str, str], Mapping[str, Any]],
+    peak: Callable[[Mapping[str, Any]], float],
+    pair: Sequence[tuple[str, str]],
+) -> str:
+    """Write by how much the larger of two models exceeds the smaller, and whether the peaks that were found fit."""
+    if not (planned and found.keys() >= {*pair}):
+        return NOT_RUN
+    fits = [fit(peak(found[key]), found[key]["memory_bytes"]) for key in pair]
+    larger, smaller = (planned[key]["parameters"] for key in pair)
+    return f"{larger / smaller:.1f}; the larger {fits[0]}, the smaller {fits[1]}"
 
 
-def fit(peak_bytes: int, memory_bytes: int) -> str:
+def _plan_peak(column: Mapping[str, Any]) -> float:
+    peak: float = max(device["peak_bytes"] for device in column["cuts"][MEASURED_CUT]["devices"])
+    return peak
+
+
+def _find_peak(column: Mapping[str, Any]) -> float:
+    peak: float = inf if "out_of_memory" in column else max(column["peak_bytes"])
+    return peak
+
+
+def fit(peak_bytes: float, memory_bytes: int) -> str:
     """Write whether a peak fits."""
     return "fits" if peak_bytes <= memory_bytes else "does not fit"
 
