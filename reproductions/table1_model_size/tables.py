@@ -75,7 +75,7 @@ def table1_devices(records: Sequence[Record], paper: Paper) -> str:
     for row in paper:
         column = columns[_key(row)]
         room = column["memory_bytes"]
-        peaks = [max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) for cut in CUTS]
+        peaks = [_plan_peak(column, cut) for cut in CUTS]
         planned = [cell for peak in peaks for cell in (_gibibytes(peak), fit(peak, room))]
         rows.append([_model(row), f"{room / _GIB:g}", *planned, *_measured_peak(measured.get(_key(row)))])
     header = [cell for name in CUTS.values() for cell in (f"planned, {name}", "")]
@@ -140,12 +140,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             verdict=COUNTED if measured.keys() >= {*pair} else NOT_RUN,
         )
     ]
-    fitting = [
-        cut
-        for cut in CUTS
-        for column in columns.values()
-        if max(device["peak_bytes"] for device in column["cuts"][cut]["devices"]) <= column["memory_bytes"]
-    ]
+    fitting = [cut for cut in CUTS for column in columns.values() if _plan_peak(column, cut) <= column["memory_bytes"]]
     planned = "; ".join(f"{name}: {fitting.count(cut)}" for cut, name in CUTS.items()) if columns else ""
     fits = sum(_find_peak(column) <= column["memory_bytes"] for column in measured.values())
     tried, verdict = (f"{fits} of {len(measured)} tried", COUNTED) if measured else (NOT_RUN, NOT_RUN)
@@ -167,12 +162,14 @@ def _larger(
     return f"{larger / smaller:.1f}; the larger {fits[0]}, the smaller {fits[1]}"
 
 
-def _plan_peak(column: Mapping[str, Any]) -> float:
-    peak: float = max(device["peak_bytes"] for device in column["cuts"][MEASURED_CUT]["devices"])
+def _plan_peak(column: Mapping[str, Any], cut: str = MEASURED_CUT) -> int:
+    """Return the planned peak of a column's fullest device."""
+    peak: int = max(device["peak_bytes"] for device in column["cuts"][cut]["devices"])
     return peak
 
 
 def _find_peak(column: Mapping[str, Any]) -> float:
+    """Return the peak of a column's fullest measured stage, infinite if one ran out of memory."""
     peak: float = inf if "out_of_memory" in column else max(column["peak_bytes"])
     return peak
 
@@ -215,7 +212,7 @@ def _counts(column: Mapping[str, Any], printed: str) -> list[str]:
     return [*cells, " and ".join(name for name, text in texts.items() if text == printed) or "neither"]
 
 
-def _gibibytes(size: int) -> str:
+def _gibibytes(size: float) -> str:
     return f"{size / _GIB:.2f}"
 
 
@@ -232,13 +229,11 @@ def _searched(entry: Mapping[str, Any], cut: str, at_least: int) -> list[str]:
 
 
 def _measured_peak(column: Mapping[str, Any] | None) -> list[str]:
-    """Return the peak of a column's fullest measured stage, and whether it fits."""
+    """Write the peak of a column's fullest measured stage, and whether it fits."""
     if column is None:
         return ["not run", ""]
-    if "out_of_memory" in column:
-        return ["out of memory", "does not fit"]
-    peak = max(column["peak_bytes"])
-    return [_gibibytes(peak), fit(peak, column["memory_bytes"])]
+    peak = _find_peak(column)
+    return ["out of memory" if peak == inf else _gibibytes(peak), fit(peak, column["memory_bytes"])]
 
 
 def planned_memory(records: Sequence[Record]) -> str:

@@ -3,8 +3,9 @@
     kill_at_random.py FOLDER KILLS SEED
 
 Each session is a fork of this process, which has imported everything and has described the layers for planning: so a
-session is short, and most moments are of its training. It is killed, by SIGKILL, within a fifth of the undisturbed
-training's time. Prints how many sessions were killed, and how many ended before they were.
+session is short, and most moments are of its training. It is killed, by SIGKILL, at a moment within the time of the
+undisturbed training's first steps; earlier where it gets far, so that steps are left for every later session. Prints
+how many sessions were killed, and how many ended before they were.
 """
 
 import importlib
@@ -26,25 +27,38 @@ from gpipe.programs.resume import resume_folder
 from gpipe.programs.train import LOADED_ONCE, launch_training
 from tests.reliability.session import ROOT, TINY
 
-SETTINGS = (  # fifteen steps of small batches, a checkpoint after each
+SETTINGS = (  # 25 steps of small batches, a checkpoint after each
     "data.max_images=640",
     "trainer.batch_size=128",
-    "trainer.num_epochs=3",
+    "trainer.num_epochs=5",
     "trainer.checkpoints.every_steps=1",
     "trainer.evaluation.batch_size=128",
 )
+FIRST_STEPS = 4  # a session is killed within their time
+POLL_SECONDS = 0.002
 
 
 def main(folder: Path, num_kills: int, seed: int) -> None:
     run = load()
+    whole = folder / "whole"
     began = time.monotonic()
-    assert not train(run, folder / "whole" / "runs" / "train" / "session", None)
-    seconds = (time.monotonic() - began) / 5
+    training = start(run, whole / "runs" / "train" / "session")
+    while last_saved(whole) < FIRST_STEPS:
+        time.sleep(POLL_SECONDS)
+    seconds = time.monotonic() - began
+    assert not wait(training)
 
-    sessions = [folder / "killed" / "runs" / "train" / f"session-{number:03}" for number in range(num_kills + 1)]
     draw = random.Random(seed)
-    killed = [train(run, session, draw.uniform(0, seconds)) for session in sessions[:-1]]
-    assert not train(run, sessions[-1], None)
+    disturbed = folder / "killed"
+    killed = []
+    for number in range(num_kills):
+        training = start(run, disturbed / "runs" / "train" / f"session-{number:03}")
+        until = time.monotonic() + draw.uniform(0, seconds)
+        while time.monotonic() < until and last_saved(disturbed) <= number:
+            time.sleep(POLL_SECONDS)
+        os.kill(training, signal.SIGKILL)
+        killed.append(wait(training))
+    assert not wait(start(run, disturbed / "runs" / "train" / "last"))
     print(json.dumps({"killed": sum(killed), "ended": killed.count(False)}))
 
 
@@ -61,20 +75,28 @@ def load() -> RunConfig:
     return run
 
 
-def train(run: RunConfig, folder: Path, kill_after: float | None) -> bool:
-    """Train in a fork, in seconds killed unless None; return whether that came before its end."""
+def start(run: RunConfig, folder: Path) -> int:
+    """Train in a fork; return its process id."""
     child = os.fork()
     if child == 0:
         with resume_folder(run, folder) as at:
             launch_training(run, at, [], hints=False)
         sys.stdout.flush()
         os._exit(0)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
+    return child
+
+
+def wait(child: int) -> bool:
+    """Wait for the end of a fork; return whether it was killed."""
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or status == 0, status
     return os.WIFSIGNALED(status)
+
+
+def last_saved(folder: Path) -> int:
+    """Return the last step that the run in a folder has saved, 0 before the first."""
+    latest = [path.read_text() for path in folder.glob("runs/train/*/checkpoints/latest")]
+    return max((int(step.strip().removeprefix("step-")) for step in latest), default=0)
 
 
 if __name__ == "__main__":

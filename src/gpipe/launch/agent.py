@@ -24,7 +24,7 @@ from gpipe.launch.rendezvous import OneHost
 
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 3  # for a process that ignores SIGTERM
-_REPORT_SECONDS = 3.5  # for the others to find out what the process that ended was doing, and to report it
+_REPORT_SECONDS = 5.0  # for the others to find out what the process that ended was doing, and to report it
 _EXIT_SECONDS = 0.5  # once one has reported it
 _MAX_BYTES = 75  # of a folder for sockets: a path has at most 107, of which Python's own names take 32
 _IS_PRIVATE = sys.version_info >= (3, 11, 1)  # before, any user of a host could send it a pickle (CVE-2022-42919)

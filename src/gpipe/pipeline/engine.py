@@ -216,7 +216,7 @@ class Pipeline:
             exchange = StatisticsExchange(self.job.connect_replicas(), self.layers.named_modules(prefix="layers"))
             for stage in self.stages.values():
                 stage.exchange = exchange
-        self.job.on_failure += [stage.reset for stage in self.stages.values()]
+        self.job.on_failure += [weakref.WeakMethod(stage.reset) for stage in self.stages.values()]
         self._given = weakref.ref(layers)  # the layers of other processes are its owner's to keep
         self._close = weakref.finalize(self, self.job.close)
 

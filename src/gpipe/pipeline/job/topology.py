@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -73,7 +74,8 @@ class Job:
         replicas: the processes that hold the same stages in other pipelines.
         activity: what this process is doing.
         device_work: what its GPUs have not done yet.
-        on_failure: called when a step fails, to drop what is left of it.
+        on_failure: called when a step fails, to drop what is left of it. Weak: a pipeline's layers may refer to it, and
+            its job, which must be closed after it, would keep both.
         process: the index of this process in its pipeline.
     """
 
@@ -87,7 +89,7 @@ class Job:
         self._timeout = timedelta(seconds=timeout_seconds)
         self.transfer: LocalTransfer | ProcessTransfer = LocalTransfer(list(devices.values()))
         self.replicas = Replicas()
-        self.on_failure: list[Callable[[], None]] = []
+        self.on_failure: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._name = ""  # what messages call this process
         self._failure: str | None = None  # why the processes cannot go on together
 
@@ -218,8 +220,9 @@ class Job:
         self.activity.stop()
         self.device_work.clear()
         self.transfer.reset()
-        for drop in self.on_failure:
-            drop()
+        for find in self.on_failure:
+            if (drop := find()) is not None:
+                drop()
         return error
 
     def close(self) -> None:
