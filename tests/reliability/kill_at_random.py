@@ -27,14 +27,14 @@ from gpipe.programs.resume import resume_folder
 from gpipe.programs.train import LOADED_ONCE, launch_training
 from tests.reliability.session import ROOT, TINY
 
-SETTINGS = (  # 25 steps of small batches, a checkpoint after each
+SETTINGS = (  # thirty steps of small batches, a checkpoint after each
     "data.max_images=640",
-    "trainer.batch_size=128",
-    "trainer.num_epochs=5",
+    "trainer.batch_size=64",
+    "trainer.num_epochs=3",
     "trainer.checkpoints.every_steps=1",
     "trainer.evaluation.batch_size=128",
 )
-FIRST_STEPS = 4  # a session is killed within their time
+FIRST_STEPS = 6  # a session is killed within their time
 POLL_SECONDS = 0.002
 
 

@@ -1,4 +1,4 @@
-"""The first hour of a stranger: what one types after the README, in a folder of one's own, on a busy machine."""
+"""The first hour of a stranger: what one types after the README, in a folder of one's own."""
 
 import json
 import re
@@ -21,15 +21,22 @@ TRAIN = str(ROOT / "train.py")
 COLUMNS = 80
 # Half of the photographs' size, so that the walk takes minutes.
 LAPTOP = ("+experiment=amoebanet_imagenet_laptop", "data.image_size=32", "launch.device=cpu")
+SHORT = ("trainer.max_steps=1", "trainer.evaluation.max_batches=1")
 BUSY = "while True: pass"
 pytestmark = pytest.mark.reliability
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder of the stranger's own, while another program keeps a core busy."""
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of the stranger's own."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def busy_core() -> Iterator[None]:
+    """Keep a core busy by another program: what waits for a time must not depend on an idle machine."""
     busy = subprocess.Popen([sys.executable, "-c", BUSY])
-    yield tmp_path_factory.mktemp("home")
+    yield
     busy.kill()
     busy.wait()
 
@@ -56,6 +63,7 @@ def newest_run(home: Path, name: str = "amoebanet_imagenet_laptop") -> Path:
     return max((home / "runs" / name).iterdir())
 
 
+@pytest.mark.usefixtures("busy_core")
 def test_a_training_is_stopped_resumed_evaluated_and_used(home: Path) -> None:
     stop_a_training(home)
     resume_it(home)
@@ -119,7 +127,8 @@ def test_sixteen_steps_are_judged_by_the_weights_that_they_reached(home: Path) -
 
 @pytest.mark.parametrize("name", ["one_step", "overfit", "profile"])
 def test_a_run_is_debugged(home: Path, name: str) -> None:
-    done = run(home, "train.py", *LAPTOP, f"debug={name}", f"name={name}", "tracking=disabled")
+    short = ["trainer.batch_size=32", "trainer.max_steps=50"] if name == "overfit" else []
+    done = run(home, "train.py", *LAPTOP, f"debug={name}", f"name={name}", "tracking=disabled", *short)
     assert done.returncode == 0, done.stderr
     folder = newest_run(home, name)
     assert not (folder / "checkpoints").exists()
@@ -168,7 +177,7 @@ def test_a_wrong_name_is_answered_with_what_there_is(home: Path, word: str, said
 
 
 def test_a_sweep_ends_with_a_table_that_the_terminal_has_room_for(home: Path) -> None:
-    words = (*LAPTOP, "seed=0,1", "trainer.max_steps=1", "name=seeds")
+    words = (*LAPTOP, *SHORT, "seed=0,1", "name=seeds")
     status, written = in_terminal(TRAIN, "-m", *words, folder=home)
     assert status == 0, screen(written)[-5:]
     table = [line for line in screen(written) if line.startswith("|")]
@@ -183,7 +192,7 @@ def test_a_data_file_of_ones_own_is_used_and_stays_in_the_command(home: Path) ->
     (home / "my_conf" / "data").mkdir(parents=True)
     own = "defaults: [fashion_mnist_embedded, _self_]\nimage_size: 32\ncutout: 0.25\n"
     (home / "my_conf" / "data" / "cut.yaml").write_text(own)
-    words = ("--config-dir", "my_conf", LAPTOP[0], "launch.device=cpu", "data=cut", "trainer.max_steps=1", "name=cut")
+    words = ("--config-dir", "my_conf", LAPTOP[0], "launch.device=cpu", "data=cut", "name=cut", *SHORT)
     done = run(home, "train.py", *words)
     assert done.returncode == 0, done.stderr
     record = json.loads((newest_run(home, "cut") / "record.json").read_text())
@@ -191,6 +200,7 @@ def test_a_data_file_of_ones_own_is_used_and_stays_in_the_command(home: Path) ->
     assert record["command"] == f"python train.py {' '.join(words)}"
 
 
+@pytest.mark.usefixtures("busy_core")
 def test_what_is_compiled_is_shown_and_not_taken_for_a_hang(home: Path) -> None:
     words = ("+experiment=table2_transformer_lm_laptop", "model.num_layers=1", "trainer.compile=true", "name=compiled")
     short = ("trainer.max_steps=1", "trainer.num_untimed_steps=0", "pipeline.timeout_seconds=10")
@@ -200,7 +210,7 @@ def test_what_is_compiled_is_shown_and_not_taken_for_a_hang(home: Path) -> None:
 
 
 def test_tensorboard_has_the_figures_of_a_run(home: Path) -> None:
-    done = run(home, "train.py", *LAPTOP, "tracking=tensorboard", "trainer.max_steps=2", "name=board")
+    done = run(home, "train.py", *LAPTOP, *SHORT, "tracking=tensorboard", "name=board")
     assert done.returncode == 0, done.stderr
     (events,) = newest_run(home, "board").rglob("events.out.tfevents.*")
     assert b"test/top1" in events.read_bytes()
