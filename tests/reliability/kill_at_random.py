@@ -29,10 +29,8 @@ from tests.reliability.session import ROOT, TINY
 
 SETTINGS = (  # thirty steps of small batches, a checkpoint after each
     "data.max_images=640",
-    "trainer.batch_size=64",
     "trainer.num_epochs=3",
     "trainer.checkpoints.every_steps=1",
-    "trainer.evaluation.batch_size=128",
 )
 FIRST_STEPS = 6  # a session is killed within their time
 POLL_SECONDS = 0.002

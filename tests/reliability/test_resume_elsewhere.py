@@ -10,7 +10,7 @@ import pytest
 from tests.reliability.session import Session, assert_same, last_step, run_folder
 
 pytestmark = pytest.mark.reliability
-STEPS_AN_EPOCH = 6
+STEPS_AN_EPOCH = 5
 SEED = 5
 
 # launch, its own settings, and whether the same command finds the run by itself: another K is another experiment.
