@@ -42,6 +42,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
     began = time.monotonic()
     training = start(run, whole / "runs" / "train" / "session")
     while last_saved(whole) < FIRST_STEPS:
+        assert os.waitid(os.P_PID, training, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "it ended"
         time.sleep(POLL_SECONDS)
     seconds = time.monotonic() - began
     assert not wait(training)
