@@ -32,7 +32,7 @@ SETTINGS = (  # thirty steps of small batches, a checkpoint after each
     "trainer.num_epochs=3",
     "trainer.checkpoints.every_steps=1",
 )
-FIRST_STEPS = 6  # a session is killed within their time
+FIRST_STEPS = 4  # a session is killed within their time
 POLL_SECONDS = 0.002
 
 

@@ -1,4 +1,4 @@
-"""The first hour of a stranger: what one types after the README, in a folder of one's own."""
+"""The first hour of a stranger: what one types after the README, in a folder of one's own, on a busy machine."""
 
 import json
 import re
@@ -23,20 +23,14 @@ COLUMNS = 80
 LAPTOP = ("+experiment=amoebanet_imagenet_laptop", "data.image_size=32", "launch.device=cpu")
 SHORT = ("trainer.max_steps=1", "trainer.evaluation.max_batches=1")
 BUSY = "while True: pass"
-pytestmark = pytest.mark.reliability
+pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("first hour")]  # one busy core, not one for each worker
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of the stranger's own."""
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture
-def busy_core() -> Iterator[None]:
-    """Keep a core busy by another program: what waits for a time must not depend on an idle machine."""
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder of the stranger's own, while another program keeps a core busy."""
     busy = subprocess.Popen([sys.executable, "-c", BUSY])
-    yield
+    yield tmp_path_factory.mktemp("home")
     busy.kill()
     busy.wait()
 
@@ -63,7 +57,6 @@ def newest_run(home: Path, name: str = "amoebanet_imagenet_laptop") -> Path:
     return max((home / "runs" / name).iterdir())
 
 
-@pytest.mark.usefixtures("busy_core")
 def test_a_training_is_stopped_resumed_evaluated_and_used(home: Path) -> None:
     stop_a_training(home)
     resume_it(home)
@@ -200,7 +193,6 @@ def test_a_data_file_of_ones_own_is_used_and_stays_in_the_command(home: Path) ->
     assert record["command"] == f"python train.py {' '.join(words)}"
 
 
-@pytest.mark.usefixtures("busy_core")
 def test_what_is_compiled_is_shown_and_not_taken_for_a_hang(home: Path) -> None:
     words = ("+experiment=table2_transformer_lm_laptop", "model.num_layers=1", "trainer.compile=true", "name=compiled")
     short = ("trainer.max_steps=1", "trainer.num_untimed_steps=0", "pipeline.timeout_seconds=10")
