@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gpipe
+from gpipe.pipeline.job import watch
 from tests.pipeline.job import fresh_processes
 from tests.support.calling_backward import CallingBackward
 from tests.support.process_pool import ProcessPool
@@ -299,6 +301,20 @@ def test_a_process_that_is_killed_is_named(culprit: int) -> None:
     assert all("last seen in " in event.text for event in events.values())
     # The start of the processes is in it.
     assert max(event.time for event in events.values()) - start < 2 * SECONDS
+
+
+def train_patiently(*args: Any) -> Event | None:
+    """Train as `train` does, and wait for ever for the word of a process that may still be there."""
+    watch._EXPLANATION_SECONDS = float("inf")
+    return train(*args)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is known of the other processes without /proc")
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_nobody_waits_for_the_word_of_a_process_that_has_ended(num_replicas: int) -> None:
+    events = fresh_processes.run(2 * num_replicas, train_patiently, 2, 1, "backward", kill, 30.0, num_replicas)
+    others = {rank for rank in range(2 * num_replicas) if rank != 1}
+    assert_named(events, others, 1, "(rank 1, process ")
 
 
 def test_a_process_of_several_stages_that_is_killed_is_named() -> None:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 _LOOK_SECONDS = 0.5
 _URGENT_LOOK_SECONDS = 0.1  # once something has failed
 _GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
-_EXPLANATION_SECONDS = 2.0  # a process that failed wrote down the cause before it closed its connections
+_EXPLANATION_SECONDS = 2.0  # for the cause to be found where a process lost its connections, but may not have ended
 _JOIN_SECONDS = 5.0  # for threads whose waits have been cut
 _SILENT_SECONDS = 1.0  # after which no answer of the store is waited for at the end
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
@@ -96,7 +97,7 @@ class Watch:
         self._retired: float | None = None
         self._closed = threading.Event()
         name = f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})"
-        self._board.write(f"process/{rank}", (stage, name))
+        self._board.write(f"process/{rank}", (stage, name, _find_namespace(), os.getpid()))
         self._threads: list[threading.Thread] = []
         for look in (Watch.look, Watch.look_after_board):
             arguments = weakref.ref(self), look, self._closed
@@ -160,14 +161,19 @@ class Watch:
     def explain(self, lost: LostPeer) -> PipelineError:
         """Return the error to raise for a connection that is gone."""
         deadline = time.monotonic() + _EXPLANATION_SECONDS
-        while time.monotonic() < deadline:
+        while True:
+            # In this order: a process that has ended wrote whatever it had to say before.
+            ended = [rank for rank in lost.ranks if self._has_ended(rank)]
             if self._failure is not None:
                 return self._failure
             if (failure := self._board.read(_FAILURE)) is not None:
                 return PeerFailure(**failure)
+            if ended or time.monotonic() > deadline:
+                break
             time.sleep(0.05)
-        stage, name = self._describe(lost.ranks[0])
-        seen = self._last_seen(lost.ranks[0])
+        rank = (*ended, *lost.ranks)[0]
+        stage, name = self._describe(rank)
+        seen = self._last_seen(rank)
         text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
         return PeerFailure(text, stage=stage)
 
@@ -370,13 +376,31 @@ class Watch:
                         group.recv([part], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def _describe(self, rank: int) -> tuple[int | None, str]:
-        stage, name = self._board.read(f"process/{rank}") or (None, f"rank {rank}, which never said where it runs,")
+        unknown = None, f"rank {rank}, which never said where it runs,"
+        stage, name, *_ = self._board.read(f"process/{rank}") or unknown
         return stage, name
+
+    def _has_ended(self, rank: int) -> bool:
+        """Return whether a process is known to have ended; of one on another host nothing is known."""
+        *_, namespace, pid = self._board.read(f"process/{rank}") or (None, None)
+        if namespace is None or namespace != _find_namespace():
+            return False
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return state in "XZ"  # dead, but its parent has not looked yet
 
     def _last_seen(self, rank: int) -> str:
         """Return what a process was doing when it wrote its notes, as a part of a sentence."""
         state = self._board.read(f"state/{rank}")
         return f" (last seen in {state[3]})" if state else ""
+
+
+def _find_namespace() -> str | None:
+    """Return where a process id names one process: on a host, or in a container of it; None where that is unknown."""
+    link = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {link.readlink()}" if link.is_symlink() else None
 
 
 def _note(seen: dict[int, tuple[int, float]], rank: int, value: int, now: float) -> None:
