@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -292,10 +293,15 @@ def refuse_added_keys(node: DictConfig, path: str) -> None:
 
 
 def to_plain(run: RunConfig) -> dict[str, Any]:
-    """Return a run's settings as JSON-able dicts, lists, numbers and strings."""
-    plain = OmegaConf.to_container(OmegaConf.structured(run), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    """Return a run's settings as JSON-able dicts, lists, numbers and strings.
+
+    OmegaConf would do so too, in a hundred times the time: it checks once more what the run was made from.
+    """
+    return asdict(run, dict_factory=_name_members)
+
+
+def _name_members(settings: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.name if isinstance(value, Enum) else value for key, value in settings}
 
 
 def to_yaml(run: RunConfig) -> str:
