@@ -15,7 +15,7 @@ from hypothesis import settings
 from gpipe.config import register_schemas
 from gpipe.training.numerics import set_numerics
 from tests.support.process_pool import ProcessPool
-from tests.support.program_server import PROFILES
+from tests.support.program_server import REMEMBERED
 from tests.support.remembered_settings import remember_settings
 
 TESTS = Path(__file__).parent
@@ -77,9 +77,9 @@ def processes() -> Iterator[ProcessPool]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Name a folder for the profiles of models, which all processes of the tests share."""
+def remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name a folder for profiles of models and composed settings, which all processes of the tests share."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "remembered"
     folder.mkdir(exist_ok=True)
-    os.environ[PROFILES] = str(folder)
+    os.environ[REMEMBERED] = str(folder)

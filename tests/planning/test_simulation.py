@@ -84,25 +84,6 @@ def test_a_link_carries_one_result_at_a_time() -> None:
     assert [found["b", 0, m][0] for m in (2, 1, 0)] == [10.0, 12.0, 14.0]  # made at 8.5, 10.5, 12.5
 
 
-def test_a_shared_link_serves_first_what_was_made_first() -> None:
-    schedule = SCHEDULES["1f1b"](2, 3, Rematerialize.NEVER, 1)
-    found = spans(simulate(schedule, lambda _: 1.0, lambda _: 1.5, lambda _: "bus"))
-    assert found == {
-        ("f", 0, 0): (0, 1),  # on the bus until 2.5
-        ("f", 0, 1): (1, 2),  # from 2.5 until 4
-        ("f", 1, 0): (2.5, 3.5),
-        ("b", 1, 0): (3.5, 4.5),  # from 4.5 until 6
-        ("f", 1, 1): (4.5, 5.5),
-        ("b", 1, 1): (5.5, 6.5),  # from 6.5 until 8
-        ("b", 0, 0): (6, 7),
-        ("f", 0, 2): (7, 8),  # after that, until 9.5
-        ("b", 0, 1): (8, 9),
-        ("f", 1, 2): (9.5, 10.5),
-        ("b", 1, 2): (10.5, 11.5),
-        ("b", 0, 2): (13, 14),
-    }
-
-
 def test_nothing_travels_between_the_stages_of_one_device() -> None:
     schedule = SCHEDULES["interleaved_1f1b"](3, 2, Rematerialize.NEVER, 3)
     assert simulate(schedule, lambda _: 1.0, lambda _: 5.0).makespan_seconds == 12

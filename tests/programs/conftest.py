@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.program_server import PROFILES
+from tests.support.program_server import REMEMBERED
 from tests.support.remembered_profiles import remember_profiles
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _remembered_profiles(profiles: None) -> None:
-    remember_profiles(Path(os.environ[PROFILES]))
+def _remembered_profiles(remembered: None) -> None:
+    remember_profiles(Path(os.environ[REMEMBERED]))

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra._internal.hydra import Hydra
 
 from tests.reliability.drawn_history import REQUESTS, SETTINGS, Command, Step, draw_history
 from tests.reliability.session import assert_same, log_of, run_folder, saved_steps
@@ -330,16 +329,9 @@ def _mark(config: dict[str, Any]) -> str:
     return json.dumps([config.get("seed"), *values[:-1], bool(values[-1])])
 
 
-def load() -> None:
-    """Load what train.py does."""
-    program_server.load()
-    # Hydra composes everything once more to find hydra.mode, which no command here sets: a quarter of a start.
-    setattr(Hydra, "get_mode", lambda *_, **__: None)  # noqa: B010 - for mypy
-
-
 def main(folder: Path, first: int, last: int) -> int:
     """Play the histories of the seeds; return how many went wrong."""
-    load()
+    program_server.load()
     begun = time.monotonic()
     world, counts, num_failures = World(folder / "undisturbed"), Counter[str](), 0
     for seed in range(first, last + 1):

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from tests.support.forked_server import fork_server_from_here
 
 _ROOT = Path(__file__).parents[2]
-PROFILES = "GPIPE_TEST_PROFILES"
-"""The variable that names the folder of remembered profiles, if there is one."""
+REMEMBERED = "GPIPE_TEST_REMEMBERED"
+"""The variable that names the folder of remembered profiles and compositions, if there is one."""
 TORCHRUN = "torch.distributed.run"
 """The name of torchrun's module."""
 _SERVE = "from tests.support.program_server import serve; serve()"
@@ -125,6 +125,7 @@ def load() -> None:
     from torch import backends, empty, nn
 
     from gpipe.planning.profile import analyze_layers
+    from tests.support.remembered_compositions import remember_compositions
     from tests.support.remembered_profiles import remember_profiles
     from tests.support.remembered_settings import remember_settings
 
@@ -133,7 +134,8 @@ def load() -> None:
     OverridesParser.create().parse_overrides(["group=choice", "group.key=1"])
     if not backends.cuda.is_built():  # else the first backward starts a thread per device
         analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
-    if (folder := os.environ.get(PROFILES)) is not None:
+    if (folder := os.environ.get(REMEMBERED)) is not None:
+        remember_compositions(Path(folder))
         remember_profiles(Path(folder))
     gc.freeze()
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "what has threads cannot be forked"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
-from gpipe.pipeline.schedule import StepSchedule, Task, cannot_proceed, count_stages, dependencies
+from gpipe.pipeline.schedule import Kind, StepSchedule, Task, cannot_proceed, count_stages, dependencies
 from gpipe.pipeline.timeline import Event, Timeline
 
 
@@ -13,60 +12,83 @@ def simulate(
     schedule: StepSchedule,
     seconds: Callable[[Task], float],
     transfer_seconds: Callable[[Task], float] = lambda _: 0.0,
-    link: Callable[[Task], Hashable] = lambda task: (task.kind.direction, task.stage),
 ) -> Timeline:
     """Return when each task of a schedule runs if only tasks and transfers take time.
 
     Args:
         schedule: the tasks of each device, in order.
         seconds: how long a task takes.
-        transfer_seconds: how long its result travels to the device that waits for it, over a free link.
-        link: which link the result travels over. A link carries one result at a time, first come, first served. By
-            default each direction of each boundary has its own; with `lambda _: "bus"` all of them share one.
+        transfer_seconds: how long its result travels to the device that waits for it. Each direction of each boundary
+            has a link of its own, which carries one result at a time.
 
     Raises:
         ValueError: a task waits for one that never runs.
     """
-    num_devices, num_stages = len(schedule), count_stages(schedule)
-    placement = {task.stage: device for device, tasks in enumerate(schedule) for task in tasks}
-    needs = [[dependencies(task, num_stages) for task in tasks] for tasks in schedule]
-    travelling = {needed for tasks in needs for task in tasks for needed in task}
-    free: dict[Hashable, float] = {}  # links, and since when
-    arrivals: dict[Task, float] = {}  # of results, where they are waited for
-    since = [0.0] * num_devices  # when each device ended its last task
-    positions = [0] * num_devices
-    blocked: dict[Task, int] = {}  # results that are not there yet, and the devices that wait for them
-    running: list[tuple[float, int]] = []  # a heap of the tasks' ends, with the devices
-    events: list[Event] = []
-    idle = list(range(num_devices))  # devices whose next task may be able to run
-    while idle or running:
-        for device in idle:
-            if positions[device] == len(schedule[device]):
-                continue
-            needed = needs[device][positions[device]]
-            missing = next((other for other in needed if other not in arrivals), None)
-            if missing is not None:
-                blocked[missing] = device
-                continue
-            task = schedule[device][positions[device]]
-            start = max([since[device], *(arrivals[other] for other in needed)])
-            events.append(Event(task, start, start + seconds(task)))
-            heapq.heappush(running, (events[-1].end, device))
-        if not running:
-            break
-        end, device = heapq.heappop(running)
-        task = schedule[device][positions[device]]
-        idle = [device]
-        since[device] = end
-        positions[device] += 1
-        if task in travelling:
-            arrivals[task] = end
-            neighbour = task.stage + (-1 if task.kind.makes_gradients else 1)
-            if placement[task.stage] != placement[neighbour]:
-                key = link(task)
-                arrivals[task] = free[key] = max(free.get(key, 0.0), end) + transfer_seconds(task)
-            if task in blocked:
-                idle.append(blocked.pop(task))
-    if blocked:
-        raise cannot_proceed(schedule, positions, arrivals)
-    return Timeline(tuple(events), num_devices, tuple(placement[stage] for stage in range(num_stages)))
+    return Simulation(schedule)(seconds, transfer_seconds)
+
+
+class Simulation:
+    """A schedule that is played many times: what each task waits for is looked up once.
+
+    Args:
+        schedule: the tasks of each device, in order.
+
+    Raises:
+        ValueError: a task waits for one that never runs.
+    """
+
+    def __init__(self, schedule: StepSchedule) -> None:
+        num_stages = count_stages(schedule)
+        devices: dict[int | None, int] = {task.stage: device for device, tasks in enumerate(schedule) for task in tasks}
+        self._num_devices, self._placement = len(schedule), tuple(devices[stage] for stage in range(num_stages))
+        # Of each task: its device, the tasks whose results it needs, and the link over which its own one travels. Each
+        # is after those that it needs, and after those of its device, whose results its link therefore carries before.
+        self._tasks: list[tuple[Task, int, tuple[int, ...], int | None]] = []
+        numbers: dict[Task, int] = {}
+        links: dict[tuple[int, int | None], int] = {}  # from one stage to another
+        positions = [0] * len(schedule)
+        waiting: dict[Task, int] = {}  # devices, by the task that they wait for
+        ready = list(range(len(schedule)))
+        while ready:
+            device = ready.pop()
+            for task in schedule[device][positions[device] :]:
+                needed = dependencies(task, num_stages)
+                missing = next((other for other in needed if other not in numbers), None)
+                if missing is not None:
+                    waiting[missing] = device
+                    break
+                link = None
+                if (neighbour := _find_receiver(task)) in devices and devices[neighbour] != device:
+                    link = links.setdefault((task.stage, neighbour), len(links))
+                numbers[task] = len(self._tasks)
+                self._tasks.append((task, device, tuple(numbers[other] for other in needed), link))
+                positions[device] += 1
+                if task in waiting:
+                    ready.append(waiting.pop(task))
+        if waiting:
+            raise cannot_proceed(schedule, positions, numbers)
+        self._num_links = len(links)
+
+    def __call__(self, seconds: Callable[[Task], float], transfer_seconds: Callable[[Task], float]) -> Timeline:
+        """Return when each task runs; the arguments are those of `simulate`."""
+        since = [0.0] * self._num_devices  # when each device ended its last task
+        free = [0.0] * self._num_links
+        arrivals: list[float] = []  # of results, where they are waited for
+        events: list[Event] = []
+        for task, device, needed, link in self._tasks:
+            start = since[device]
+            for number in needed:
+                start = max(start, arrivals[number])
+            end = since[device] = start + seconds(task)
+            if link is not None:
+                free[link] = max(free[link], end) + transfer_seconds(task)
+            arrivals.append(end if link is None else free[link])
+            events.append(Event(task, start, end))
+        return Timeline(tuple(events), self._num_devices, self._placement)
+
+
+def _find_receiver(task: Task) -> int | None:
+    """Return the stage that would wait for a task's result, if there is such a stage."""
+    if task.kind.makes_gradients:
+        return task.stage - 1
+    return task.stage + 1 if task.kind is Kind.FORWARD else None

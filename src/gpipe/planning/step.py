@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any
@@ -26,7 +26,7 @@ from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.fit import Fit, Order, fit_graphs, walk_device
 from gpipe.planning.memory import DeviceMemory, StageMemory, Walk, stage_memory
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.simulation import simulate
+from gpipe.planning.simulation import Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,10 @@ def plan_step(
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
         return stages[task.stage - task.kind.makes_gradients].transfer_seconds
 
-    schedule = [sequential(setting.tasks)] if setting.is_sequential else setting.tasks
-    timeline = simulate(schedule, lambda task: stages[task.stage].seconds(task.kind), transfer_seconds)
+    assert not isinstance(setting.rematerialize, Fit), "it is settled"
+    seconds = {(kind, stage): one.seconds(kind) for stage, one in enumerate(stages) for kind in Kind}
+    simulation = _simulation(setting.order, setting.rematerialize, setting.is_sequential)
+    timeline = simulation(lambda task: seconds[task.kind, task.stage], transfer_seconds)
     memory = plan_memory(profiles, partitions, setting)
     if layer_update_seconds is None:
         # The optimiser reads and writes all that belongs to parameters. Autocast reads weights, and writes half of it.
@@ -307,6 +309,13 @@ def plan_step(
     possible = (timeline.makespan_seconds + sum(ends)) * timeline.num_devices * speed.peak_flops_per_second
     tied = sum(profile.tied_parameters for profile in profiles)
     return Plan(setting, stages, memory, timeline, *ends, flops / possible, tied)
+
+
+# It does not depend on the cut, and many cuts are planned.
+@lru_cache(maxsize=64)
+def _simulation(order: Order, mode: Rematerialization, is_sequential: bool) -> Simulation:
+    tasks = order.tasks(mode)
+    return Simulation([sequential(tasks)] if is_sequential else tasks)
 
 
 def plan_memory(
