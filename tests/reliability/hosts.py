@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.launch.rendezvous import SECRET
+from tests.support.program_server import TORCHRUN, Program
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
@@ -26,23 +26,20 @@ class Host:
     interface: str
     address: str
 
-    def start(self, number: int, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-        """Start torchrun with two processes on this host, which is host `number`; 0 has the rendezvous."""
+    def start(self, number: int, folder: Path, *arguments: str) -> Program:
+        """Start torchrun with two processes on this host, which is host `number`; 0 has the rendezvous.
+
+        What it says goes to the file <number>.txt in the folder.
+        """
         # An address is told that it is this host's own: in a namespace, the host's name does not lead to it.
-        torchrun = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id", "job",
-            "--rdzv-backend", "gpipe", "--rdzv-endpoint", f"{FIRST_ADDRESS}:{PORT}", "--local-addr", self.address,
-            "--rdzv-conf", f"is_host={int(number == 0)}",
-        ]  # fmt: skip
-        with (folder / f"{number}.err").open("w") as errors, (folder / f"{number}.out").open("w") as output:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *torchrun, *arguments],
-                cwd=folder,
-                env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", SECRET: "known to both hosts alone"},
-                stdout=output,
-                stderr=errors,
-                text=True,
-            )
+        own = (
+            "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id", "job", "--rdzv-backend", "gpipe", "--rdzv-endpoint",
+            f"{FIRST_ADDRESS}:{PORT}", "--local-addr", self.address, "--rdzv-conf", f"is_host={int(number == 0)}",
+        )  # fmt: skip
+        output = folder / f"{number}.txt"
+        output.touch()
+        secret = {SECRET: "known to both hosts alone"}
+        return Program(TORCHRUN, *own, *arguments, folder=folder, output=output, network=self.name, **secret)
 
     def run(self, folder: Path, *command: str) -> subprocess.Popen[str]:
         """Start a program on this host, whose output can be read."""

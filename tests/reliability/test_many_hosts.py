@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from tests.reliability.hosts import TRAIN, Host, two_hosts
 from tests.reliability.test_faults import GRACE_SECONDS, RUN, TIMEOUT_SECONDS, UNHURRIED_SECONDS, wait_for_file
 from tests.support.listeners import listeners
+from tests.support.program_server import Program
 from tests.support.train_program import start
 
 pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("hosts")]  # there is one cable
@@ -33,7 +33,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield found
 
 
-def listened_at(programs: list[subprocess.Popen[str]]) -> set[str]:
+def listened_at(programs: list[Program]) -> set[str]:
     """Return the addresses at which programs listen until they end, the loopback interface's left out."""
     found: set[str] = set()
     while any(program.poll() is None for program in programs):
@@ -64,7 +64,7 @@ def test_two_hosts_train_as_one_does(shape: tuple[str, ...], hosts: tuple[Host, 
     programs = [host.start(i, tmp_path / "two", *arguments) for i, host in enumerate(hosts)]
     assert listened_at(programs) == {host.address for host in hosts}
     for number, program in enumerate(programs):
-        assert program.wait(timeout=200) == 0, (tmp_path / "two" / f"{number}.err").read_text()
+        assert program.wait(200) == 0, (tmp_path / "two" / f"{number}.txt").read_text()
     expected, expected_log = results(tmp_path / "one" / "run")
     found, log = results(tmp_path / "two" / "run")
     assert found.keys() == expected.keys() and len(found) > 20
@@ -92,9 +92,9 @@ def test_a_run_on_one_host_does_not_answer_another(hosts: tuple[Host, Host], tmp
     control = hosts[0].run(tmp_path, sys.executable, "-c", OPEN_TO_ALL)
     assert control.stdout is not None
     open_port = int(control.stdout.readline())
-    program = hosts[0].run(
-        tmp_path, sys.executable, TRAIN, *RUN, "trainer.max_steps=100000", "trainer.num_epochs=100000"
-    )
+    words = (*RUN, "trainer.max_steps=100000", "trainer.num_epochs=100000")
+    (output := tmp_path / "output.txt").touch()
+    program = Program(TRAIN, *words, folder=tmp_path, output=output, network=hosts[0].name)
     try:
         wait_for_file(tmp_path / "run" / "checkpoints" / "latest", 150)
         ports = {port for _, port in listeners(program.pid)} | {open_port}
@@ -104,8 +104,8 @@ def test_a_run_on_one_host_does_not_answer_another(hosts: tuple[Host, Host], tmp
     finally:
         for pid in hosts[0].processes():
             os.kill(pid, signal.SIGKILL)
-        for ended in (control, program):
-            ended.communicate()
+        control.communicate()
+        program.wait(60)
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -123,12 +123,13 @@ def test_a_host_that_is_gone_ends_the_run(gone: int, hosts: tuple[Host, Host], t
             assert time.monotonic() < damage + TIMEOUT_SECONDS + GRACE_SECONDS, "processes go on"
             time.sleep(0.1)
         if gone == 1:
-            assert agent.wait(timeout=60) == 1
+            assert agent.wait(60) == 1
         # torchrun talks to the rendezvous: where that is gone, it waits for the system to give the connection up.
     finally:
         for program in programs:
-            program.kill()
-            program.wait()
-    said = (tmp_path / f"{1 - gone}.err").read_text()
+            if program.poll() is None:
+                os.kill(program.pid, signal.SIGKILL)
+            program.wait(60)
+    said = (tmp_path / f"{1 - gone}.txt").read_text()
     cause = "the first host.*has not answered for 5 s" if gone == 0 else r"stage [23] \(rank [23], .*does not answer"
     assert re.search(f"error: .*{cause}", said), said

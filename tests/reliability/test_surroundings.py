@@ -101,7 +101,7 @@ def test_a_full_disk_of_temporary_files_stops_no_run_and_no_stop(
     begin: Callable[..., Session], disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(disk.folder))
-    session = begin("launched", LONG, anew=True)
+    session = begin("launched", LONG)
     session.wait_for(is_under_way)
     disk.fill()
     before = last_step(run_folder(session.folder))
@@ -121,12 +121,12 @@ def test_nothing_of_a_killed_run_stays_among_the_temporary_files_after_the_next_
 
 
 def kill_and_start_again(begin: Callable[..., Session], temporary: Path) -> None:
-    session = begin("launched", "data.num_workers=1", "tracking=offline", anew=True)
+    session = begin("launched", "data.num_workers=1", "tracking=offline")
     session.wait_for(is_under_way)
     session.send(signal.SIGKILL, to_all=True)
     session.status()
     assert list(temporary.iterdir())
-    again = begin("launched", "data.num_workers=1", "tracking=offline", anew=True)
+    again = begin("launched", "data.num_workers=1", "tracking=offline", anew=True)  # it ends as Python does, too
     assert again.status() == 0, again.said()
     assert not list(temporary.iterdir())
 

@@ -4,6 +4,7 @@ A test that starts train.py for one message would otherwise spend four of five s
 processes that the program starts itself, and those of torchrun, are forks too.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ REMEMBERED = "GPIPE_TEST_REMEMBERED"
 """The variable that names the folder of remembered profiles and compositions, if there is one."""
 TORCHRUN = "torch.distributed.run"
 """The name of torchrun's module."""
+_NETWORK = 0x40000000  # Linux: CLONE_NEWNET
 _SERVE = "from tests.support.program_server import serve; serve()"
 
 
@@ -68,16 +70,25 @@ class Program:
         arguments: its arguments.
         folder: its working folder.
         output: the file that its output and its errors go to.
+        network: the name of the network namespace that it starts in, for root alone; None is this process's.
         variables: variables added to this process's environment.
 
     Attributes:
         pid: of its process.
     """
 
-    def __init__(self, program: Path | str, *arguments: str, folder: Path, output: Path, **variables: str) -> None:
+    def __init__(
+        self,
+        program: Path | str,
+        *arguments: str,
+        folder: Path,
+        output: Path,
+        network: str | None = None,
+        **variables: str,
+    ) -> None:
         environment = {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables}
         request = {"program": str(program), "arguments": arguments, "folder": str(folder), "environment": environment}
-        self.pid = _ask({"start": {**request, "warn": "default", "files": [str(output)] * 2}})
+        self.pid = _ask({"start": {**request, "warn": "default", "files": [str(output)] * 2}, "network": network})
         self._status: int | None = None
 
     def poll(self) -> int | None:
@@ -102,7 +113,12 @@ def serve() -> None:
         print(json.dumps(_do(**json.loads(line))), flush=True)
 
 
-def _do(run: dict[str, Any] | None = None, start: dict[str, Any] | None = None, poll: int | None = None) -> int | None:
+def _do(
+    run: dict[str, Any] | None = None,
+    start: dict[str, Any] | None = None,
+    poll: int | None = None,
+    network: str | None = None,
+) -> int | None:
     """Run a program and return its exit status; or start one and return its process; or ask after the status."""
     if poll is not None:
         ended, status = os.waitpid(poll, os.WNOHANG)
@@ -111,8 +127,17 @@ def _do(run: dict[str, Any] | None = None, start: dict[str, Any] | None = None, 
     if child == 0:
         if start is not None:
             os.setsid()
+        if network is not None:
+            _enter(network)
         become(**(run or start or {}))
     return child if run is None else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _enter(network: str) -> None:
+    """Move this process, which has no threads, into a network namespace."""
+    with Path("/run/netns", network).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NETWORK) != 0:
+            raise OSError(ctypes.get_errno(), f"the network namespace {network} cannot be entered")
 
 
 def load() -> None:
@@ -152,6 +177,7 @@ def become(
     try:
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # of the environment before
         os.chdir(folder)
         for path, number in zip(["/dev/null", *files], range(3), strict=True):
             os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
