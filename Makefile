@@ -32,7 +32,7 @@ quicktest: .venv/development .venv/fairseq
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
 
 # The tests marked alone: those of a start are held to seconds, while the others mostly wait for a time-out.
-reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: eleven minutes on two cores
+reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: eleven to seventeen minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone"
 	$(BIN)/python -m pytest --numprocesses 2 -m alone tests/reliability
 	$(BIN)/python -m pytest --numprocesses 4 -m alone $$(grep -rl --include="*.py" --exclude-dir=reliability "mark\.alone" tests)
