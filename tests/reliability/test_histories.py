@@ -6,14 +6,12 @@ Each history is played in some tenths of a second a start; one that went wrong i
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.reliability.session import ROOT
+from tests.support.program_server import run_program
 
 pytestmark = pytest.mark.reliability
 NUM_HISTORIES = 150
@@ -23,10 +21,9 @@ NUM_TOGETHER = 50  # which share the load of the program and the undisturbed run
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, NUM_HISTORIES, NUM_TOGETHER))
 def test_random_histories(first: int, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     seeds = [str(first), str(first + NUM_TOGETHER - 1)]
-    command = [sys.executable, "-m", "tests.reliability.histories", str(tmp_path), *seeds]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    path = f"{ROOT / 'src'}:{ROOT}"
+    done = run_program("tests.reliability.histories", str(tmp_path), *seeds, folder=ROOT, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
     assert all(counts[status] >= NUM_TOGETHER // 15 for status in ("0", "1", "75", "-9")), (

@@ -2,25 +2,26 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.reliability.session import ROOT, assert_same, run_folder
+from tests.reliability.session import assert_same, run_folder
+from tests.support.program_server import Program
 
 pytestmark = pytest.mark.reliability
 SCRIPT = Path(__file__).with_name("kill_at_random.py")
 
 
 def test_twenty_kills_leave_no_trace(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "20", "7"]
-    done = subprocess.run(
-        command, cwd=SCRIPT.parent, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    (output := tmp_path / "output.txt").touch()
+    program = Program(SCRIPT, str(tmp_path), "20", "7", folder=SCRIPT.parent, output=output)
+    try:
+        assert program.wait(280) == 0, output.read_text()
+    finally:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+    found = json.loads(output.read_text().splitlines()[-1])
     assert found == {"killed": 20, "ended": 0}, "a run that ends before it is killed proves nothing"
     assert_same(run_folder(tmp_path / "killed"), run_folder(tmp_path / "whole"))
