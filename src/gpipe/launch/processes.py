@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -38,6 +39,7 @@ from gpipe.launch.scratch import scratch_folder
 _START_FACTOR = 2.0
 # The first process gives up before the others: it knows which processes are missing.
 _FIRST_FACTOR = 1.2
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         choose_start_method(processes.modules) as method,
         _silence_agent(),
     ):
+        _await_fork_server(method)
         note = Path(logs) / "stop"
         stops.listen().forward_to(note)
         agent = Agent(
@@ -220,6 +223,29 @@ def _start(function: Callable[..., None], processes: Processes, args: tuple[Any,
         raise SystemExit(1)
     if stops.STOPPED in end.values():
         raise SystemExit(stops.STOPPED)
+
+
+def _await_fork_server(method: str) -> None:
+    """Wait until processes can be copied, which takes seconds of loading; asked to stop meanwhile, exit: none began."""
+    if method != "forkserver":
+        return
+    copy = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
+
+    def start() -> None:
+        with suppress(OSError, EOFError):  # it was given up; or it failed, as the processes themselves will say
+            copy.start()
+
+    loading = threading.Thread(target=start, daemon=True)
+    loading.start()
+    while loading.is_alive():
+        loading.join(_POLL_SECONDS)
+        stops.exit_before_start(stops.find_reason())
+    if copy.pid is not None:
+        copy.join()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _announce_restart(max_restarts: int, end: End, num_left: int) -> None:
