@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from gpipe.launch.store import LOOPBACK, serve_store
 from gpipe.pipeline.job.activity import Activity
+from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.device_work import DeviceWork
-from gpipe.pipeline.job.watch import Board, Watch
+from gpipe.pipeline.job.watch import Watch
 
 pytestmark = pytest.mark.alone
 

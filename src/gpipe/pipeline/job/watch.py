@@ -6,7 +6,6 @@ where it runs, for whom it waits, how far it came, and what it is doing (`Activi
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gpipe.pipeline._compat import set_timeout
+from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 
@@ -426,56 +426,3 @@ def join_threads(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():  # which may be the one that lets go of the pipeline
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-class Board:
-    """Notes in the job's key-value store; where it cannot be reached any more, what it last said.
-
-    The store is in a process of one host. When that host ends, a call fails at once. When the network to it does, a
-    call may take a quarter of an hour: others can see that it is under way, and give the store up.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._known: dict[str, Any] = {}
-        self._under_way: dict[int, float] = {}  # since when, by thread
-        self._is_given_up = False
-
-    @property
-    def silent_seconds(self) -> float:
-        """For how long somebody has been waiting for the store's answer."""
-        now = time.monotonic()
-        return now - min(list(self._under_way.values()), default=now)
-
-    def give_up(self) -> None:
-        """Ask the store no more."""
-        self._is_given_up = True
-
-    def write(self, key: str, value: Any) -> None:
-        """Write a note of JSON's types."""
-        self._ask(lambda: self._store.set(key, json.dumps(value)))
-
-    def write_first(self, key: str, value: Any) -> None:
-        """Write a note, unless there is one with this key."""
-        self._ask(lambda: self._store.compare_set(key, "", json.dumps(value)))
-
-    def read(self, key: str) -> Any:
-        """Return a note, None where there is none."""
-        if self._ask(lambda: self._store.check([key])):
-            found = self._ask(lambda: json.loads(self._store.get(key)))
-            if found is not None:
-                self._known[key] = found
-        return self._known.get(key)
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        if self._is_given_up:
-            return None
-        thread = threading.get_ident()
-        self._under_way[thread] = time.monotonic()
-        try:
-            return question()
-        except RuntimeError:  # the store is gone together with its process: torch would warn of each further call
-            self.give_up()
-            return None
-        finally:
-            del self._under_way[thread]
