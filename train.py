@@ -76,6 +76,7 @@ def load_and_train(
     sources: list[str], run: RunConfig, folder: Path, overrides: list[str], *, hints: bool = True
 ) -> None:
     """Load torch, start the processes, and train; or only print the plan."""
+    stops.exit_before_start(stops.find_reason())  # to load torch takes seconds
     from gpipe.programs.train import launch_training
 
     launch_training(run, folder, [*sources, *spell_out(run, overrides)], hints=hints)

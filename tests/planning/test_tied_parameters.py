@@ -49,7 +49,8 @@ def test_the_model_is_counted_once() -> None:
     accelerator = find_accelerator("cpu")
     planner = Planner(lambda _: profiles, lambda *_: [3, 3], 7, accelerator, Speed.of(accelerator, "float32"))
     console = Console(file=io.StringIO(), highlight=False)
-    plan = print_plan(planner, Setting(2, 3), "tied", console)
+    plan = planner.plan(Setting(2, 3))
+    print_plan(planner, plan, "tied", console)
     assert plan.parameters == MODEL_PARAMETERS
     assert sum(stage.parameters for stage in plan.stages) == MODEL_PARAMETERS + 3 * 54 + 36
     more = f"the rows have {3 * 54 + 36} more: each layer has its own copy of a tied one"

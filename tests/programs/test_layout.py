@@ -71,18 +71,16 @@ def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
     assert all(parameter.is_meta for parameter in layers.parameters())
     assert isinstance(planner, Planner) and planner.seconds is not None
     seconds = planner.seconds([])
-    plan = planner.plan(build_setting(run, planner.accelerator, ALONE))
+    plan = layout.plan
+    assert plan is not None
     busy = sum(stage.forward_seconds for stage in plan.stages)
     assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
 
 
 def test_measured_memory_knows_what_convolutions_take_inside_of_themselves() -> None:
     run, plain = (run_of(f"pipeline.partition_by={by}") for by in ("measured_memory", "memory"))
-    planners = [share_layout(each, build_layers(each), ALONE).planner for each in (run, plain)]
-    plans = [
-        planner.plan(build_setting(run, planner.accelerator, ALONE)) for planner in planners if planner is not None
-    ]
-    measured, planned = (max(memory.peak_bytes for memory in plan.memory) for plan in plans)
+    plans = [share_layout(each, build_layers(each), ALONE).plan for each in (run, plain)]
+    measured, planned = (max(memory.peak_bytes for memory in plan.memory) for plan in plans if plan is not None)
     assert measured > planned
 
 

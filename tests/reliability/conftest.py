@@ -4,6 +4,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     """Starts sessions in the test's folder; what is left of them ends with the test."""
     sessions: list[Session] = []
 
-    def begin(launch: str, *arguments: str, **how: bool) -> Session:
+    def begin(launch: str, *arguments: str, **how: Any) -> Session:
         sessions.append(Session(tmp_path, launch, *arguments, **how))
         return sessions[-1]
 

@@ -28,7 +28,7 @@ from gpipe.programs.train import LOADED_ONCE, launch_training
 from tests.reliability.session import ROOT, TINY
 
 SETTINGS = (  # thirty steps of small batches, a checkpoint after each
-    "data.max_images=640",
+    "data.max_images=160",
     "trainer.num_epochs=3",
     "trainer.checkpoints.every_steps=1",
 )

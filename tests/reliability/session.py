@@ -24,13 +24,13 @@ TINY = (
     "data=digits",
     "data.image_size=32",
     "data.num_workers=0",
-    "data.max_images=320",
+    "data.max_images=80",
     "model.num_filters=8",
     "trainer.num_epochs=2",
-    "trainer.batch_size=64",
-    "trainer.evaluation.batch_size=16",
-    "trainer.evaluation.max_batches=4",
-    "trainer.evaluation.statistics_batches=2",
+    "trainer.batch_size=16",
+    "trainer.evaluation.batch_size=8",
+    "trainer.evaluation.max_batches=2",
+    "trainer.evaluation.statistics_batches=1",
     "trainer.timeline_every_steps=null",
     "pipeline.num_microbatches=2",
     "schedule.warm_up_epochs=0",
@@ -52,9 +52,12 @@ class Session:
 
     piped: what it says goes into a pipe, which nobody reads until `close_pipe`, instead of a file.
     anew: Python itself starts too; else the program is a fork of a process that has loaded what it imports.
+    how: what else a `Program` is told.
     """
 
-    def __init__(self, folder: Path, launch: str, *arguments: str, piped: bool = False, anew: bool = False) -> None:
+    def __init__(
+        self, folder: Path, launch: str, *arguments: str, piped: bool = False, anew: bool = False, **how: Any
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         torchrun, own = LAUNCHES[launch]
@@ -63,28 +66,30 @@ class Session:
         words = [*torchrun, *flags, *TINY, *own, *settings]
         output = folder / "output.txt"
         output.write_text("")
-        self._process: Program | subprocess.Popen[str]
-        if not (piped or anew):
+        self._pipe = os.pipe() if piped else ()
+        if piped:
+            output = Path(f"/proc/{os.getpid()}/fd/{self._pipe[1]}")
+        self._process: Program | subprocess.Popen[bytes]
+        if not anew:
             program = TORCHRUN if torchrun else TRAIN
-            self._process = Program(program, *words, folder=folder, output=output, OMP_NUM_THREADS="1")
+            self._process = Program(program, *words, folder=folder, output=output, OMP_NUM_THREADS="1", **how)
             return
-        assert not torchrun
+        assert not torchrun and not piped and not how
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         with output.open("a") as file:
             self._process = subprocess.Popen(
                 [sys.executable, str(TRAIN), *words],
                 cwd=folder,
                 env=environment,
-                stdout=subprocess.PIPE if piped else file,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                text=True,
             )
 
     def close_pipe(self) -> None:
         """Leave the run alone with its output, as a `tee` that dies."""
-        assert isinstance(self._process, subprocess.Popen) and self._process.stdout is not None
-        self._process.stdout.close()
+        for end in self._pipe:
+            os.close(end)
 
     def wait_for(self, moment: Callable[[Path], bool]) -> None:
         """Wait until something holds of the run's folder."""

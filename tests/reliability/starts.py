@@ -39,7 +39,9 @@ class Start:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            become(TRAIN, [*arguments], str(folder), dict(os.environ), "ignore", [f"/dev/fd/{output}"] * 2)
+            become(
+                TRAIN, [*arguments], str(folder), dict(os.environ), "ignore", ["/dev/null", *[f"/dev/fd/{output}"] * 2]
+            )
         os.close(output)
 
     def look(self) -> None:

@@ -136,11 +136,7 @@ def test_a_process_that_hangs_while_it_starts_is_named_within_the_time_out(begin
 
 
 def test_a_closed_window_is_nothing_to_a_run_under_nohup(whole: Path, begin: Callable[..., Session]) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which what is started here inherits
-    try:
-        session = begin("launched", anew=True)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    session = begin("launched", ignored=[signal.SIGHUP])
     session.wait_for(MOMENTS["step"])
     session.send(signal.SIGHUP, to_all=True)
     assert session.status() == 0, session.said()

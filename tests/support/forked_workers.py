@@ -30,7 +30,14 @@ def _fork_worker(handler: SubprocessHandler, words: tuple[str, ...], environment
         os.setsid()
         forget_the_program()
         _close_connections()
-        become(script, arguments, str(Path.cwd()), environment, "default", ["/proc/self/fd/1", "/proc/self/fd/2"])
+        become(
+            script,
+            arguments,
+            str(Path.cwd()),
+            environment,
+            "default",
+            ["/dev/null", "/proc/self/fd/1", "/proc/self/fd/2"],
+        )
     return _Worker(pid)
 
 

@@ -9,16 +9,19 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from tests.support.forked_server import fork_server_from_here
@@ -49,9 +52,9 @@ def run_program(
             "program": str(program),
             "arguments": list(arguments),
             "folder": str(folder or Path.cwd()),
-            "environment": {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables},
+            "environment": _environment(variables),
             "warn": warn,
-            "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors)],
+            "files": ["/dev/null", *(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors))],
         }
         status = _ask({"run": request})
         assert status is not None
@@ -70,8 +73,11 @@ class Program:
         arguments: its arguments.
         folder: its working folder.
         output: the file that its output and its errors go to.
+        typed: the file that it reads what is typed from.
+        ignored: signals that it ignores when it starts, as under nohup.
+        finalizes: whether its end is Python's, which takes half a second; else it only flushes what it has written.
         network: the name of the network namespace that it starts in, for root alone; None is this process's.
-        variables: variables added to this process's environment.
+        variables: variables added to this process's environment; None takes one away.
 
     Attributes:
         pid: of its process.
@@ -83,12 +89,23 @@ class Program:
         *arguments: str,
         folder: Path,
         output: Path,
+        typed: Path = Path("/dev/null"),
+        ignored: Collection[signal.Signals] = (),
+        finalizes: bool = False,
         network: str | None = None,
-        **variables: str,
+        **variables: str | None,
     ) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables}
-        request = {"program": str(program), "arguments": arguments, "folder": str(folder), "environment": environment}
-        self.pid = _ask({"start": {**request, "warn": "default", "files": [str(output)] * 2}, "network": network})
+        request = {
+            "program": str(program),
+            "arguments": arguments,
+            "folder": str(folder),
+            "environment": _environment(variables),
+            "warn": "default",
+            "files": [str(typed), str(output), str(output)],
+            "ignored": list(ignored),
+            "finalizes": finalizes,
+        }
+        self.pid = _ask({"start": request, "network": network})
         self._status: int | None = None
 
     def poll(self) -> int | None:
@@ -141,7 +158,7 @@ def _enter(network: str) -> None:
 
 
 def load() -> None:
-    """Load what programs load, and what they all do first: learn Hydra's grammar, describe a layer without data."""
+    """Load what programs load, and what they all do first: learn the settings and their grammar, describe a layer."""
     parts = ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train", "programs.translate")
     others = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets")
     for name in (*(f"gpipe.{part}" for part in parts), *others):
@@ -150,6 +167,7 @@ def load() -> None:
     from hydra.core.plugins import Plugins
     from torch import backends, empty, nn
 
+    from gpipe.config import register_schemas
     from gpipe.planning.profile import analyze_layers
     from tests.support.remembered_compositions import remember_compositions
     from tests.support.remembered_profiles import remember_profiles
@@ -157,6 +175,7 @@ def load() -> None:
 
     remember_settings()
     Plugins.instance()
+    register_schemas()
     OverridesParser.create().parse_overrides(["group=choice", "group.key=1"])
     if not backends.cuda.is_built():  # else the first backward starts a thread per device
         analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
@@ -170,17 +189,29 @@ def load() -> None:
 
 
 def become(
-    program: str, arguments: list[str], folder: str, environment: dict[str, str], warn: str, files: list[str]
+    program: str,
+    arguments: list[str],
+    folder: str,
+    environment: dict[str, str],
+    warn: str,
+    files: list[str],
+    *,
+    ignored: Collection[int] = (),
+    finalizes: bool = False,
 ) -> NoReturn:
-    """Turn this fork into a program that writes its output and its errors to two files."""
+    """Turn this fork into a program whose input, output and errors are three files."""
     status: object = 0
     try:
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # of the environment before
         os.chdir(folder)
-        for path, number in zip(["/dev/null", *files], range(3), strict=True):
-            os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+        for path, number in zip(files, range(3), strict=True):
+            os.dup2(os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND), number)
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # as Python does when it starts
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         warnings.simplefilter(warn)
         sys.warnoptions[:] = [warn]  # inherited by the processes that it starts
         fork_server_from_here()
@@ -191,7 +222,9 @@ def become(
         sys.argv = [program, *arguments]
         if program.endswith(".py"):
             sys.path[0] = str(Path(program).parent)
-            runpy.run_path(program, run_name="__main__")
+            main = sys.modules["__main__"] = ModuleType("__main__")  # it lives until the end, as in a new Python
+            main.__file__ = program
+            exec(compile(Path(program).read_bytes(), program, "exec"), main.__dict__)
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -204,7 +237,14 @@ def become(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else 1)
+        if not finalizes:
+            os._exit(status if isinstance(status, int) else 1)
+    raise SystemExit(status)
+
+
+def _environment(variables: Mapping[str, str | None]) -> dict[str, str]:
+    every = {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables}
+    return {name: value for name, value in every.items() if value is not None}
 
 
 def _ask(request: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ A test composes in an eighth of a second, and all tests do it a thousand times. 
 """
 
 import copy
+import pickle
 from functools import cache
 from types import SimpleNamespace
 from typing import IO, Any
@@ -18,7 +19,7 @@ _parse_rule = OverridesParser.parse_rule
 
 def remember_settings() -> None:
     """From now on, parse equal files, interpolations and words of a command line once, here and in forks."""
-    files, words = dict[str, Any](), dict[tuple[str, str], Any]()
+    files, words = dict[str, bytes](), dict[tuple[str, str], Any]()
 
     def load(stream: str | IO[str], **settings: Any) -> Any:
         if isinstance(stream, str):
@@ -26,8 +27,8 @@ def remember_settings() -> None:
         text = stream.read()
         if text not in files:
             stream.seek(0)  # errors name the file
-            files[text] = yaml.load(stream, **settings)
-        return copy.deepcopy(files[text])
+            files[text] = pickle.dumps(yaml.load(stream, **settings))
+        return pickle.loads(files[text])
 
     def parse_word(parser: OverridesParser, word: str, rule: str) -> Any:
         if (word, rule) not in words:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,13 @@ def register_schemas(run: type[RunConfig] = RunConfig) -> None:
     From then on it also refuses a configuration that names code or holds a secret of the environment.
     """
     guard_composition()
+    ConfigStore.instance().store(name="run_schema", node=run)
+    _register_parts()
+
+
+@cache
+def _register_parts() -> None:
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=run)
     # Outside their groups, whose files alone --help lists.
     store.store(name="amoebanet_schema", node=AmoebaNetConfig)
     store.store(name="timm_schema", node=TimmConfig)

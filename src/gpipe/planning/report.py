@@ -13,25 +13,21 @@ from gpipe.pipeline.schedule import Kind
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import GIB, Accelerator
 from gpipe.planning.planner import Planner
-from gpipe.planning.step import Plan, Setting
+from gpipe.planning.step import Plan
 
 WIDTH = 120  # characters that the table may take, on a pipe too
 
 
-def print_plan(planner: Planner, setting: Setting, name: str, console: Console | None = None) -> Plan:
-    """Plan a step, print a row per stage, those of equal stages once, and whether it fits, or what would; return it.
+def print_plan(planner: Planner, plan: Plan, name: str, console: Console | None = None) -> None:
+    """Print a row per stage, those of equal stages once, and whether the step fits, or what would.
 
     Args:
-        planner: plans the step.
-        setting: how it runs.
+        planner: has planned the step.
+        plan: the step.
         name: the run's.
         console: where to print; None is the standard output.
-
-    Raises:
-        ValueError: the model cannot be cut so.
     """
-    plan, accelerator = planner.plan(setting), planner.accelerator
-    setting = plan.setting
+    setting, accelerator = plan.setting, planner.accelerator
     console = console or Console(highlight=False, width=WIDTH)
     replicas = f", R={setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
     title = (
@@ -61,7 +57,6 @@ def print_plan(planner: Planner, setting: Setting, name: str, console: Console |
     console.print(_processes(plan), soft_wrap=True)
     remedies = [] if plan.peak_bytes <= accelerator.memory_bytes else planner.remedies(setting)
     console.print(_verdict(plan, accelerator, remedies), soft_wrap=True)
-    return plan
 
 
 def print_choices(

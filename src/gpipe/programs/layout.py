@@ -23,7 +23,7 @@ from gpipe.planning.operation_memory import OperationMemory
 from gpipe.planning.optimizer_memory import try_optimizer
 from gpipe.planning.planner import Planner
 from gpipe.planning.profile import LayerProfile
-from gpipe.planning.step import Setting
+from gpipe.planning.step import Plan, Setting
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.programs.calibration_files import find_calibration
 from gpipe.programs.optimizer import build_run_optimizer
@@ -42,11 +42,13 @@ class Layout:
         partitions: the number of layers of each stage.
         rematerialize: a mode, or how many graphs each stage keeps at once.
         planner: what has chosen them; the first process's alone.
+        plan: the step as planned with them; the first process's alone.
     """
 
     partitions: list[int]
     rematerialize: Rematerialization
     planner: Planner | None
+    plan: Plan | None
 
 
 def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
@@ -58,6 +60,7 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
         ValueError: the layers cannot be cut as the settings say.
     """
     planner: Planner | None = None
+    plan: Plan | None = None
     chooses = run.pipeline.partitions is None
     measures = chooses and run.pipeline.partition_by is PartitionBy.measured_seconds
     memory = OperationMemory() if chooses and run.pipeline.partition_by is PartitionBy.measured_memory else None
@@ -68,7 +71,7 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
         )
 
     def decide(tell: Callable[[str], None]) -> None:
-        nonlocal planner
+        nonlocal planner, plan
         accelerator = detect_accelerator(place.device_type)
         seconds = None
         if measures:
@@ -81,7 +84,7 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
 
     num_messages = 1 + (len(layers) if measures else 0)  # the others wait for each as long as for any message
     partitions, mode = json.loads(place.share_each("layout", num_messages, decide)[-1])
-    return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planner)
+    return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planner, plan)
 
 
 def measure_seconds(

@@ -69,7 +69,7 @@ def start(plan: PlanConfig) -> None:
         planner = build_planner(plan, accelerator, efficiency=plan.efficiency, calibration=calibration)
         if plan.find is not None:
             planner = _find_largest(plan, accelerator)
-        print_plan(planner, build_setting(plan, accelerator), plan.name)
+        print_plan(planner, planner.plan(build_setting(plan, accelerator)), plan.name)
 
 
 def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:

@@ -65,7 +65,7 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     from gpipe.planning.report import compare_with_plan, print_plan
     from gpipe.programs import build, outcome
     from gpipe.programs.chosen_checkpoint import check_earlier
-    from gpipe.programs.layout import build_setting, share_layout
+    from gpipe.programs.layout import share_layout
     from gpipe.programs.precision import settle_precision
 
     place.heed_stop("loaded")
@@ -74,12 +74,12 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     layers = build.build_layers(run)
     layout = share_layout(run, layers, place)
     place.heed_stop("planned")
-    plan = None
-    if (planner := layout.planner) is not None:
+    plan = layout.plan
+    if plan is not None and layout.planner is not None:
         write_flushed(folder / "config.yaml", to_yaml(run))
-        plan = print_plan(planner, build_setting(run, planner.accelerator, place), run.name)
+        print_plan(layout.planner, plan, run.name)
     pipeline = build.build_pipeline(run, layers, layout, place)
-    del layers, planner, layout  # other stages' layers may have memory, which ends here
+    del layers, layout  # other stages' layers may have memory, which ends here
     timelines: list[Timeline] = []
 
     def keep(timeline: Timeline) -> None:
@@ -118,7 +118,7 @@ def _print_plan(run: RunConfig) -> None:
 
     accelerator = accelerator_at_hand(run)
     planner = build_planner(run, accelerator, calibration=find_calibration(run, accelerator))
-    print_plan(planner, build_setting(run, accelerator), run.name)
+    print_plan(planner, planner.plan(build_setting(run, accelerator)), run.name)
 
 
 def describe_processes(run: RunConfig, folder: Path) -> Processes:

@@ -1,16 +1,13 @@
 """A script of a user's own that catches what its layer raised ends as it wants to."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gpipe.launch.store import LOOPBACK, serve_store
+from tests.support.program_server import Program
 
 pytestmark = pytest.mark.alone
-ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
@@ -43,22 +40,18 @@ print(caught)
 
 
 @pytest.mark.parametrize("ending", range(3), ids=["at its end", "after close", "without the pipeline"])
-def test_a_script_that_catches_a_failure_ends_in_peace(ending: int) -> None:
+def test_a_script_that_catches_a_failure_ends_in_peace(ending: int, tmp_path: Path) -> None:
     """Three times: a thread that still waited inside of torch aborted five of six such scripts."""
+    (script := tmp_path / "script.py").write_text(SCRIPT.format(host=LOOPBACK))
     for _ in range(3):
         store = serve_store(LOOPBACK)
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", SCRIPT.format(host=LOOPBACK)]
-        scripts = [
-            subprocess.Popen(
-                [*command, str(rank), str(store.port), str(ending)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        ends = [(*script.communicate(timeout=60), script.returncode) for script in scripts]
-        assert [status for _, _, status in ends] == [0, 0], ends
-        assert [output.strip() for output, _, _ in ends] == ["the other's", "the user's"]
+        outputs = [tmp_path / f"output-{rank}.txt" for rank in range(2)]
+        scripts = []
+        for rank, output in enumerate(outputs):
+            output.write_text("")
+            words = (str(rank), str(store.port), str(ending))
+            scripts.append(Program(script, *words, folder=tmp_path, output=output, finalizes=True, OMP_NUM_THREADS="1"))
+        statuses = [program.wait(60) for program in scripts]
+        said = [output.read_text() for output in outputs]
+        assert statuses == [0, 0], said
+        assert [text.splitlines()[-1] for text in said] == ["the other's", "the user's"]
