@@ -37,7 +37,7 @@ marked = $$(grep --recursive --files-with-matches --include="*.py" $(2) "mark\.$
 reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: eleven to seventeen minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone" $(call marked,reliability)
 	$(BIN)/python -m pytest --numprocesses 2 -m alone tests/reliability
-	$(BIN)/python -m pytest --numprocesses 4 -m alone $(call marked,alone,--exclude-dir=reliability)
+	$(BIN)/python -m pytest --numprocesses 3 -m alone $(call marked,alone,--exclude-dir=reliability)
 
 gpu: .venv/development ## on a machine with GPUs: test and measure there, ten minutes on an H100; again: go on
 	$(BIN)/python -m experiments.gpu

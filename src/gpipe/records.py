@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -165,13 +166,16 @@ def describe_hardware(gpus: Sequence[str] = (), num_cores: int | None = None) ->
 
 def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
     """Return the versions of Python and of those packages that are installed, without importing them."""
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {name: version for name in names if (version := _version(name)) is not None}
+    return {"python": platform.python_version(), **versions}
+
+
+@cache  # each costs the reading of a file, and a run asks at its start and at its end
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

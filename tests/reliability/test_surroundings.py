@@ -156,7 +156,7 @@ def test_a_clock_that_goes_back_by_an_hour_changes_nothing(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_whose_wandb_ends_is_done_and_marked(begin: Callable[..., Session], number: signal.Signals) -> None:
-    session = begin("launched", "tracking=offline")
+    session = begin("launched", "tracking=offline", "trainer.num_epochs=6")
     session.wait_for(is_under_way)
     (wandb,) = session.children_named("wandb-core")
     os.kill(wandb, number)

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -160,15 +161,18 @@ def _enter(network: str) -> None:
 def load() -> None:
     """Load what programs load, and what they all do first: learn the settings and their grammar, describe a layer."""
     parts = ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train", "programs.translate")
-    others = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets")
-    for name in (*(f"gpipe.{part}" for part in parts), *others):
+    later = ("programs.automatic", "launch.terminal")  # and others that a run comes to load
+    others = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets.data", "sklearn.datasets.descr")
+    for name in (*(f"gpipe.{part}" for part in (*parts, *later)), *others, "rich._emoji_codes", "encodings.idna"):
         import_module(name)
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.plugins import Plugins
+    from omegaconf import base
     from torch import backends, empty, nn
 
     from gpipe.config import register_schemas
     from gpipe.planning.profile import analyze_layers
+    from gpipe.records import package_versions
     from tests.support.remembered_compositions import remember_compositions
     from tests.support.remembered_profiles import remember_profiles
     from tests.support.remembered_settings import remember_settings
@@ -177,6 +181,9 @@ def load() -> None:
     Plugins.instance()
     register_schemas()
     OverridesParser.create().parse_overrides(["group=choice", "group.key=1"])
+    for text in re.findall(r"\S*\$\{\S*", (_ROOT / "conf" / "train.yaml").read_text()):
+        base.parse(text)
+    package_versions()
     if not backends.cuda.is_built():  # else the first backward starts a thread per device
         analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
     if (folder := os.environ.get(REMEMBERED)) is not None:

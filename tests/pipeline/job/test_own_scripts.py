@@ -7,7 +7,7 @@ import pytest
 from gpipe.launch.store import LOOPBACK, serve_store
 from tests.support.program_server import Program
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.reliability
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
