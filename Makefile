@@ -34,7 +34,7 @@ quicktest: .venv/development .venv/fairseq
 # The files of tests with a mark: to collect all the others takes a minute.
 marked = $$(grep --recursive --files-with-matches --include="*.py" $(2) "mark\.$(1)" tests)
 # The tests marked alone: those of a start are held to seconds, while the others mostly wait for a time-out.
-reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: eleven to seventeen minutes on two cores
+reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: ten to twenty minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone" $(call marked,reliability)
 	$(BIN)/python -m pytest --numprocesses 2 -m alone tests/reliability
 	$(BIN)/python -m pytest --numprocesses 3 -m alone $(call marked,alone,--exclude-dir=reliability)

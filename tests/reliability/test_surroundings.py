@@ -126,7 +126,7 @@ def kill_and_start_again(begin: Callable[..., Session], temporary: Path) -> None
     session.send(signal.SIGKILL, to_all=True)
     session.status()
     assert list(temporary.iterdir())
-    again = begin("launched", "data.num_workers=1", "tracking=offline", finalizes=True)
+    again = begin("launched", "data.num_workers=1", "tracking=offline", anew=True)  # it ends as Python does, too
     assert again.status() == 0, again.said()
     assert not list(temporary.iterdir())
 

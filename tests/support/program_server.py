@@ -4,6 +4,7 @@ A test that starts train.py for one message would otherwise spend four of five s
 processes that the program starts itself, and those of torchrun, are forks too.
 """
 
+import atexit
 import ctypes
 import gc
 import json
@@ -17,6 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
@@ -212,6 +214,8 @@ def become(
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # of the environment before
+        if finalizes:
+            _leave_temporary_folders()
         os.chdir(folder)
         for path, number in zip(files, range(3), strict=True):
             os.dup2(os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND), number)
@@ -247,6 +251,15 @@ def become(
         if not finalizes:
             os._exit(status if isinstance(status, int) else 1)
     raise SystemExit(status)
+
+
+def _leave_temporary_folders() -> None:
+    """Leave those that modules have made when they were loaded, such as wandb's, to the process that loaded them."""
+    for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        owner = finalizer.peek()[0]
+        if isinstance(owner, tempfile.TemporaryDirectory):
+            finalizer.atexit = False
+            atexit.unregister(owner.cleanup)
 
 
 def _environment(variables: Mapping[str, str | None]) -> dict[str, str]:
