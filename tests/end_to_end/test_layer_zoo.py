@@ -69,6 +69,7 @@ def test_random_sequences_in_two_processes_train_as_one_stage_does(processes: Pr
 
 
 @pytest.mark.reliability
+@pytest.mark.xdist_group("zoo in processes")  # which take seconds to start
 @pytest.mark.parametrize("num_devices", [2, 3, 4, 6])
 def test_many_random_sequences_in_processes_train_as_one_stage_does(num_devices: int, processes: ProcessPool) -> None:
     check_in_processes(processes, [draw(seed, num_devices) for seed in range(50, 75)], num_devices)

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ import pytest
 from gpipe.launch import stops
 from gpipe.launch.processes import Place, run
 from tests.launch.launched import MANY_SECONDS, PYTHONPATH, is_pending, is_running, note_place, pids, two, wait_until
+from tests.support.program_server import Program
+
+SAID = "said.txt"
 
 
 def hang(place: Place, folder: Path) -> None:
@@ -33,8 +38,9 @@ def hang_until_asked(folder: Path) -> None:
     (folder / f"asked-{os.getpid()}").write_text(reason)
 
 
-def parent_of(function: str, folder: Path) -> subprocess.Popen[str]:
-    """Start a process that starts two, and wait until these are at work."""
+@contextmanager
+def parent_of(function: str, folder: Path) -> Iterator[Program]:
+    """Start a process that starts two, and wait until these are at work; what it says goes to `SAID`."""
     program = (
         "from pathlib import Path\nfrom gpipe.launch.processes import run\n"
         f"from tests.launch.launched import two\nfrom tests.launch.test_stops import {function}\n"
@@ -42,10 +48,14 @@ def parent_of(function: str, folder: Path) -> subprocess.Popen[str]:
     )
     script = folder / "script.py"
     script.write_text(program)
-    environment = os.environ | PYTHONPATH
-    parent = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(pids(folder)) == 2)
-    return parent
+    (output := folder / SAID).touch()
+    parent = Program(script, folder=folder, output=output)
+    try:
+        wait_until(lambda: len(pids(folder)) == 2)
+        yield parent
+    finally:
+        if parent.poll() is None:
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 @pytest.mark.reliability
@@ -54,11 +64,12 @@ def test_ending_the_parent_at_once_leaves_no_orphan(tmp_path: Path, numbers: lis
     with parent_of("hang", tmp_path) as parent:
         for number in numbers:
             wait_until(lambda: not is_pending(parent.pid, signal.SIGINT))
-            parent.send_signal(number)
-        said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
+            os.kill(parent.pid, number)
+        status = parent.wait(MANY_SECONDS / 2)
     wait_until(lambda: not any(map(is_running, pids(tmp_path))))
     if signal.SIGINT in numbers:
-        assert parent.returncode == 130
+        assert status == 130
+        said = (tmp_path / SAID).read_text()
         assert said.startswith("error: interrupted, nothing was saved\n")  # Python tells of semaphores after it
 
 
@@ -66,9 +77,9 @@ def test_ending_the_parent_at_once_leaves_no_orphan(tmp_path: Path, numbers: lis
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_parent_waits_for_processes_that_it_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     with parent_of("stop", tmp_path) as parent:
-        parent.send_signal(number)
-        said = parent.communicate(timeout=MANY_SECONDS / 2)[1]
-    assert (parent.returncode, said) == (stops.STOPPED, "")
+        os.kill(parent.pid, number)
+        assert parent.wait(MANY_SECONDS / 2) == stops.STOPPED
+    assert (tmp_path / SAID).read_text() == ""
     assert [path.read_text() for path in tmp_path.glob("asked-*")] == [number.name] * 2
     assert not any(map(is_running, pids(tmp_path)))
 
