@@ -103,6 +103,25 @@ def test_a_setting_is_refused_in_a_line_before_anything_heavy_is_loaded(word: st
     assert {"torch", "torchvision", "timm", "matplotlib", "wandb"}.isdisjoint(done.stdout.split())
 
 
+ASKED = """
+import atexit, runpy, sys
+from gpipe.launch import stops
+atexit.register(lambda: print(*sys.modules))
+stops.listen().request("SIGTERM")
+sys.argv = ["train.py"]
+runpy.run_path({program!r}, run_name="__main__")
+"""
+
+
+def test_a_start_that_is_asked_to_stop_ends_before_torch_is_loaded(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ASKED.format(program=str(ROOT / "train.py"))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said, modules = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (75, "")
+    assert said == "stopped by SIGTERM before the first step: the same command again goes on."
+    assert {"torch", "torchvision", "timm", "wandb"}.isdisjoint(modules.split())
+
+
 def test_the_engine_loads_torch_and_nothing_else() -> None:
     packages = packages_of("pipeline", first="import torch, torch._dynamo, torch.distributed.tensor")
     assert packages - set(sys.stdlib_module_names) == {"gpipe"}
