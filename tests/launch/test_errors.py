@@ -1,14 +1,17 @@
 """What fails is said once, in one sentence, by whichever process it is."""
 
+import errno
 import os
 import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from gpipe import PeerFailure
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place, run
 from tests.launch.launched import PYTHONPATH, ROOT, note_place, two
@@ -45,6 +48,24 @@ def test_the_second_process_that_fails_is_silent(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().err
     assert "the first cause" in said
     assert "a consequence" not in said
+
+
+def test_a_process_that_was_told_of_an_error_lets_the_one_that_told_report_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def report(error: Exception) -> None:
+        with pytest.raises(SystemExit), report_errors(tmp_path):
+            raise error
+
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(report, PeerFailure("rank 0: PermissionError: elsewhere", told=True))
+        with pytest.raises(TimeoutError):
+            told.result(timeout=0.2)
+        report(PermissionError(errno.EACCES, "Permission denied", "elsewhere"))
+        told.result()
+    said = capsys.readouterr().err
+    assert said.startswith("error: no access to elsewhere (Permission denied)")
+    assert "rank 0" not in said and "PeerFailure" not in (tmp_path / "error.txt").read_text()
 
 
 def test_of_processes_that_have_no_folder_yet_the_first_one_to_fail_speaks(

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from gpipe.environment_secrets import redact
 
 ERROR_FILE = "error.txt"
+_TELLER_SECONDS = 3.0  # until Weights & Biases has heard of the end
 # A launcher's message contains the log of its job, between lines of dashes.
 _LOG = re.compile(r"\n-{20,}\n(?P<content>.*?)(\n-{20,}\n|\Z)", re.DOTALL)
 
@@ -61,6 +63,8 @@ def _report(error: Exception, folder: Path | None, full: bool) -> None:
 
     A library's message may contain what it was given, even a key: secrets of the environment are redacted.
     """
+    if getattr(error, "told", False):
+        _wait_for_teller(folder)
     trace = redact(traceback.format_exc())
     message = redact(_sentence(error) + "".join(f"\n(in {note})" for note in getattr(error, "__notes__", ())))
     if folder is not None:
@@ -80,20 +84,36 @@ def _report(error: Exception, folder: Path | None, full: bool) -> None:
     print(trace if full else f"error: {message}", file=sys.stderr, flush=True)
 
 
-def _is_first_to_report() -> bool:
-    """Return whether no other process of this host and this try has reported an error.
+def _wait_for_teller(folder: Path | None) -> None:
+    """Let the process in which an error happened report it, if it does so in time: it has the traceback and the type.
 
-    torch's agent gives each process a file for its error, in a folder that the processes of a host and a try share.
+    It tells the others first and ends what it has begun, so that they are often done before it.
     """
-    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    reports = [path for path in (folder and folder / ERROR_FILE, _file_of_first()) if path]
+    deadline = time.monotonic() + _TELLER_SECONDS
+    while time.monotonic() < deadline and not any(path.exists() for path in reports):
+        time.sleep(0.02)
+
+
+def _is_first_to_report() -> bool:
+    """Return whether no other process of this host and this try has reported an error."""
     try:
-        if own_file:
-            (Path(own_file).parents[1] / ERROR_FILE).touch(exist_ok=False)
+        if (first := _file_of_first()) is not None:
+            first.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # unknown: better twice than never
         return True
     return True
+
+
+def _file_of_first() -> Path | None:
+    """Return the file that the first process of this host and this try to report an error makes.
+
+    torch's agent gives each process a file for its error, in a folder that the processes of a host and a try share.
+    """
+    own_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(own_file).parents[1] / ERROR_FILE if own_file else None
 
 
 def _sentence(error: Exception) -> str:

@@ -99,7 +99,15 @@ class FirstNonFinite(NamedTuple):
 
 
 class PeerFailure(PipelineError):
-    """Another process of the pipeline failed; the message is the cause that it gave."""
+    """Another process of the pipeline failed; the message is the cause that it gave, or that its silence suggests.
+
+    Attributes:
+        told: whether another process gave the cause: it has the traceback, and reports it.
+    """
+
+    def __init__(self, message: str, *, told: bool = False, **place: int | None) -> None:
+        super().__init__(message, **place)
+        self.told = told
 
 
 class LostPeer(RuntimeError):

@@ -154,7 +154,8 @@ class Watch:
 
     def report(self, error: PipelineError) -> dict[str, Any]:
         """Note why this process stops, unless another cause is noted; return what to send to the others."""
-        failure = {"message": str(error), "stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
+        place = {"stage": error.stage, "micro_batch": error.micro_batch, "layer": error.layer}
+        failure = {"message": str(error), "told": True, **place}
         self._board.write_first(_FAILURE, failure)
         return failure
 
