@@ -1,8 +1,9 @@
 """Draw a random history: which commands start, one after the other or two at once, and what is done to each."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,20 @@ class Step:
         """What is done to it."""
         return {name for _, name in self.deeds}
 
+    @property
+    def circumstances(self) -> dict[str, Hashable]:
+        """What may matter to how it ends."""
+        command = self.command
+        return {
+            "settings": command.settings,
+            "fate": tuple(name for _, name in self.deeds),
+            "place": command.place,
+            "launched": command.launched,
+            "never": command.never,
+            "is later": self.delay > 0,
+            "training": tuple(moment > 0 for moment, _ in self.deeds),
+        }
+
     def __str__(self) -> str:
         """Name it for a person."""
         deeds = ", ".join(f"{name} at {moment:.2f}" for moment, name in self.deeds)
@@ -103,6 +118,34 @@ def draw_history(seed: int) -> list[list[Step]]:
     if launched:
         return [[Step(Command("plain", place, launched=True), _draw_deeds(chance, ("request",)))]]
     return events
+
+
+def choose_seeds(num_random: int, num_drawn: int) -> list[int]:
+    """Return seeds of histories that together have each pair of circumstances that random histories have.
+
+    Args:
+        num_random: the number of the random histories, those of the first seeds.
+        num_drawn: the number of seeds to choose from. Next comes the one that adds most pairs per start.
+    """
+    pairs = {seed: _list_pairs(draw_history(seed)) for seed in range(num_drawn)}
+    num_starts = {seed: sum(map(len, draw_history(seed))) for seed in pairs}
+    missing = set[Hashable]().union(*(pairs[seed] for seed in range(num_random)))
+    chosen = []
+    while missing:
+        chosen.append(max(pairs, key=lambda seed: len(pairs[seed] & missing) / num_starts[seed]))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+def _list_pairs(events: Sequence[Sequence[Step]]) -> set[Hashable]:
+    """Return each pair of circumstances of a start, of two starts at once, and of two that follow each other."""
+    found = {pair for event in events for step in event for pair in combinations(step.circumstances.items(), 2)}
+    at_once = [("at once", *event, ("settings", "fate", "place")) for event in events if len(event) > 1]
+    then = [("then", *steps, ("settings", "fate")) for both in pairwise(events) for steps in product(*both)]
+    for how, first, second, names in (*at_once, *then):
+        both = first.circumstances, second.circumstances
+        found |= {(how, (one, both[0][one]), (other, both[1][other])) for one, other in product(names, repeat=2)}
+    return found
 
 
 def _draw_event(chance: random.Random, settings: str, place: str) -> list[Step]:

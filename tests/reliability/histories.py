@@ -1,8 +1,8 @@
 """Play random histories of runs, and check what must hold of them.
 
-    histories.py FOLDER SEED [SEED]
+    histories.py FOLDER SEED...
 
-Plays the histories of the seeds from the first to the last in FOLDER: train.py is started, paused, asked to stop,
+Plays the histories of the seeds in FOLDER: train.py is started, paused, asked to stop,
 killed, left without a disk, started twice at once, and started with other settings in between; at the end each command
 is started until nothing of it is unfinished. Prints each history that went wrong, with its seed and its steps, and last
 a count of how the starts ended, as JSON; exits with status 1 where a history went wrong.
@@ -329,12 +329,12 @@ def _mark(config: dict[str, Any]) -> str:
     return json.dumps([config.get("seed"), *values[:-1], bool(values[-1])])
 
 
-def main(folder: Path, first: int, last: int) -> int:
+def main(folder: Path, seeds: Sequence[int]) -> int:
     """Play the histories of the seeds; return how many went wrong."""
     program_server.load()
     begun = time.monotonic()
     world, counts, num_failures = World(folder / "undisturbed"), Counter[str](), 0
-    for seed in range(first, last + 1):
+    for seed in seeds:
         history = History(world, folder / f"history-{seed}", seed, counts)
         try:
             history.play()
@@ -348,4 +348,4 @@ def main(folder: Path, first: int, last: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[-1])) else 0)
+    sys.exit(1 if main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]]) else 0)

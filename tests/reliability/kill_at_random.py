@@ -67,7 +67,7 @@ def load() -> RunConfig:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run = to_run(compose("train", overrides=[*TINY, *SETTINGS]))
     check_data(run.data.name, run.data.root)
-    for name in (*LOADED_ONCE, "sklearn.datasets"):
+    for name in LOADED_ONCE:
         importlib.import_module(name)
     accelerator = detect_accelerator("cpu")
     build_planner(run, accelerator).plan(build_setting(run, accelerator))

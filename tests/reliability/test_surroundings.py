@@ -45,10 +45,11 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    disk = Disk(tmp_path / "disk")
-    yield disk
-    disk.remove()
+def disk() -> Iterator[Disk]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # sockets have short names
+        disk = Disk(Path(short, "disk"))
+        yield disk
+        disk.remove()
 
 
 def is_under_way(run: Path) -> bool:
@@ -136,16 +137,15 @@ def test_a_clock_that_goes_back_by_an_hour_changes_nothing(
 ) -> None:
     library, is_back = tmp_path / "clock.so", tmp_path / "back"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("clock.c")], check=True)
-    monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("CLOCK_IS_BACK", str(is_back))
     every = "trainer.checkpoints.every_steps=1"
-    session = begin("launched", every, anew=True)
+    session = begin("launched", every, preloaded=library)
     session.wait_for(lambda run: last_step(run) >= 3)
     is_back.touch()
     session.wait_for(lambda run: last_step(run) >= 6)
     session.send(signal.SIGTERM)
     assert session.status() == 75, session.said()
-    again = begin("launched", every, anew=True)
+    again = begin("launched", every, preloaded=library)
     assert again.status() == 0, again.said()
     run = run_folder(again.folder)
     (record,) = read_records(run)

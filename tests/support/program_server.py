@@ -35,6 +35,7 @@ REMEMBERED = "GPIPE_TEST_REMEMBERED"
 TORCHRUN = "torch.distributed.run"
 """The name of torchrun's module."""
 _NETWORK = 0x40000000  # Linux: CLONE_NEWNET
+_TEMPORARY_FOLDER = tempfile.gettempdir()  # before a test names another, which the server would leave something in
 _SERVE = "from tests.support.program_server import serve; serve()"
 
 
@@ -80,6 +81,7 @@ class Program:
         ignored: signals that it ignores when it starts, as under nohup.
         finalizes: whether its end is Python's, which takes half a second; else it only flushes what it has written.
         network: the name of the network namespace that it starts in, for root alone; None is this process's.
+        preloaded: a library whose functions stand before those of all others, as LD_PRELOAD has it.
         variables: variables added to this process's environment; None takes one away.
 
     Attributes:
@@ -96,6 +98,7 @@ class Program:
         ignored: Collection[signal.Signals] = (),
         finalizes: bool = False,
         network: str | None = None,
+        preloaded: Path | None = None,
         **variables: str | None,
     ) -> None:
         request = {
@@ -108,13 +111,14 @@ class Program:
             "ignored": list(ignored),
             "finalizes": finalizes,
         }
-        self.pid = _ask({"start": request, "network": network})
+        self._preloaded = preloaded
+        self.pid = _ask({"start": request, "network": network}, preloaded)
         self._status: int | None = None
 
     def poll(self) -> int | None:
         """Return its exit status, None while it runs."""
         if self._status is None:
-            self._status = _ask({"poll": self.pid})
+            self._status = _ask({"poll": self.pid}, self._preloaded)
         return self._status
 
     def wait(self, seconds: float) -> int:
@@ -164,7 +168,7 @@ def load() -> None:
     """Load what programs load, and what they all do first: learn the settings and their grammar, describe a layer."""
     parts = ("data", "programs.build", "programs.outcome", "programs.sweep", "programs.train", "programs.translate")
     later = ("programs.automatic", "launch.terminal")  # and others that a run comes to load
-    others = ("matplotlib.figure", "matplotlib.backends.backend_agg", "sklearn.datasets.data", "sklearn.datasets.descr")
+    others = ("matplotlib.figure", "matplotlib.backends.backend_agg")
     for name in (*(f"gpipe.{part}" for part in (*parts, *later)), *others, "rich._emoji_codes", "encodings.idna"):
         import_module(name)
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -193,8 +197,7 @@ def load() -> None:
         remember_profiles(Path(folder))
     gc.freeze()
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    # That of pyarrow's allocator, which scikit-learn loads, looks after itself in a fork.
-    assert len([name for name in threads if name != "jemalloc_bg_thd"]) == 1, "what has threads cannot be forked"
+    assert len(threads) == 1, "what has threads cannot be forked"
 
 
 def become(
@@ -267,8 +270,8 @@ def _environment(variables: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in every.items() if value is not None}
 
 
-def _ask(request: Mapping[str, Any]) -> Any:
-    server = _server()
+def _ask(request: Mapping[str, Any], preloaded: Path | None = None) -> Any:
+    server = _server(preloaded)
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
@@ -276,9 +279,11 @@ def _ask(request: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    """Start the server of this process, which ends with it: its standard input closes."""
-    environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}"}
+def _server(preloaded: Path | None) -> subprocess.Popen[str]:
+    """Start a server of this process, which ends with it: its standard input closes."""
+    environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}", "TMPDIR": _TEMPORARY_FOLDER}
+    if preloaded is not None:
+        environment["LD_PRELOAD"] = str(preloaded)
     return subprocess.Popen(
         [sys.executable, "-c", _SERVE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
