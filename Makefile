@@ -32,12 +32,12 @@ quicktest: .venv/development .venv/fairseq
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
 
 # The files of tests with a mark: to collect all the others takes a minute.
-marked = $$(grep --recursive --files-with-matches --include="*.py" $(2) "mark\.$(1)" tests)
+marked = $$(grep --recursive --files-with-matches --include="*.py" "mark\.$(1)" $(2))
 # The tests marked alone: those of a start are held to seconds, while the others mostly wait for a time-out.
 reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: ten to twenty minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone" $(call marked,reliability)
-	$(BIN)/python -m pytest --numprocesses 2 -m alone tests/reliability
-	$(BIN)/python -m pytest --numprocesses 3 -m alone $(call marked,alone,--exclude-dir=reliability)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone" $(call marked,reliability,tests)
+	$(BIN)/python -m pytest --numprocesses 2 -m alone $(call marked,alone,tests/reliability)
+	$(BIN)/python -m pytest --numprocesses 3 -m alone $(call marked,alone,tests --exclude-dir=reliability)
 
 gpu: .venv/development ## on a machine with GPUs: test and measure there, ten minutes on an H100; again: go on
 	$(BIN)/python -m experiments.gpu

@@ -20,8 +20,9 @@ from tests.support.terminal import in_terminal
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "train.py"
 COLUMNS = 80
-# Half of the photographs' size, so that the walk takes minutes.
-LAPTOP = ("+experiment=amoebanet_imagenet_laptop", "data.image_size=32", "launch.device=cpu")
+# Half of the photographs' size and a quarter of the batch-norm statistics, so that the walk takes minutes.
+SMALLER = ("data.image_size=32", "trainer.evaluation.statistics_batches=2")
+LAPTOP = ("+experiment=amoebanet_imagenet_laptop", *SMALLER, "launch.device=cpu")
 SHORT = ("trainer.max_steps=1", "trainer.evaluation.max_batches=1")
 BUSY = "while True: pass"
 pytestmark = [pytest.mark.reliability, pytest.mark.xdist_group("first hour")]  # one busy core, not one for each worker

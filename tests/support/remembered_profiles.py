@@ -17,6 +17,7 @@ from gpipe.programs import layout, profiles
 
 _describe_training, _describe_evaluation = profiles.training_profiler, profiles.evaluation_profiler
 Profiler = Callable[[int], list[LayerProfile]]
+_NOTHING_TO_LAYERS = {"cutout", "max_images", "num_workers", "prefetch_factor", "validation_images"}  # of the data
 
 
 def remember_profiles(folder: Path) -> None:
@@ -27,14 +28,19 @@ def remember_profiles(folder: Path) -> None:
     """
 
     def training(run: RunConfig, measured: OperationMemory | None = None) -> Profiler:
-        key = "training", measured is None, run.model, run.data, run.trainer.autocast, run.trainer.label_smoothing
+        key = "training", measured is None, run.model, _seen(run), run.trainer.autocast, run.trainer.label_smoothing
         return _remembering(folder, key, lambda: _describe_training(run, measured))
 
     def evaluation(run: RunConfig) -> Profiler:
-        key = "evaluation", run.model, run.data, run.trainer.evaluation.autocast
+        key = "evaluation", run.model, _seen(run), run.trainer.evaluation.autocast
         return _remembering(folder, key, lambda: _describe_evaluation(run))
 
     layout.training_profiler, layout.evaluation_profiler = training, evaluation
+
+
+def _seen(run: RunConfig) -> dict[str, Any]:
+    """Return the settings of the data that layers can see."""
+    return {name: value for name, value in vars(run.data).items() if name not in _NOTHING_TO_LAYERS}
 
 
 def _remembering(folder: Path, key: tuple[Any, ...], make: Callable[[], Profiler]) -> Profiler:
