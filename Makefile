@@ -31,8 +31,9 @@ test: .venv/development .venv/fairseq ## set up, then lint and run the tests, at
 quicktest: .venv/development .venv/fairseq
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not reliability"
 
-# The files of tests with a mark: to collect all the others takes a minute.
-marked = $$(grep --recursive --files-with-matches --include="*.py" "mark\.$(1)" $(2))
+# The files of tests with a mark: to collect all the others takes a minute. In reverse, the many short tests of
+# end_to_end come last, and no worker is idle while another ends a long one.
+marked = $$(grep --recursive --files-with-matches --include="*.py" "mark\.$(1)" $(2) | sort --reverse)
 # The tests marked alone: those of a start are held to seconds, while the others mostly wait for a time-out.
 reliability: .venv/development ## set up, then kill, stop, starve and disconnect runs: ten to twenty minutes on two cores
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "reliability and not alone" $(call marked,reliability,tests)
