@@ -15,6 +15,7 @@ from gpipe.launch.store import LOOPBACK, serve_store
 from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.device_work import DeviceWork
+from gpipe.pipeline.job.errors import LostPeer
 from gpipe.pipeline.job.watch import Watch
 
 pytestmark = pytest.mark.alone
@@ -102,7 +103,7 @@ def test_the_end_waits_for_threads_but_not_for_a_store_that_does_not_answer(
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr("gpipe.pipeline.job.watch._JOIN_SECONDS", 600.0)  # for ever, as far as a test is concerned
     before = set(threading.enumerate())
-    watch = Watch(store, 0, 0, "stage 0", 600.0, DeviceWork(Activity(), 600.0, 0))
+    watch = Watch(store, 0, [0], "stage 0", 600.0, DeviceWork(Activity(), 600.0, 0))
     assert process.pid is not None
     if not answers:
         os.kill(process.pid, signal.SIGSTOP)
@@ -116,3 +117,15 @@ def test_the_end_waits_for_threads_but_not_for_a_store_that_does_not_answer(
     left = set(threading.enumerate()) - before
     assert (left == set()) == answers
     os.kill(process.pid, signal.SIGCONT)
+
+
+def test_what_fails_beside_the_tasks_is_told_with_its_place(
+    server: tuple[multiprocessing.Process, dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    watch = Watch(server[1], 1, [1], "stage 1", 600.0, DeviceWork(Activity(), 600.0, 1))
+    watch.report_own("sending failed: OSError: gone")
+    error = watch.explain(LostPeer([0], "closed"))
+    watch.close()
+    watch.join()
+    assert (str(error), error.stage) == ("rank 1, stage 1, between two steps: sending failed: OSError: gone", 1)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+from gpipe.pipeline.job.errors import LostPeer, PeerFailure
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
 FRAME_BYTES = 512  # of the first message of a text
@@ -96,9 +96,9 @@ class Messenger:
         """Return the rank in the job of a rank of the group."""
         return self._ranks[peer]
 
-    def report(self, error: PipelineError) -> None:
-        """Let the watch tell all processes of an error."""
-        self._watch.report(error)
+    def report(self, what: str) -> None:
+        """Let the watch tell all processes what went wrong in this one."""
+        self._watch.report_own(what)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on every rank."""

@@ -262,7 +262,7 @@ class MeshJob(Job):
         self._name = f"rank {self._rank}, {stages}, "
         name = stages if len(own) == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
-        self._watch = Watch(open_store(), self._rank, self._stage, name, timeout_seconds, self.device_work)
+        self._watch = Watch(open_store(), self._rank, own, name, timeout_seconds, self.device_work)
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
 

@@ -25,6 +25,7 @@ from gpipe.pipeline._compat import set_timeout
 from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+from gpipe.pipeline.schedule import name_stages
 
 _LOOK_SECONDS = 0.5
 _URGENT_LOOK_SECONDS = 0.1  # once something has failed
@@ -62,7 +63,7 @@ class Watch:
     Args:
         store: reachable by all processes.
         rank: this process's rank in the job; all ranks here are such.
-        stage: this process's stage; None where it has several.
+        stages: this process's.
         name: what messages call this process.
         timeout_seconds: for how long a process may make no progress while this one waits for it.
         device_work: what this process's GPUs have not done yet.
@@ -75,12 +76,12 @@ class Watch:
         self,
         store: Store,
         rank: int,
-        stage: int | None,
+        stages: Sequence[int],
         name: str,
         timeout_seconds: float,
         device_work: DeviceWork,
     ) -> None:
-        self._device_work = device_work
+        self._device_work, self._stages = device_work, stages
         self._board, self._rank, self._timeout_seconds = Board(store), rank, timeout_seconds
         self.activity = device_work.activity
         self._num_processes, self._num_known = dist.get_world_size(), 0
@@ -97,7 +98,7 @@ class Watch:
         self._retired: float | None = None
         self._closed = threading.Event()
         name = f"{name} (rank {rank}, process {os.getpid()} on {socket.gethostname()})"
-        self._board.write(f"process/{rank}", (stage, name, _find_namespace(), os.getpid()))
+        self._board.write(f"process/{rank}", (self._stage, name, _find_namespace(), os.getpid()))
         self._threads: list[threading.Thread] = []
         for look in (Watch.look, Watch.look_after_board):
             arguments = weakref.ref(self), look, self._closed
@@ -159,6 +160,11 @@ class Watch:
         self._board.write_first(_FAILURE, failure)
         return failure
 
+    def report_own(self, what: str) -> None:
+        """Note what went wrong in a thread beside the one that plays the tasks, with what this process does."""
+        text = f"rank {self._rank}, {name_stages(self._stages)}, {self.activity}: {what}"
+        self.report(PipelineError(text, stage=self._stage))
+
     def explain(self, lost: LostPeer) -> PipelineError:
         """Return the error to raise for a connection that is gone."""
         deadline = time.monotonic() + _EXPLANATION_SECONDS
@@ -177,6 +183,11 @@ class Watch:
         seen = self._last_seen(rank)
         text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
         return PeerFailure(text, stage=stage)
+
+    @property
+    def _stage(self) -> int | None:
+        """This process's stage; None where it has several."""
+        return self._stages[0] if len(self._stages) == 1 else None
 
     def retire(self) -> None:
         """Cut this process's connections soon, after the others have heard why it stops, and end the threads."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.pipeline.job.device_work import Delivery, DeviceWork
-from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+from gpipe.pipeline.job.errors import LostPeer, PeerFailure
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
@@ -162,7 +162,7 @@ class Sender(_End):
     def _note(self, error: Exception) -> None:
         self._error = error
         if not isinstance(error, LostPeer):
-            self.link.messenger.report(PipelineError(f"sending failed: {type(error).__name__}: {error}"))
+            self.link.messenger.report(f"sending failed: {type(error).__name__}: {error}")
 
     def _send(self, payload: Payload, batch: MiniBatch, delivery: Delivery | None) -> None:
         found = MessageFormat.of(payload, batch)
