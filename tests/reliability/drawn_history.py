@@ -121,11 +121,12 @@ def draw_history(seed: int) -> list[list[Step]]:
 
 
 def choose_seeds(num_random: int, num_drawn: int) -> list[int]:
-    """Return seeds of histories that together have each pair of circumstances that random histories have.
+    """Return seeds of histories with each pair of circumstances that random histories have, and with as many kills.
 
     Args:
         num_random: the number of the random histories, those of the first seeds.
-        num_drawn: the number of seeds to choose from. Next comes the one that adds most pairs per start.
+        num_drawn: the number of seeds to choose from. Next comes the one that adds most pairs per start; when no pair
+            is missing, those whose starts are all killed.
     """
     pairs = {seed: _list_pairs(draw_history(seed)) for seed in range(num_drawn)}
     num_starts = {seed: sum(map(len, draw_history(seed))) for seed in pairs}
@@ -134,7 +135,13 @@ def choose_seeds(num_random: int, num_drawn: int) -> list[int]:
     while missing:
         chosen.append(max(pairs, key=lambda seed: len(pairs[seed] & missing) / num_starts[seed]))
         missing -= pairs[chosen[-1]]
-    return chosen
+    num_kills = {seed: sum("KILL" in step.done for event in draw_history(seed) for step in event) for seed in pairs}
+    num_missing = sum(num_kills[seed] for seed in range(num_random)) - sum(num_kills[seed] for seed in chosen)
+    for seed in sorted(pairs.keys() - set(chosen)):
+        if num_missing > 0 and num_kills[seed] == num_starts[seed]:
+            chosen.append(seed)
+            num_missing -= num_kills[seed]
+    return sorted(chosen, key=lambda seed: (num_kills[seed], num_starts[seed]))  # any third has its share
 
 
 def _list_pairs(events: Sequence[Sequence[Step]]) -> set[Hashable]:

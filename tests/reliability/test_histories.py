@@ -15,7 +15,7 @@ from tests.reliability.session import ROOT
 from tests.support.program_server import run_program
 
 pytestmark = pytest.mark.reliability
-NUM_RANDOM = 150  # the histories that are played have the pairs of circumstances of so many
+NUM_RANDOM = 150  # the histories that are played have what so many have: `choose_seeds`
 NUM_DRAWN = 1000  # and are chosen from so many
 NUM_GROUPS = 3  # each shares the load of the program and the undisturbed runs
 
@@ -29,7 +29,7 @@ def test_random_histories(group: int, tmp_path: Path) -> None:
     done = run_program("tests.reliability.histories", *words, folder=ROOT, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert all(counts[status] >= len(seeds) // 15 for status in ("0", "1", "75", "-9")), (
+    assert all(counts[status] >= 3 for status in ("0", "1", "75", "-9")), (
         f"what does not happen proves nothing: {counts}"
     )
     assert counts["compared"] >= len(seeds) // 2
