@@ -15,7 +15,7 @@ from gpipe.launch.store import LOOPBACK, serve_store
 from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.device_work import DeviceWork
-from gpipe.pipeline.job.errors import LostPeer
+from gpipe.pipeline.job.errors import LostPeer, PeerFailure
 from gpipe.pipeline.job.watch import Watch
 
 pytestmark = pytest.mark.alone
@@ -126,6 +126,9 @@ def test_what_fails_beside_the_tasks_is_told_with_its_place(
     watch = Watch(server[1], 1, [1], "stage 1", 600.0, DeviceWork(Activity(), 600.0, 1))
     watch.report_own("sending failed: OSError: gone")
     error = watch.explain(LostPeer([0], "closed"))
+    told = Board(server[1]).read("failure")
     watch.close()
     watch.join()
     assert (str(error), error.stage) == ("rank 1, stage 1, between two steps: sending failed: OSError: gone", 1)
+    assert isinstance(error, PeerFailure) and not error.told, "this process reports it"
+    assert (told["message"], told["told"]) == (str(error), True)

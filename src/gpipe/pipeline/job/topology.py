@@ -90,7 +90,6 @@ class Job:
         self.transfer: LocalTransfer | ProcessTransfer = LocalTransfer(list(devices.values()))
         self.replicas = Replicas()
         self.on_failure: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._name = ""  # what messages call this process
         self._failure: str | None = None  # why the processes cannot go on together
 
     @property
@@ -111,7 +110,7 @@ class Job:
     @property
     def place(self) -> str:
         """What of the job this process is, and what it does, for messages: "rank 1, stage 1, between two steps"."""
-        return f"{self._name}{self.activity}"
+        return str(self.activity)
 
     @property
     def compiling(self) -> str | None:
@@ -259,12 +258,16 @@ class MeshJob(Job):
         own = [stage for stage, process in enumerate(placement) if process == self.process]
         super().__init__(dict.fromkeys(own, device), timeout_seconds)
         stages = name_stages(own)
-        self._name = f"rank {self._rank}, {stages}, "
         name = stages if len(own) == 1 else f"the process of {stages}"
         name += f" of replica {replica}" if len(self._rows) > 1 else ""
         self._watch = Watch(open_store(), self._rank, own, name, timeout_seconds, self.device_work)
         self._messenger = Messenger(self._make_groups(self._rows, "gloo"), self._watch)
         self._replica_messenger: Messenger | None = None
+
+    @property
+    def place(self) -> str:
+        """The same, with this process's rank and stages."""
+        return self._watch.place
 
     def process_of(self, stage: int) -> int:
         """Return the index of the process of the pipeline that has a stage."""

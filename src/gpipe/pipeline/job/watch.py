@@ -162,8 +162,10 @@ class Watch:
 
     def report_own(self, what: str) -> None:
         """Note what went wrong in a thread beside the one that plays the tasks, with what this process does."""
-        text = f"rank {self._rank}, {name_stages(self._stages)}, {self.activity}: {what}"
-        self.report(PipelineError(text, stage=self._stage))
+        error = PeerFailure(f"{self.place}: {what}", stage=self._stage)
+        if self._failure is None:  # it is this process that reports it: nobody has told it
+            self._failure, self._failure_seen = error, time.monotonic()
+        self.report(error)
 
     def explain(self, lost: LostPeer) -> PipelineError:
         """Return the error to raise for a connection that is gone."""
@@ -183,6 +185,11 @@ class Watch:
         seen = self._last_seen(rank)
         text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
         return PeerFailure(text, stage=stage)
+
+    @property
+    def place(self) -> str:
+        """What of the job this process is, and what it does: "rank 1, stage 1, between two steps"."""
+        return f"rank {self._rank}, {name_stages(self._stages)}, {self.activity}"
 
     @property
     def _stage(self) -> int | None:
