@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gpipe.records import Record, append_record, without_places
 from reproductions import FOLDER, ROOT, RUNS_FILE
-from reproductions.additions import add_record
+from reproductions.additions import add_records
 from reproductions.pages import read_paper
 from reproductions.table import Table, make_table
 
@@ -93,15 +93,15 @@ class StudyProgram:
                 else:
                     print(text)
         for claim, made in records.items():
-            for record in made:
-                self._keep(claim, record)
+            self._keep(claim, made)
         print(self._describe_outcome(), file=sys.stderr, flush=True)
 
-    def _keep(self, claim: str, record: Record) -> None:
+    def _keep(self, claim: str, made: Sequence[Record]) -> None:
         if self._folder is not None:
-            append_record(self._folder / RUNS_FILE, without_places(record))
+            for record in made:
+                append_record(self._folder / RUNS_FILE, without_places(record))
         elif self._is_recorded:
-            add_record(claim, record)
+            add_records(claim, made)
 
     def _describe_outcome(self) -> str:
         places = " and ".join(f"{FOLDER}/{claim}/{RUNS_FILE}" for claim in self._tables)

@@ -1,6 +1,6 @@
 """Add the records of a study, a run or a sweep to a claim, and render all pages again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,10 @@ def _read_curves(folder: Path) -> dict[str, Any]:
     return {"curve": read_curve(metrics), "training": read_training(metrics)} if metrics.exists() else {}
 
 
-def add_record(name: str, record: Record, root: Path = ROOT) -> None:
-    """Add a record to a claim, without the folders of this machine, and render all pages."""
-    append_record(root / FOLDER / name / RUNS_FILE, without_places(record))
+def add_records(name: str, records: Iterable[Record], root: Path = ROOT) -> None:
+    """Add records to a claim, without the folders of this machine, and render all pages."""
+    for record in records:
+        append_record(root / FOLDER / name / RUNS_FILE, without_places(record))
     write_pages(root)
 
 

@@ -10,6 +10,13 @@ from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, count_images, design_table
 from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.table4_imagenet_and_transfer.model_size import (
+    TRAINED,
+    model_size,
+    size_arms,
+    size_cells,
+    size_claims,
+)
 from reproductions.verdict import Interval, over_runs_and_images, over_seeds
 
 PRE_TRAINING = "amoebanet_imagenet"
@@ -78,7 +85,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
                 ),
             )
         )
-    return rows
+    return rows + size_claims(records)
 
 
 def transfer_laptop(records: Sequence[Record]) -> str:
@@ -221,7 +228,7 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
         )
         if runs
     ]
-    return design_table(arms)
+    return design_table([*arms, *size_arms(records)])
 
 
 def table4_commands(records: Sequence[Record]) -> str:
@@ -233,6 +240,7 @@ def table4_commands(records: Sequence[Record]) -> str:
         *(Cell(run.experiment, run, {}) for run in _image_runs(records)),
         *(Cell(f"{data_of(run)}, {'fine-tuned' if is_tuned(run) else 'from scratch'}", run, {}) for run in small),
         *(Cell(SHORT_RUNS, run, {}) for run in short),
+        *size_cells(records),
     ]
     return commands_table(cells) if cells else not_run("train.py -m +experiment=transfer_table_laptop")
 
@@ -400,9 +408,9 @@ def image_throughput(records: Sequence[Record]) -> str:
 
 
 def _image_runs(records: Sequence[Record]) -> list[Record]:
-    """Return the trainings on images, without the transfers and the short runs, which have their own tables."""
+    """Return the trainings on images, without those that have tables of their own."""
     runs = [run for run in records if run.results.get("top1") is not None and "image_size" in run.config["data"]]
-    return [run for run in runs if not run.experiment.startswith(("transfer", SHORT_RUNS))]
+    return [run for run in runs if not run.experiment.startswith(("transfer", SHORT_RUNS, *TRAINED.values()))]
 
 
 def _model(run: Record) -> str:
@@ -423,6 +431,7 @@ TABLES = (
     transfer_laptop_run,
     table4_commands,
     short_runs,
+    model_size,
     table4_cost,
     image_runs,
     image_runs_from,

@@ -54,7 +54,9 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Publish:
     def run(*options: str) -> str:
         added: list[str] = []
         monkeypatch.setattr(sys, "argv", ["study", *options])
-        monkeypatch.setattr(program, "add_record", lambda name, record: added.append(f"{name} {record.results}"))
+        monkeypatch.setattr(
+            program, "add_records", lambda name, made: added.extend(f"{name} {one.results}" for one in made)
+        )
         study = StudyProgram("A study.", {"table2_throughput": [count]}, rounds=3)
         assert isinstance(study.parse(), argparse.Namespace)
         study.publish({"table2_throughput": [make_number(1), make_number(2)]})
