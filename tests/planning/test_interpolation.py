@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe.models import amoebanet_b, transformer_lm
-from gpipe.planning.interpolation import InterpolatedProfiles, KnownProfiles
+from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.ledger import Work
 from gpipe.planning.profile import PASSES, LayerProfile, profile_layers
 from tests.planning.small_profiles import LOSS, layer
@@ -28,7 +28,8 @@ def test_profiles_between_two_sizes_lie_on_a_line() -> None:
             raise ValueError("too few examples for batch norm")
         return [layer(parameter_bytes=8, kept=3 + 10 * size, flops=7 * size), LOSS]
 
-    profiles = InterpolatedProfiles(profiler, (1, 2, 4, 16))
+    profiles = KnownProfiles(profiler, estimates=True)
+    profiles.describe_ends((4, 16, 1, 2))
     assert profiles(4) == [
         replace(layer(parameter_bytes=8, kept=43, flops=28), deferred_bytes=profiles(4)[0].deferred_bytes),
         LOSS,
@@ -43,7 +44,8 @@ def test_a_loss_in_more_pieces_is_interpolated_as_one_operation() -> None:
     def profiler(size: int) -> list[LayerProfile]:
         return [layer(flops=7 * size), replace(LOSS, forward=(Work(0, 100),) * size, backward=(Work(2, 50),) * size)]
 
-    profiles = InterpolatedProfiles(profiler, (2, 4, 16))
+    profiles = KnownProfiles(profiler, estimates=True)
+    profiles.describe_ends((2, 4, 16))
     assert profiles(4)[1] == replace(LOSS, forward=(Work(0, 400),), backward=(Work(8, 200),))
     assert profiles(4)[0] == profiler(4)[0]
 

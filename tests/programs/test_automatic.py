@@ -120,7 +120,7 @@ def test_less_memory_is_recomputed_for_and_the_run_cuts_alike() -> None:
     assert tight.pipeline.rematerialize.value in ("fit", "always", "except_last")
     assert tight.pipeline.memory_limit_bytes == room
     layout = share_layout(tight, build_layers(tight), Place(None, "cpu"))
-    assert layout.planner is not None and len(layout.partitions) == 2
+    assert layout.planned is not None and len(layout.partitions) == 2
 
 
 def test_what_does_not_fit_is_one_sentence() -> None:

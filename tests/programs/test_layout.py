@@ -10,7 +10,6 @@ from gpipe.config import ConfigError, PartitionBy, RunConfig, to_run
 from gpipe.config.pipeline import Objective, PipelineSchedule, RematerializeChoice
 from gpipe.planning.accelerator import find_accelerator
 from gpipe.planning.calibration import Calibration
-from gpipe.planning.planner import Planner
 from gpipe.planning.step import Plan
 from gpipe.programs.build import build_layers, build_pipeline
 from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting, share_layout
@@ -66,21 +65,21 @@ def test_measured_seconds_cut_the_layers_too_and_are_planned_with() -> None:
     run = run_of("pipeline.partition_by=measured_seconds", "trainer.autocast=bfloat16")
     layers = build_layers(run)
     layout = share_layout(run, layers, ALONE)
-    planner = layout.planner
+    assert layout.planned is not None
+    planner, plan = layout.planned
     assert sum(layout.partitions) == len(layers)
     assert all(parameter.is_meta for parameter in layers.parameters())
-    assert isinstance(planner, Planner) and planner.seconds is not None
+    assert planner.seconds is not None
     seconds = planner.seconds([])
-    plan = layout.plan
-    assert plan is not None
     busy = sum(stage.forward_seconds for stage in plan.stages)
     assert busy == pytest.approx(sum(layer.forward for layer in seconds)) and busy > 0
 
 
 def test_measured_memory_knows_what_convolutions_take_inside_of_themselves() -> None:
     run, plain = (run_of(f"pipeline.partition_by={by}") for by in ("measured_memory", "memory"))
-    plans = [share_layout(each, build_layers(each), ALONE).plan for each in (run, plain)]
-    measured, planned = (max(memory.peak_bytes for memory in plan.memory) for plan in plans if plan is not None)
+    layouts = [share_layout(each, build_layers(each), ALONE) for each in (run, plain)]
+    plans = [layout.planned[1] for layout in layouts if layout.planned is not None]
+    measured, planned = (max(memory.peak_bytes for memory in plan.memory) for plan in plans)
     assert measured > planned
 
 

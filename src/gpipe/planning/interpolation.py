@@ -8,6 +8,7 @@ lies between them is exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -17,14 +18,17 @@ from gpipe.planning.profile import PASSES, Arrival, Input, LayerProfile
 
 
 class KnownProfiles:
-    """Describes a model with micro-batches of any size: each size once, and none that lies exactly between two others.
+    """Describes a model with micro-batches of any size: each size once, and none that lies between two others.
 
     Args:
         profiler: describes it in earnest, which takes seconds; raises ValueError for a size that cannot be.
+        estimates: whether a size lies between two others even where these do not have the same operations and moments;
+            else only where what lies between is exact.
     """
 
-    def __init__(self, profiler: Profiler) -> None:
+    def __init__(self, profiler: Profiler, *, estimates: bool = False) -> None:
         self._profiler = profiler
+        self._estimates = estimates
         self._described: dict[int, list[LayerProfile]] = {}
         self._between: dict[int, list[LayerProfile]] = {}
 
@@ -43,56 +47,22 @@ class KnownProfiles:
             self._between[size] = found
         return self._between[size]
 
+    def describe_ends(self, sizes: Iterable[int]) -> None:
+        """Describe the smallest and the largest of some sizes that can be: all others lie between."""
+        ordered = sorted(set(sizes))
+        for inwards in (ordered, reversed(ordered)):
+            for size in inwards:
+                with suppress(ValueError):
+                    self(size)
+                    break
+
     def _find_between(self, size: int) -> list[LayerProfile] | None:
         below = max((known for known in self._described if known < size), default=None)
         above = min((known for known in self._described if known > size), default=None)
         if below is None or above is None:
             return None
         share = _Share(size - below, above - below)
-        return _interpolate_all(self._described[below], self._described[above], share, is_exact=True)
-
-
-class InterpolatedProfiles:
-    """Describes a model with micro-batches of any size between the smallest and the largest that it can be run with.
-
-    Where these two do not have the same operations and moments, it estimates what lies between.
-
-    Args:
-        profiler: describes it in earnest, which takes seconds; raises ValueError for a size that cannot be.
-        sizes: that will be asked for.
-    """
-
-    def __init__(self, profiler: Profiler, sizes: Iterable[int]) -> None:
-        self._profiler = profiler
-        self._known: dict[int, list[LayerProfile]] = {}
-        ordered = sorted(set(sizes))
-        self._smallest = next((size for size in ordered if self._describe(size)), 0)
-        self._largest = ordered[-1] if ordered else 0
-        if self._largest > self._smallest > 0:
-            self._describe(self._largest)
-
-    def _describe(self, size: int) -> bool:
-        try:
-            self._known[size] = self._profiler(size)
-        except ValueError:
-            return False
-        return True
-
-    def __call__(self, size: int) -> list[LayerProfile]:
-        """Return the profile of each layer and the loss.
-
-        Raises:
-            ValueError: the model cannot be run with micro-batches of that size.
-        """
-        ends = [self._known.get(end) for end in (self._smallest, self._largest)]
-        if size not in self._known:
-            if ends[0] is None or ends[1] is None or not self._smallest < size < self._largest:
-                self._known[size] = self._profiler(size)
-            else:
-                share = _Share(size - self._smallest, self._largest - self._smallest)
-                found = _interpolate_all(ends[0], ends[1], share, is_exact=False)
-                self._known[size] = self._profiler(size) if found is None else found
-        return self._known[size]
+        return _interpolate_all(self._described[below], self._described[above], share, is_exact=not self._estimates)
 
 
 class _Share(NamedTuple):

@@ -17,7 +17,7 @@ from gpipe.pipeline.schedule import SCHEDULES, SPLIT_SCHEDULES, Rematerializatio
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter
 from gpipe.planning.fit import Fit
-from gpipe.planning.interpolation import InterpolatedProfiles
+from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.planner import Planner, doubled
 from gpipe.planning.step import Plan, Setting
 
@@ -113,17 +113,16 @@ def find_fastest(
         most_cuts: how many settings are cut like a run.
     """
     assert isinstance(planner.cut, Cutter)
-    settings = [
-        setting
+    sizes = {
+        setting: size
         for setting in space.settings(planner.batch_size, like, room_bytes)
-        if planner.find_microbatch_size(setting) is not None
-    ]
-    profiler = InterpolatedProfiles(
-        planner.profiler, {planner.find_microbatch_size(setting) or 0 for setting in settings}
-    )
+        if (size := planner.find_microbatch_size(setting)) is not None
+    }
+    profiler = KnownProfiles(planner.profiler, estimates=True)
+    profiler.describe_ends(sizes.values())
     cut = replace(planner.cut, memory_limit_bytes=room_bytes)
     rough = replace(planner, profiler=profiler, cut=replace(cut, objective="max"), evaluation=None)
-    bounded = [Candidate(setting, bound) for setting in settings if (bound := _find_bound(rough, setting)) is not None]
+    bounded = [Candidate(setting, bound) for setting in sizes if (bound := _find_bound(rough, setting)) is not None]
     planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
     found = _keep_best(_plan(replace(rough, cut=cut), _choose(planned, most_cuts), count))
     # Profiles were interpolated, and evaluations left out: a setting may turn out slower, or not fit.

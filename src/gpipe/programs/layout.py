@@ -41,14 +41,12 @@ class Layout:
     Attributes:
         partitions: the number of layers of each stage.
         rematerialize: a mode, or how many graphs each stage keeps at once.
-        planner: what has chosen them; the first process's alone.
-        plan: the step as planned with them; the first process's alone.
+        planned: what has chosen them, and the step as planned with them; the first process's alone.
     """
 
     partitions: list[int]
     rematerialize: Rematerialization
-    planner: Planner | None
-    plan: Plan | None
+    planned: tuple[Planner, Plan] | None
 
 
 def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
@@ -59,8 +57,7 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
     Raises:
         ValueError: the layers cannot be cut as the settings say.
     """
-    planner: Planner | None = None
-    plan: Plan | None = None
+    planned: tuple[Planner, Plan] | None = None
     chooses = run.pipeline.partitions is None
     measures = chooses and run.pipeline.partition_by is PartitionBy.measured_seconds
     memory = OperationMemory() if chooses and run.pipeline.partition_by is PartitionBy.measured_memory else None
@@ -71,7 +68,7 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
         )
 
     def decide(tell: Callable[[str], None]) -> None:
-        nonlocal planner, plan
+        nonlocal planned
         accelerator = detect_accelerator(place.device_type)
         seconds = None
         if measures:
@@ -80,11 +77,12 @@ def share_layout(run: RunConfig, layers: nn.Sequential, place: Place) -> Layout:
         calibration = None if measures else find_calibration(run, accelerator)
         planner = build_planner(run, accelerator, seconds=seconds, memory=memory, calibration=calibration)
         plan = planner.plan(build_setting(run, accelerator, place))
+        planned = planner, plan
         tell(json.dumps([plan.partitions, plan.setting.rematerialize]))
 
     num_messages = 1 + (len(layers) if measures else 0)  # the others wait for each as long as for any message
     partitions, mode = json.loads(place.share_each("layout", num_messages, decide)[-1])
-    return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planner, plan)
+    return Layout(partitions, tuple(mode) if isinstance(mode, list) else Rematerialize(mode), planned)
 
 
 def measure_seconds(

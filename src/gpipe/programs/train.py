@@ -74,10 +74,11 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     layers = build.build_layers(run)
     layout = share_layout(run, layers, place)
     place.heed_stop("planned")
-    plan = layout.plan
-    if plan is not None and layout.planner is not None:
+    plan = None
+    if layout.planned is not None:
+        _, plan = layout.planned
         write_flushed(folder / "config.yaml", to_yaml(run))
-        print_plan(layout.planner, plan, run.name)
+        print_plan(*layout.planned, run.name)
     pipeline = build.build_pipeline(run, layers, layout, place)
     del layers, layout  # other stages' layers may have memory, which ends here
     timelines: list[Timeline] = []
