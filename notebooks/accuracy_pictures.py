@@ -1,4 +1,4 @@
-"""The pictures of the third notebook: accuracies, curves, transfers and cost."""
+"""The pictures of the third notebook: accuracies, curves, transfers, sizes and cost."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import log, sqrt
@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from gpipe.records import Record, read_records, same_settings
 from reproductions import RUNS_FILE
 from reproductions.pages import read_paper
+from reproductions.table4_imagenet_and_transfer.model_size import Tuned
 from reproductions.table4_imagenet_and_transfer.tables import (
     is_tuned,
     paper_scale_runs,
@@ -218,6 +219,26 @@ def describe_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record])
     text = f"**{data}**: after epoch {epochs[0]}, {means[0]:.1%} fine-tuned and {start:.1%} from scratch. "
     when = f"after epoch {passed[0]} of {epochs[-1]}" if passed else "at no time"
     return f"{text}Training from scratch ends at {goal:.1%}; fine-tuning is there {when}."
+
+
+def draw_sizes(found: Mapping[str, Mapping[int, Tuned]]) -> None:
+    """Draw top-1 of every run against the parameters of its model, one picture for each set of images."""
+    _, axes = plt.subplots(1, len(found), figsize=(9, 3.2), layout="constrained", squeeze=False)
+    for axis, color, (images, sizes) in zip(axes[0], (Color.TRAINING, Color.FINE_TUNED), found.items(), strict=True):
+        parameters = [size.parameters for size in sizes.values()]
+        means = [100 * fmean(size.top1.values()) for size in sizes.values()]
+        deviations = [100 * stdev(size.top1.values()) if len(size.top1) > 1 else 0 for size in sizes.values()]
+        axis.errorbar(parameters, means, yerr=deviations, fmt="_-", color=color, markersize=11, capsize=3)
+        for size in sizes.values():
+            top1 = [100 * value for value in size.top1.values()]
+            axis.plot([1.06 * size.parameters] * len(top1), top1, "o", color=color, markersize=4, markeredgewidth=0)
+        axis.set_xscale("log")
+        axis.set_xticks(parameters, [f"{number / 1000:,.0f}k" for number in parameters])
+        axis.minorticks_off()
+        axis.set_xlabel("parameters; a point is a seed, a bar the mean and a deviation")
+        axis.set_title(images)
+    axes[0][0].set_ylabel("test top-1, %")
+    plt.show()
 
 
 def draw_cost(days: Mapping[str, float], counts: Mapping[str, int]) -> None:
