@@ -36,7 +36,7 @@ def train(experiment: str, num_filters: int, rate: float, seed: int, init_from: 
     """Train a model unless that has been done, and return the record of its run."""
     folder = run_folder(experiment, num_filters, rate, seed)
     if not (ROOT / folder / RECORD_FILE).exists():
-        print(folder, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{folder}\n")  # whole, whatever the other sizes write
         size, start = f"model.num_filters={num_filters}", "null" if init_from is None else str(init_from)
         settings = [size, f"optimizer.learning_rate={rate:g}", f"seed={seed}", f"init_from={start}"]
         command = ["train.py", f"+experiment={experiment}", *settings, "tracking=disabled", f"hydra.run.dir={folder}"]

@@ -235,7 +235,7 @@ def draw_sizes(found: Mapping[str, Mapping[int, Tuned]]) -> None:
         axis.set_xscale("log")
         axis.set_xticks(parameters, [f"{number / 1000:,.0f}k" for number in parameters])
         axis.minorticks_off()
-        axis.set_xlabel("parameters; a point is a seed, a bar the mean and a deviation")
+        axis.set_xlabel("parameters")
         axis.set_title(images)
     axes[0][0].set_ylabel("test top-1, %")
     plt.show()
