@@ -224,7 +224,8 @@ def describe_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record])
 def draw_sizes(found: Mapping[str, Mapping[int, Tuned]]) -> None:
     """Draw top-1 of every run against the parameters of its model, one picture for each set of images."""
     _, axes = plt.subplots(1, len(found), figsize=(9, 3.2), layout="constrained", squeeze=False)
-    for axis, color, (images, sizes) in zip(axes[0], (Color.TRAINING, Color.FINE_TUNED), found.items(), strict=True):
+    for axis, (images, sizes) in zip(axes[0], found.items(), strict=True):
+        color = Color.FINE_TUNED if any(map(is_tuned, next(iter(sizes.values())).runs.values())) else Color.TRAINING
         parameters = [size.parameters for size in sizes.values()]
         means = [100 * fmean(size.top1.values()) for size in sizes.values()]
         deviations = [100 * stdev(size.top1.values()) if len(size.top1) > 1 else 0 for size in sizes.values()]
