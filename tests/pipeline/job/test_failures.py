@@ -425,7 +425,8 @@ def test_a_stage_that_is_slow_is_not_taken_for_one_that_hangs(pool: ProcessPool)
 def compile_slowly(rank: int) -> tuple[float, str | None]:
     """Train with a stage that compiles for longer than a process may be silent; return what it is said to do."""
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
-    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # what is loaded once may take long on a busy machine
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # what is loaded once may take long on a busy machine,
+    dist.barrier()  # and in one process longer than in another
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     pipeline = gpipe.Pipeline(layers, Loss(None), [1, 1, 1], 2, mesh=mesh, timeout_seconds=2.0)
     seen: list[str | None] = []
