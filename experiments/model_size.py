@@ -2,11 +2,10 @@
 
     python -m experiments.model_size --record
 
-The largest model has 19 times the parameters of the smallest. For each size, seed 0 tries learning rates, which are
-judged on images that are kept for it: a rate and its two neighbours, then further ones as long as the best is at an
-end. The best rate trains the other seeds. Each model is then fine-tuned on 100 handwritten digits, with a rate chosen
-in the same way. Each core trains one size at a time. The runs are in runs/model_size: the same command goes on from
-what is there. An hour on two cores.
+For each size, seed 0 tries learning rates, which are judged on images that are kept for it: a rate and its two
+neighbours, then further ones as long as the best is at an end. The best rate trains the other seeds. Each model is then
+fine-tuned on 100 handwritten digits, with a rate chosen in the same way. Each core trains one size at a time. The runs
+are in runs/model_size: the same command goes on from what is there. An hour on two cores.
 """
 
 from __future__ import annotations

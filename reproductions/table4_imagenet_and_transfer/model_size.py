@@ -99,9 +99,9 @@ def model_size(records: Sequence[Record]) -> str:
         return not_run(PROGRAM)
     rows = []
     for num_filters in sorted({one for sizes in found.values() for one in sizes}):
-        columns_of = [sizes.get(num_filters) for sizes in found.values()]
-        parameters = next(size.parameters for size in columns_of if size is not None)
-        columns = [column for size in columns_of for column in _describe(size)]
+        tuned = [sizes.get(num_filters) for sizes in found.values()]
+        parameters = next(size.parameters for size in tuned if size is not None)
+        columns = [column for size in tuned for column in _describe(size)]
         rows.append([f"AmoebaNet-B (3,{num_filters})", f"{parameters:,}", *columns])
     header = [column for images in TRAINED for column in (f"{images}: learning rate", "top-1", "deviation", "runs")]
     slopes = []
