@@ -122,7 +122,7 @@ class Clock:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._offset = time.time() - time.perf_counter()
+        self._offset = _seconds_to_epoch()
         self._host: list[tuple[Task, float, float]] = []
         self._device: list[tuple[Task, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
         self._origins = {
@@ -158,3 +158,12 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
+
+
+def _seconds_to_epoch() -> float:
+    """Return what turns a reading of the performance counter into seconds since the epoch.
+
+    A process that is interrupted between the two readings finds too little, and its tasks would seem to run before
+    those that they waited for; so the largest of several is the right one.
+    """
+    return max(time.time() - time.perf_counter() for _ in range(16))
