@@ -10,6 +10,7 @@ import pytest
 import torch
 from hydra import compose
 
+from experiments import deep_or_wide
 from gpipe.checkpoint.manifest import Manifest
 from gpipe.config import RunConfig, to_run
 from gpipe.data import SPLITS, Tokenizer, open_corpus, open_tokenizer, split_of
@@ -160,13 +161,14 @@ def test_the_models_of_section_5_have_the_papers_number_of_accelerators(name: st
     assert run.pipeline.num_microbatches == 64 >= 4 * num_stages
 
 
-def test_the_small_deep_and_wide_models_are_of_equal_size() -> None:
-    sizes = []
-    for model in ("translation_t4_128_4", "translation_t2_256_8"):
-        layers = build_layers(run_of("+experiment=deep_or_wide_laptop", f"model={model}"))
-        products = [parameter.numel() for parameter in layers.parameters() if parameter.ndim > 1]
-        sizes.append((len(layers), sum(products)))
-    assert [size for _, size in sizes] == [sizes[0][1]] * 2 and sizes[0][0] > sizes[1][0]
+def test_the_small_models_from_wide_to_deep_are_of_equal_size() -> None:
+    depths, sizes = [], []
+    for model in deep_or_wide.MODELS:
+        layers = build_layers(run_of("+experiment=deep_or_wide_laptop", f"model=translation_{model}"))
+        depths.append(len(layers))
+        sizes.append(sum(parameter.numel() for parameter in layers.parameters() if parameter.ndim > 1))
+    assert depths == sorted(set(depths)) and len(depths) == 5
+    assert len(set(sizes)) == 1
 
 
 def test_a_translation_is_planned_in_sentences() -> None:
