@@ -1,4 +1,4 @@
-"""Count the parameters of the paper's translation models, and of the two laptop models of equal size.
+"""Count the parameters of the paper's translation models, and of the five laptop models of equal size.
 
     python -m experiments.translation_parameters
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from experiments.deep_or_wide import MODELS
 from experiments.program import StudyProgram, track
 from gpipe.config import compose_plain
 from gpipe.models import translation_transformer
@@ -20,10 +21,9 @@ from reproductions import ROOT
 from reproductions.figure3_multilingual.depth import deep_or_wide_models
 from reproductions.figure3_multilingual.tables import figure3_models
 from reproductions.pages import read_paper
-from reproductions.translation_runs import PARAMETERS
+from reproductions.translation_runs import DEEP_OR_WIDE, PARAMETERS
 
 FOLDER = ROOT / "reproductions" / "figure3_multilingual"
-LAPTOP, LAPTOP_MODELS = "deep_or_wide_laptop", ("translation_t4_128_4", "translation_t2_256_8")
 VOCABULARY_SIZE = 64_000
 # The number of embedding-sized tables for each way of tying; the models of conf/ tie "inputs".
 TABLES_BY_TYING = {"all": 1, "inputs": 2, "none": 3}
@@ -69,9 +69,9 @@ def count_paper_models() -> list[dict[str, Any]]:
 
 
 def count_laptop_models() -> list[dict[str, Any]]:
-    """Count the deep and the wide model of `+experiment=deep_or_wide_laptop`."""
+    """Count the models of `+experiment=deep_or_wide_laptop`, from wide to deep."""
     names = ("num_layers", "feedforward_size", "num_heads", "model_size", "head_size")
-    models = [compose_plain([f"+experiment={LAPTOP}", f"model={model}"])["model"] for model in LAPTOP_MODELS]
+    models = [compose_plain([f"+experiment={DEEP_OR_WIDE}", f"model=translation_{model}"])["model"] for model in MODELS]
     return [count(*(model[name] for name in names)) for model in models]
 
 

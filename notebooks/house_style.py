@@ -42,7 +42,7 @@ class Color(StrEnum):
     SETTING_1, SETTING_2, SETTING_3 = "#4b74a3", "#c4622d", "#5a9367"
     PLANNED_COST = "#7b9b59"
     MULTILINGUAL, BILINGUAL = "#4676a5", "#94730d"
-    DEEP, WIDE = "#2c6e49", "#c8553d"
+    LOW_RESOURCE, HIGH_RESOURCE = "#2c6e49", "#c8553d"
     SCALED_AND_CLIPPED, SCALED, CLIPPED, NEITHER = "#4775a4", "#6a994e", "#bc8a00", "#a8484e"
     PAPER = "#333333"
     FAINT = "#696969"

@@ -9,6 +9,7 @@ from house_style import PAPER_ALONE, Color, show
 
 from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
+from reproductions.figure3_multilingual.depth import average
 from reproductions.figure3_multilingual.gain import Line
 from reproductions.figure3_multilingual.tables import (
     fit_gains,
@@ -19,7 +20,7 @@ from reproductions.figure3_multilingual.tables import (
 from reproductions.pages import read_paper
 from reproductions.table import Paper, as_number
 from reproductions.table5_batch_size.tables import small_runs
-from reproductions.translation_runs import Trained, list_barely_tested, mean, training_pairs
+from reproductions.translation_runs import Trained, list_barely_tested, training_pairs
 
 FIGURE3, TABLE5 = (Path("../reproductions") / name for name in ("figure3_multilingual", "table5_batch_size"))
 records, paper = read_records(FIGURE3 / RUNS_FILE), read_paper(FIGURE3)
@@ -154,33 +155,6 @@ def describe_gain(setting: str) -> str:
     )
 
 
-SIDES = ((0, "deep", Color.DEEP, "o"), (1, "wide", Color.WIDE, "D"))
-
-
-def average_over_group(one: Trained, figure: str, languages: Sequence[str] | None) -> float | None:
-    """Return the mean of a training's losses or scores over languages, None for all."""
-    if figure == "loss":
-        return mean(one.best("loss", name) for name in (one.list_evaluated() if languages is None else languages))
-    return mean(one.score(figure, name) for name in (one.pairs() if languages is None else languages))
-
-
-def draw_sides(axis: plt.Axes, sides: Sequence[Mapping[int, Trained]], figure: str, groups: Mapping[str, list]) -> None:
-    """Draw the seeds of both models, with one place per group of languages."""
-    for place, (group, languages) in enumerate(groups.items()):
-        for side, _, color, marker in SIDES:
-            values = [
-                average_over_group(one, figure, None if group == "all" else languages) for one in sides[side].values()
-            ]
-            seen = [value for value in values if value is not None]
-            middle = place - 0.15 + 0.3 * side
-            if seen:
-                axis.plot([middle] * len(seen), seen, marker, color=color, markersize=5, markeredgewidth=0, alpha=0.6)
-                deviation = stdev(seen) if len(seen) > 1 else 0
-                axis.errorbar(middle + 0.07, fmean(seen), yerr=deviation, fmt="_", color=color, capsize=3)
-    axis.set_xticks(range(len(groups)), list(groups))
-    axis.margins(x=0.15)
-
-
 def name_choice(scaled: bool, limit: float | None) -> str:
     """Name a choice of initialisation and clipping."""
     first = "scaled initialisation" if scaled else "usual initialisation"
@@ -219,18 +193,28 @@ def draw_papers_models() -> None:
     plt.show()
 
 
-def draw_deep_and_wide(sides: Sequence[Mapping[int, Trained]], groups: Mapping[str, list]) -> None:
-    """Draw loss and chrF of a deep and a wide model, by group of languages."""
-    _, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for axis, figure, label in zip(
-        axes, ("loss", "chrf"), ("least loss, nats per token", "chrF of the test set"), strict=True
-    ):
-        draw_sides(axis, sides, figure, groups)
+GROUPS = (("low", 0.97, Color.LOW_RESOURCE, "o"), ("high", 1.03, Color.HIGH_RESOURCE, "D"))
+
+
+def draw_depths(depths: Mapping[int, Mapping[int, Trained]], groups: Mapping[str, list]) -> None:
+    """Draw loss and scores against the number of layers, by group of languages."""
+    _, axes = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
+    labels = {"loss": "least loss, nats per token", "chrf": "chrF of the test set", "bleu": "BLEU of the test set"}
+    for axis, (figure, label) in zip(axes, labels.items(), strict=True):
+        for group, side, color, marker in GROUPS:
+            means = []
+            for depth, models in depths.items():
+                found = [average(one, figure, groups[group]) for one in models.values()]
+                seen = [value for value in found if value is not None]
+                if seen:
+                    axis.plot([depth * side] * len(seen), seen, marker, color=color, ms=4, mew=0, alpha=0.5)
+                    means.append((depth * side, fmean(seen)))
+            axis.plot(*zip(*means, strict=True), color=color, linewidth=1.5, label=f"{group} resource")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(list(depths), [str(depth) for depth in depths])
+        axis.set_xlabel("layers of the encoder, and of the decoder")
         axis.set_ylabel(label)
-    for side, name, color, marker in SIDES:
-        model = next(iter(sides[side].values())).model
-        axes[0].plot([], [], marker, color=color, label=f"{name}: {model}")
-    axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=1)
+    axes[0].legend(fontsize=8)
     plt.show()
 
 

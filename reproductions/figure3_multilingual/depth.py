@@ -3,7 +3,10 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import log2
 from typing import Any
+
+import numpy as np
 
 from gpipe.decoding.resource_groups import GROUPS, resource_groups
 from gpipe.records import Record
@@ -26,55 +29,56 @@ from reproductions.translation_runs import (
 from reproductions.verdict import Interval, over_seeds_and_parts
 
 DEEP_TRAINING = "deep_training_laptop"
-_COMMAND = "train.py -m +experiment={}_laptop"
+STUDY = "python -m experiments.deep_or_wide"
 _FIGURES = {"loss": ".3f", "top1": ".2%", "chrf": ".2f", "bleu": ".2f"}
 _TITLES = {"loss": "loss", "top1": "token accuracy", "chrf": "chrF", "bleu": "BLEU"}
 
 
 def deep_or_wide(records: Sequence[Record]) -> str:
-    """Compare a deep and a wide model of equal size by resource group: means and deviations over the seeds.
+    """Compare models of equal size, from wide to deep, by resource group: means and deviations over the seeds.
 
     Every number of a model is a mean over the languages with enough test sentences, scores with the narrowest beam.
-    Differences are between models of the same seed.
+    Lines over the depth are of models of the same seed.
     """
     tables = []
-    for data, (deep, wide) in deep_and_wide(records).items():
+    for data, depths in models_by_depth(records).items():
+        models = list(depths.values())
         groups = tested_groups(records, data[0])
-        groups["all"] = groups["all"] or next(iter(deep.values())).list_evaluated()  # before anything is scored
-        both = [{seed: _by_group(one, groups) for seed, one in models.items()} for models in (deep, wide)]
-        seeds = sorted(deep.keys() & wide.keys())
-        search = ", ".join(describe_search(beam) for beam in beams((*deep.values(), *wide.values()))[:1])
+        groups["all"] = groups["all"] or next(iter(models[0].values())).list_evaluated()  # before anything is scored
+        searches = [describe_search(beam) for beam in beams(one for found in models for one in found.values())]
+        search = next(iter(searches), None)
         rows = []
         for name, group in itertools.product(_FIGURES, GROUPS):
-            values = [[mean(found[name, group].values()) for found in models.values()] for models in both]
-            gains = {seed: _gains(*(models[seed][name, group] for models in both)) for seed in seeds}
+            values = [[mean(_figures(one, name, groups[group]).values()) for one in found.values()] for found in models]
+            gains = gains_per_doubling(depths, name, groups[group])
             means = [mean(found.values()) for found in gains.values()]
             cells = [*(spread(of, _FIGURES[name]) for of in values), spread(means, _FIGURES[name], "+")]
             interval = _interval(name, gains)
             title = f"{_TITLES[name]}, {search}" if search and name in ("chrf", "bleu") else _TITLES[name]
             verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
-            rows.append([title, f"{group}, {len(groups[group])}", *cells, str(len(seeds)), verdict])
-        names = [next(iter(models.values())).model for models in (deep, wide)]
-        tables.append(markdown([data[0], "languages", *names, "deep - wide", "seeds", "deep is better"], rows))
-    return "\n".join(tables) or not_run(_COMMAND.format("deep_or_wide"))
+            rows.append([title, f"{group}, {len(groups[group])}", *cells, str(len(gains)), verdict])
+        names = [next(iter(found.values())).model for found in models]
+        tables.append(
+            markdown([data[0], "languages", *names, "each doubling of the depth adds", "seeds", "deep is better"], rows)
+        )
+    return "\n".join(tables) or not_run(STUDY)
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     """Return the paper's claims on depth at laptop scale, beside its own numbers."""
     bleu = {row["num_layers"]: row["bleu_read_off_by_third_party"] for row in paper}
     rows = []
-    for data, (deep, wide) in deep_and_wide(records).items():
+    for data, depths in models_by_depth(records).items():
         low = tested_groups(records, data[0])["low"]
-        found: list[tuple[str, Interval | None]] = []
-        for name in ("loss", "chrf", "bleu"):
-            both = [{seed: _figures(one, name, low) for seed, one in models.items()} for models in (deep, wide)]
-            gains = {seed: _gains(*(models[seed] for models in both)) for seed in sorted(deep.keys() & wide.keys())}
-            found.append((_TITLES[name], _interval(name, gains)))
+        found = [
+            (_TITLES[name], _interval(name, gains_per_doubling(depths, name, low))) for name in ("loss", "chrf", "bleu")
+        ]
+        gains = "; ".join(f"{title} {interval.mean:+.2f}" for title, interval in found if interval is not None)
         rows.append(
             Claim(
                 "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)",
                 f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
-                "; ".join(f"{title} {interval.mean:+.2f}" for title, interval in found if interval is not None),
+                f"gain with each doubling of the depth, {len(depths)} depths: {gains}",
                 verdict=format_verdicts(found, ".2f"),
             )
         )
@@ -94,7 +98,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 
 
 def deep_or_wide_models(records: Sequence[Record]) -> str:
-    """Return the two models' numbers of parameters without their tables."""
+    """Return the models' numbers of parameters without their tables."""
     rows = [
         [f"T({', '.join(map(str, shape))}), {row['model_size']} wide", f"{row['parameters_beside_tables']:,}"]
         for shape, row in planned_models(records, "laptop").items()
@@ -104,18 +108,35 @@ def deep_or_wide_models(records: Sequence[Record]) -> str:
     return markdown(["model", "parameters beside the tables, planned"], rows)
 
 
-def deep_and_wide(records: Sequence[Record]) -> dict[tuple[str, int], tuple[dict[int, Trained], dict[int, Trained]]]:
-    """Return the trainings of the deep and of the wide model, by seed, for each data set and model_size of both."""
+def models_by_depth(records: Sequence[Record]) -> dict[tuple[str, int], dict[int, dict[int, Trained]]]:
+    """Return the trainings by number of layers, the fewest first, and by seed, for each data set and model_size.
+
+    What has one depth alone is left out.
+    """
     found: dict[tuple[str, int], dict[int, dict[int, Trained]]] = {}
     for one in trainings(records, DEEP_OR_WIDE):
         config = one.run.config
-        by_depth = found.setdefault((config["data"]["name"], config["model"]["model_size"]), {})
-        by_depth.setdefault(config["model"]["num_layers"], {})[one.run.seed] = one
-    return {
-        data: (by_depth[max(by_depth)], by_depth[min(by_depth)])
-        for data, by_depth in found.items()
-        if len(by_depth) > 1
-    }
+        depths = found.setdefault((config["data"]["name"], config["model"]["model_size"]), {})
+        depths.setdefault(config["model"]["num_layers"], {})[one.run.seed] = one
+    return {data: dict(sorted(depths.items())) for data, depths in found.items() if len(depths) > 1}
+
+
+def gains_per_doubling(
+    depths: Mapping[int, Mapping[int, Trained]], name: str, languages: Iterable[str]
+) -> dict[int, dict[str, float]]:
+    """Return what each doubling of the depth adds to a figure, by the seeds that all depths have, and by language.
+
+    It is the slope of a line of least squares over the logarithm of the number of layers. A language that a model has
+    no figure of is left out.
+    """
+    languages, places = list(languages), [log2(depth) for depth in depths]
+    gains = {}
+    for seed in sorted(set.intersection(*(set(models) for models in depths.values()))):
+        figures = [_figures(models[seed], name, languages) for models in depths.values()]
+        shared = [language for language in languages if all(language in found for found in figures)]
+        slopes = (np.polyfit(places, [found[language] for found in figures], 1)[0] for language in shared)
+        gains[seed] = dict(zip(shared, map(float, slopes), strict=True))
+    return gains
 
 
 def tested_groups(records: Sequence[Record], data: str) -> dict[str, list[str]]:
@@ -136,7 +157,7 @@ def deep_training(records: Sequence[Record]) -> str:
         header = [f"{setting}; feed-forward initialisation scaled", "logits clipped at", "seeds"]
         header += ["validation loss, end", "least", "training NLL, first steps", "last steps", "largest rise of it"]
         tables.append(markdown([*header, "largest gradient norm", "logits clipped", "seeds that"], rows))
-    return "\n".join(tables) or not_run(_COMMAND.format("deep_training"))
+    return "\n".join(tables) or not_run(f"train.py -m +experiment={DEEP_TRAINING}")
 
 
 def deep_trainings(records: Sequence[Record]) -> dict[str, dict[tuple[bool, float | None], list[Record]]]:
@@ -226,9 +247,9 @@ def _compare_losses(
     return f"final loss, {recipe}", over_seeds_and_parts(gains)
 
 
-def _by_group(one: Trained, groups: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], dict[str, float]]:
-    """Return the figures of a training by figure and group, language by language."""
-    return {(name, group): _figures(one, name, groups[group]) for name, group in itertools.product(_FIGURES, GROUPS)}
+def average(one: Trained, name: str, languages: Iterable[str]) -> float | None:
+    """Return the mean of a figure of a training over the languages that have it."""
+    return mean(_figures(one, name, languages).values())
 
 
 def _figures(one: Trained, name: str, languages: Iterable[str]) -> dict[str, float]:
@@ -238,13 +259,8 @@ def _figures(one: Trained, name: str, languages: Iterable[str]) -> dict[str, flo
     return {language: value for language, value in found.items() if value is not None}
 
 
-def _gains(deep: Mapping[str, float], wide: Mapping[str, float]) -> dict[str, float]:
-    """Return the difference of two trainings on each language that both have."""
-    return {language: deep[language] - wide[language] for language in deep if language in wide}
-
-
 def _interval(name: str, gains: Mapping[int, Mapping[str, float]]) -> Interval | None:
-    """Return the interval of differences over seeds and languages; a lower loss is a gain."""
+    """Return the interval of gains over seeds and languages; a lower loss is a gain."""
     sign = -1 if name == "loss" else 1
     return over_seeds_and_parts(
         {seed: {language: sign * gain for language, gain in found.items()} for seed, found in gains.items()}

@@ -255,9 +255,9 @@ def figure3_design(records: Sequence[Record]) -> str:
         items = _count_items(records, setting, _list_languages(seeds))
         arms.append(_make_arm(records, question, "one model per language", BILINGUAL, alone, items))
         arms.append(_make_arm(records, question, f"one {models[0].model}", DEEP_OR_WIDE, models, items))
-    question = "is the deep model better than the wide one where examples are few?"
-    for data, both in depth.deep_and_wide(records).items():
-        for found in (list(models.values()) for models in both):
+    question = "are deep models better than wide ones where examples are few?"
+    for data, depths in depth.models_by_depth(records).items():
+        for found in (list(models.values()) for models in depths.values()):
             items = _count_items(records, found[0].setting, depth.tested_groups(records, data[0])["low"])
             arms.append(_make_arm(records, question, found[0].model, DEEP_OR_WIDE, found, items))
     question = "do scaled initialisation and clipped logits let deep models train?"

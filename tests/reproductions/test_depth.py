@@ -1,9 +1,12 @@
 """Deep or wide, and deep trainings: what was better, what trained, and what diverged."""
 
 import re
+from math import log2
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpipe.records import Record
 from reproductions.figure3_multilingual.depth import (
@@ -15,7 +18,9 @@ from reproductions.figure3_multilingual.depth import (
     deep_training,
     deep_trainings,
     describe_outcome,
+    gains_per_doubling,
     largest_rise,
+    models_by_depth,
 )
 from tests.reproductions.translation_records import cells, scored, trained
 
@@ -34,7 +39,7 @@ def deep(seed: int, training: list[dict[str, Any]], **results: Any) -> Record:
     return trained(DEEP_TRAINING, seed, {}, shape=(64, 64, 2), training=training, **results)
 
 
-def test_the_deep_model_stands_beside_the_wide_one_by_resource_group() -> None:
+def test_the_models_stand_side_by_side_by_resource_group() -> None:
     runs = [
         trained(DEEP_OR_WIDE, seed, {"sw": loss + 1, "de": loss - 1}, loss=loss, shape=shape)
         for seed, losses in ((0, (2.0, 2.5)), (1, (3.0, 3.25)))
@@ -42,9 +47,10 @@ def test_the_deep_model_stands_beside_the_wide_one_by_resource_group() -> None:
     ]
     scores = [scored(run, {"sw": 10.0, "de": 20.0 + 4 * (place % 2)}, PAIRS) for place, run in enumerate(runs)]
     table = cells(deep_or_wide([*runs, *scores]))
-    assert table[0][:-1] == ["loss", "all, 2", "2.500 ± 0.707", "2.875 ± 0.530", "-0.375 ± 0.177", "2"]
-    assert table[1][:3] == ["loss", "high, 1", "1.500 ± 0.707"] and table[2][:3] == ["loss", "low, 1", "3.500 ± 0.707"]
+    assert table[0][:-1] == ["loss", "all, 2", "2.875 ± 0.530", "2.500 ± 0.707", "-0.375 ± 0.177", "2"]
+    assert [row[3] for row in table[1:3]] == ["1.500 ± 0.707", "3.500 ± 0.707"]
     assert table[0][-1].startswith("no difference found [-"), "two seeds decide little"
+    assert [row[1] for row in table[1:3]] == ["high, 1", "low, 1"]
     assert table[3][4:] == ["", "2", "not run: bleu.py"]
     chrf = [row for row in table if row[0] == "chrF, beam 4"]
     assert chrf[0][4:6] == ["-2.00 ± 0.00", "2"] and chrf[2][2:4] == ["10.00 ± 0.00"] * 2
@@ -59,6 +65,25 @@ def test_seeds_that_disagree_decide_nothing_and_what_was_not_scored_says_so() ->
     table = cells(deep_or_wide(runs))
     assert table[0][4:6] == ["+0.000 ± 0.707", "2"] and table[0][-1].startswith("no difference found [-")
     assert {row[-1] for row in table if row[0] in ("chrF", "BLEU")} == {"not run: bleu.py"}
+
+
+@given(
+    st.lists(st.integers(1, 64), min_size=2, max_size=5, unique=True),
+    st.lists(st.floats(-2, 2), min_size=1, max_size=3),
+)
+def test_a_doubling_adds_the_slope_of_the_line_through_all_depths(layers: list[int], slopes: list[float]) -> None:
+    runs = [
+        trained(DEEP_OR_WIDE, seed, {"sw": 9 + slope * log2(depth), "de": 5.0}, shape=(depth, 512 // depth, 4))
+        for seed, slope in enumerate(slopes)
+        for depth in layers
+    ]
+    (depths,) = models_by_depth(
+        [*runs, trained(DEEP_OR_WIDE, 9, {"sw": 1.0}, shape=(layers[0], 512 // layers[0], 4))]
+    ).values()
+    gains = gains_per_doubling(depths, "loss", ["sw", "de", "fi"])
+    assert list(depths) == sorted(layers) and list(gains) == list(range(len(slopes)))
+    for seed, slope in enumerate(slopes):
+        assert gains[seed] == pytest.approx({"sw": slope, "de": 0.0}, abs=1e-9)
 
 
 def test_a_row_has_a_way_to_train_a_deep_model_and_what_became_of_it() -> None:
@@ -98,7 +123,7 @@ def test_a_course_is_summed_up(nll: tuple[float, ...], outcome: str, rise: float
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert deep_or_wide([]) == "Not run: train.py -m +experiment=deep_or_wide_laptop.\n"
+    assert deep_or_wide([]) == "Not run: python -m experiments.deep_or_wide.\n"
     assert deep_training([]) == "Not run: train.py -m +experiment=deep_training_laptop.\n"
     assert deep_or_wide_models([]) == "Not run: python -m experiments.translation_parameters.\n"
     assert deep_training([deep(0, [])]).endswith("| trained: 1 |\n"), "an old record has no course"
