@@ -331,6 +331,28 @@ def test_a_process_that_is_killed_in_one_replica_is_named_in_all() -> None:
     assert_named(events, {0, 1, 3}, 0, "stage 0 of replica 1 (rank 2, process ")
 
 
+def connect(rank: int, culprit: int, action: Callable[[], None]) -> str:
+    """Make a pipeline of three processes, one of which never comes; return what this one is told."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("stage",))
+    if rank == culprit:
+        action()
+    try:
+        gpipe.Pipeline(
+            nn.Sequential(*map(nn.Linear, [4] * 3, [4] * 3)), Loss(None), [1] * 3, 4, mesh=mesh, timeout_seconds=2
+        )
+    except gpipe.PeerFailure as error:
+        return str(error)
+    return "connected"
+
+
+@pytest.mark.parametrize(("action", "said"), [(hang, "does not answer"), (kill, "")])
+def test_a_process_that_never_comes_to_the_pipeline_is_named(action: Callable[[], None], said: str) -> None:
+    told = fresh_processes.run(3, connect, 1, action, mute=1)
+    assert told.keys() == {0, 2}
+    for text in told.values():
+        assert "rank 1, which never said where it runs, " in text and said in text
+
+
 @pytest.mark.parametrize("action", [hang, stop])
 @pytest.mark.parametrize(("where", "culprit"), [("forward", 3), ("backward", 1)])
 def test_a_process_that_hangs_is_named_also_by_those_far_away(

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -409,19 +408,18 @@ class MeshJob(Job):
         """
         device = self._device if backend == "nccl" else None  # connects now, not in the midst of the first step
 
-        def make(ranks: list[int]) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self._timeout, device_id=device)
-            return made
+        def make() -> list[Any]:
+            return [dist.new_group(ranks, self._timeout, backend, device_id=device) for ranks in members]
 
-        if device is None:
-            groups = [make(ranks) for ranks in members]
-        else:
-            others = sorted({rank for ranks in members if self._rank in ranks for rank in ranks} - {self._rank})
-            with self._watch.waiting_for(others):
-                try:
-                    groups = _await_beside(partial(list, map(make, members)), device, self._watch.raise_failure)
-                except dist.DistStoreError as error:  # torch waited long enough, and does not say for whom
+        others = sorted({rank for ranks in members if self._rank in ranks for rank in ranks} - {self._rank})
+        with self._watch.waiting_for(others):
+            try:
+                groups = make() if device is None else _await_beside(make, device, self._watch.raise_failure)
+            except RuntimeError as error:
+                # torch waited long enough, or a process went while Gloo connected; it does not say which one.
+                if isinstance(error, dist.DistStoreError) or "connectFullMesh" in str(error):
                     raise self._watch.explain(LostPeer(others, str(error))) from None
+                raise
         for ranks, group in zip(members, groups, strict=True):
             if self._rank in ranks:
                 self._watch.guard(group, is_link=is_link)
