@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from reproductions.table import markdown
-from reproductions.verdict import Interval
+from reproductions.verdict import ONE_SEED, Interval
 
 NOT_RUN = "not run"
 NO_TEST = "no test: the paper gives no number"
@@ -50,6 +50,13 @@ def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None
 
 
 def format_verdicts(intervals: Iterable[tuple[str, Interval | None]], form: str) -> str:
-    """Return the verdicts of several figures by their names, or "not run" without any."""
+    """Return the verdicts of several figures by their names, or "not run" without any.
+
+    Several of one seed, which have no interval, are only counted.
+    """
     found = [(name, interval.describe(form)) for name, interval in intervals if interval is not None]
+    single = [name for name, text in found if text == ONE_SEED]
+    if len(single) > 1:
+        decided = [(name, text) for name, text in found if text != ONE_SEED]
+        found = [*decided, (f"{len(single)} others" if decided else f"all {len(single)}", ONE_SEED)]
     return "; ".join(f"{name}: {text}" if name else text for name, text in found) or NOT_RUN

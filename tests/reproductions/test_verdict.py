@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from reproductions.claims import format_verdicts
 from reproductions.verdict import Interval, over_runs_and_images, over_seeds, over_seeds_and_parts
 
 
@@ -84,3 +85,19 @@ def test_runs_that_differ_widen_the_interval_of_an_accuracy() -> None:
     apart = over_runs_and_images([0.8, 0.85, 0.9, 0.95, 1.0], 10_000, 0.88)
     assert alike is not None and apart is not None
     assert alike.verdict == "reproduced" and apart.verdict == "no difference found"
+
+
+@pytest.mark.parametrize(
+    ("intervals", "said"),
+    [
+        ({}, "not run"),
+        ({"a": over_seeds([5.0])}, "a: one seed has no interval"),
+        ({"a": over_seeds([5.0]), "b": over_seeds([4.0])}, "all 2: one seed has no interval"),
+        (
+            {"a": over_seeds([5.0]), "b": Interval(0.2, 0.1, 0.3), "c": over_seeds([4.0]), "d": None},
+            "b: reproduced [+0.1, +0.3]; 2 others: one seed has no interval",
+        ),
+    ],
+)
+def test_what_has_one_seed_is_only_counted(intervals: dict[str, Interval | None], said: str) -> None:
+    assert format_verdicts(intervals.items(), ".1f") == said
