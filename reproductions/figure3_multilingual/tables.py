@@ -40,7 +40,7 @@ NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
 MULTILINGUAL = "transformer_multilingual_laptop"
 BILINGUAL = "bilingual_laptop"
-_COMMANDS = f"train.py -m +experiment={DEEP_OR_WIDE} and train.py -m +experiment={BILINGUAL}"
+_COMMANDS = f"{depth.STUDY} and train.py -m +experiment={BILINGUAL}"
 _NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
 
 Pairs = Mapping[str, tuple[Trained, Trained]]

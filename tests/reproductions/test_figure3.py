@@ -161,7 +161,9 @@ def test_the_larger_half_of_the_languages_is_rich() -> None:
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert figure3_models([], PAPER) == "Not run: python -m experiments.translation_parameters.\n"
     for table in (figure3_low_resource, figure3_left_out, figure3_gain, figure3_languages, figure3_run):
-        assert table([]).startswith("Not run: train.py -m +experiment=deep_or_wide_laptop")
+        assert table([]).startswith(
+            "Not run: python -m experiments.deep_or_wide and train.py -m +experiment=bilingual_l"
+        )
 
 
 def test_our_counts_round_to_the_papers_with_no_single_way_of_tying() -> None:
@@ -178,5 +180,7 @@ def test_our_counts_round_to_the_papers_with_no_single_way_of_tying() -> None:
         assert row["parameters_by_tables"] == {str(tables): count for tables, count in counts.items()}
         rounding = [tables for tables, count in counts.items() if rounds_to(count, paper[row["num_layers"]])]
         assert rounding == agreeing[row["num_layers"]]
-    deep, wide = translation_parameters.count_laptop_models()
-    assert abs(deep["parameters_beside_tables"] / wide["parameters_beside_tables"] - 1) < 0.01
+    sizes = {row["num_layers"]: row["parameters_beside_tables"] for row in translation_parameters.count_laptop_models()}
+    assert list(sizes) == [1, 2, 4, 8, 16]
+    assert abs(sizes[4] / sizes[2] - 1) < 0.01
+    assert max(sizes.values()) / min(sizes.values()) < 1.05, "norms and biases alone grow with the depth"
