@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,24 +52,6 @@ class Tuning:
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return read_run(ROOT / folder)
 
-    def search_rate(self, try_rate: Callable[[float], Record]) -> tuple[float, list[Record]]:
-        """Try learning rates until the best one has been tried between its neighbours; return it and the runs.
-
-        Of equal rates the one that was tried first is the best.
-        """
-        runs: dict[float, Record] = {}
-
-        def score(rate: float) -> float:
-            if rate not in runs:
-                runs[rate] = try_rate(rate)
-            return self.score(runs[rate])
-
-        best, before = self.first_rate, None
-        while best != before:
-            place, before = self.rates.index(best), best
-            best = max((best, *self.rates[max(place - 1, 0) : place], *self.rates[place + 1 : place + 2]), key=score)
-        return best, list(runs.values())
-
     def tune(self, name: str, settings: Mapping[int, Sequence[str]]) -> tuple[float, list[Record]]:
         """Train a model with the first seed at several rates, with the others at the best; return that and the runs.
 
@@ -77,8 +60,26 @@ class Tuning:
             settings: of its trainings, by seed.
         """
         (first, words), *others = settings.items()
-        rate, runs = self.search_rate(lambda rate: self.train(name, words, rate, first))
-        return rate, runs + [self.train(name, words, rate, seed) for seed, words in others]
+        runs: dict[float, Record] = {}
+
+        def try_rate(rate: float) -> float:
+            runs[rate] = self.train(name, words, rate, first)
+            return self.score(runs[rate])
+
+        rate = climb(self.rates, self.first_rate, try_rate)
+        return rate, [*runs.values(), *(self.train(name, words, rate, seed) for seed, words in others)]
+
+
+def climb(values: Sequence[float], first: float, score: Callable[[float], float]) -> float:
+    """Try values until the one of the highest score has been tried between its neighbours, and return it.
+
+    Each is tried once at most. Of equal values the one that was tried first is the best.
+    """
+    score, best, before = cache(score), first, None
+    while best != before:
+        place, before = values.index(best), best
+        best = max((best, *values[max(place - 1, 0) : place], *values[place + 1 : place + 2]), key=score)
+    return best
 
 
 def train_each(train: Callable[[Item], list[Record]], items: Sequence[Item], what: str) -> list[Record]:
