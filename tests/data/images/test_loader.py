@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -276,13 +277,15 @@ def test_broken_image_is_named_in_one_line(tmp_path: Path, num_workers: int) -> 
     assert "\n" not in message and "Traceback" not in message
 
 
-def test_time_waited_for_data_is_counted(make) -> None:
-    loader = make()
+def test_time_waited_for_data_is_counted(image_set: ImageArray) -> None:
+    def transform(_image: Image.Image) -> torch.Tensor:
+        time.sleep(0.005)
+        return torch.zeros(1, 2, 2)
+
+    loader = ImageLoader(image_set, 4, transform, 0, shuffle=False, num_workers=0)
     waited = [loader.wait_seconds for _ in loader]
-    assert waited[0] > 0 and waited == sorted(waited)
-    labels_only = make(load_images=False)
-    list(labels_only)
-    assert labels_only.wait_seconds < loader.wait_seconds
+    assert waited == sorted(waited)
+    assert waited[0] >= 4 * 0.005 and loader.wait_seconds >= NUM_IMAGES * 0.005
 
 
 @pytest.mark.parametrize(
