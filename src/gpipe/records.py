@@ -32,7 +32,7 @@ _SOURCES = {"data.root", "trainer.resume_from"}
 _EFFORTS = (WHEREABOUTS - _SOURCES) | {
     "pipeline.partition_by", "pipeline.partitions", "pipeline.objective", "pipeline.memory_limit_bytes",
     "pipeline.timeout_seconds", "trainer.timeline_every_steps", "trainer.num_untimed_steps", "trainer.checkpoints",
-    "trainer.non_finite",
+    "trainer.non_finite", "trainer.evaluation.raw",
 }  # fmt: skip
 # A run that resumes from the state of another run may differ in these: its length, its learning rate, how it is run.
 RESUMED_MAY_DIFFER = _EFFORTS | {

@@ -45,7 +45,7 @@ def trained(folder: Path, *overrides: str) -> Path:
 @pytest.fixture(scope="module")
 def three_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sentences")
-    done = start(folder, *TINY, "launch.num_processes=3", "model.tied=all")
+    done = start(folder, *TINY, "launch.num_processes=3", "model.tied=all", "trainer.evaluation.raw=true")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"warning: train: skipped [\d,]+ pairs longer than 40 tokens \(data.max_tokens\)", done.stdout)
     figures = r"top-1 [\d.]+%, loss [\d.]+( \(top-1 [\d.]+% without averaging the weights\))?"
@@ -95,7 +95,7 @@ def test_plain_text_is_tokenised_by_one_of_three_processes_and_trains_the_same(
             pairs = [(pair.source, pair.target) for pair in read_embedded()[language] if split_of(pair.target) == split]
             write_parallel(text, split, language, pairs)
     settings = ("data.name=parallel_text", f"data.root={text}", f"data.cache={tmp_path / 'ids'}", "model.tied=all")
-    done = start(tmp_path, *TINY, *settings, "launch.num_processes=3")
+    done = start(tmp_path, *TINY, *settings, "launch.num_processes=3", "trainer.evaluation.raw=true")
     expected = [f"{split}.{language}-en" for split in ("train", "valid") for language in ("de", "ga", "io")]
     lines = [f"reading {name} into {tmp_path / 'ids'}, once" for name in expected]
     assert (done.returncode, done.stderr.splitlines()) == (0, lines)

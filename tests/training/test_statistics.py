@@ -128,3 +128,13 @@ def test_an_estimate_before_each_evaluation_judges_a_short_run_by_its_weights(tm
     for figure in ("loss", "raw_loss"):
         assert losses[4][figure] < losses[None][figure]
     assert {"raw_top1", "raw_top5"} <= losses[4].keys()
+
+
+def test_the_averages_have_the_same_figures_where_the_weights_themselves_are_not_evaluated(tmp_path: Path) -> None:
+    settings = {"statistics_loader": RandomImages(), "num_statistics_batches": 2, "max_steps": 4}
+    both, averages = (
+        small_trainer(tmp_path / str(raw), evaluate_raw=raw, **settings).train().evaluation["test"]
+        for raw in (True, False)
+    )
+    assert averages and averages == {name: value for name, value in both.items() if not name.startswith("raw_")}
+    assert len(both) == 2 * len(averages)

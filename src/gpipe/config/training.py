@@ -219,6 +219,7 @@ class EvaluationConfig:
         statistics_batches: before an evaluation, take the statistics of batch norms anew from n training mini-batches;
             null evaluates with their moving averages.
         patience: stop training after n evaluations in a row without a smaller loss; null never stops early.
+        raw: where weights are averaged, evaluate the weights themselves too, as "raw_<figure>"; false halves the time.
         autocast: the precision of the forward pass.
     """
 
@@ -228,6 +229,7 @@ class EvaluationConfig:
     max_batches: int | None = MISSING
     statistics_batches: int | None = MISSING
     patience: int | None = MISSING
+    raw: bool = MISSING
     autocast: Autocast = MISSING
 
     def __post_init__(self) -> None:

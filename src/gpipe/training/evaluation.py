@@ -142,6 +142,7 @@ def evaluate_on_all(
     averages: nn.ModuleDict | None,
     metrics: Metrics,
     *,
+    raw: bool = True,
     max_batches: int | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prepare: Callable[[nn.ModuleDict | None], None] = lambda _: None,
@@ -151,15 +152,15 @@ def evaluate_on_all(
     Args:
         pipeline: to evaluate.
         loaders: of the sets, by name.
-        averages: of the layers. Where there are any they count, and the figures of the layers themselves stand beside
-            as "raw_<figure>".
+        averages: of the layers. Where there are any they count.
         metrics: what is measured.
+        raw: whether the figures of the layers themselves stand beside those of averages, as "raw_<figure>".
         max_batches: of each set, the first that count; None: all.
         autocast: makes the context of the forward passes.
         prepare: called before each model is evaluated, with its layers; None are the pipeline's own.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in loaders}
-    for prefix, layers in {"": averages, "raw_": None}.items() if averages is not None else [("", None)]:
+    for prefix, layers in {"": averages, "raw_": None}.items() if averages is not None and raw else [("", averages)]:
         prepare(layers)
         for name, loader in loaders.items():
             with autocast():

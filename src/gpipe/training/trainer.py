@@ -61,6 +61,7 @@ class Trainer:
         statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
         num_statistics_batches: how many mini-batches an estimate takes; None evaluates with the moving averages.
         max_evaluation_batches: of each evaluation set, the first that count; None: all.
+        evaluate_raw: whether, beside moving averages, the weights themselves are evaluated.
         profile_step: torch's profiler records this step, and this process writes `profile_file`, a trace for Perfetto.
         patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.
         final_drop_path: the drop-path rate of the last step.
@@ -102,6 +103,7 @@ class Trainer:
     statistics_loader: Loader | None = None
     num_statistics_batches: int | None = None
     max_evaluation_batches: int | None = None
+    evaluate_raw: bool = True
     profile_step: int | None = None
     profile_file: Path | None = None
     metrics: Metrics = field(default_factory=EvaluationMetrics)
@@ -402,6 +404,7 @@ class Trainer:
                 self.evaluation_loaders,
                 averages,
                 self.metrics,
+                raw=self.evaluate_raw,
                 max_batches=self.max_evaluation_batches,
                 autocast=self.evaluation_autocast,
                 prepare=self._estimate_statistics,
