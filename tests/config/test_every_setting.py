@@ -69,7 +69,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "yes or no, for which YAML has numbers too",
         (
             r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.(flip|keep_aspect)|model\.pretrained|pipeline\.synchronize_batch_norm"
-            r"|pipeline\.check_recomputation|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|deterministic|dry_run)|launch\.(pin_cores|debug|shard_optimizer)"
+            r"|pipeline\.check_recomputation|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|deterministic|dry_run|evaluation\.raw)|launch\.(pin_cores|debug|shard_optimizer)"
             r"|data\.several_labels|calibrate|debug"
         ),
         (*ZERO, *NEGATIVE, OF_64_BITS, BEYOND),
