@@ -95,7 +95,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             r"|data\.(num_classes|image_size|center_crop|keep_aspect|interpolation|mean|std)"
             r"|pipeline\.(memory_limit_bytes|partitions)|optimizer\.clip_norm|schedule\.warm_up_steps|ema\.decay"
             r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from|channels_last|deterministic|float32_matmul_precision)|pipeline\.check_recomputation"
-            r"|trainer\.evaluation\.(every_epochs|every_steps|max_batches|statistics_batches|patience)"
+            r"|trainer\.evaluation\.(every_epochs|every_steps|max_batches|statistics_batches|patience|raw)"
             r"|trainer\.checkpoints\.(every_steps|keep)|launch\.(num_threads|gpus_per_node)"
             r"|TextFolderConfig: data\.vocabulary_size|data\.several_labels"
             r"|memory_gib|link_gb_per_second|find|num_devices|output|grid|file"

@@ -9,6 +9,7 @@ from hydra import compose
 
 from gpipe.config import ConfigError, to_plain, to_run
 from gpipe.config.saved import from_plain
+from gpipe.records import read_records
 
 CONF = Path(__file__).parents[2] / "conf"
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
@@ -60,6 +61,20 @@ def test_settings_of_another_program_are_refused_in_a_sentence(section: str, cha
 
 def test_a_run_that_was_saved_before_a_setting_existed_is_read() -> None:
     saved = to_plain(to_run(compose("train")))
-    del saved["launch"]["gpus_per_node"], saved["trainer"]["deterministic"]
+    del saved["launch"]["gpus_per_node"], saved["trainer"]["deterministic"], saved["trainer"]["evaluation"]["raw"]
     run = from_plain(saved)
     assert run.launch.gpus_per_node is None and run.trainer.deterministic is None
+    assert run.trainer.evaluation.raw is None
+
+
+@pytest.mark.parametrize("claim", ["figure3_multilingual", "table4_imagenet_and_transfer", "table5_batch_size"])
+def test_the_settings_of_trainings_that_were_published_are_read(claim: str) -> None:
+    """A new setting may be null, so that runs from before it can be scored and evaluated: since 25 November 2026."""
+    newest = {
+        record.experiment: record.config
+        for record in read_records(CONF.parent / "reproductions" / claim / "runs.jsonl")
+        if record.kind == "measured" and record.date >= "2026-11-25" and "trainer" in record.config
+    }
+    assert newest
+    for name, config in newest.items():
+        assert to_plain(from_plain(config)).keys() <= config.keys(), name

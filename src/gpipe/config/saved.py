@@ -51,8 +51,17 @@ def _part(base: Any, value: Any) -> Any:
     if not kinds:
         raise TypeError(f"no {base.__name__} has the keys {', '.join(sorted(value))}")
     kind = min(kinds, key=lambda kind: len(_names(kind)))  # a kind that adds settings is meant where one is there
-    complete: dict[Any, Any] = {**dict.fromkeys(_nullable(kind)), **value}
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), complete))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _complete(kind, value)))
+
+
+def _complete(kind: type, value: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return a section with what it lacks as null, where that may be, and so the sections in it."""
+    hints = get_type_hints(kind)
+    parts = {
+        name: _complete(hints[name], part) if is_dataclass(hints.get(name)) and isinstance(part, Mapping) else part
+        for name, part in value.items()
+    }
+    return {**dict.fromkeys(_nullable(kind)), **parts}
 
 
 def _names(kind: type) -> set[str]:

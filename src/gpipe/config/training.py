@@ -220,6 +220,7 @@ class EvaluationConfig:
             null evaluates with their moving averages.
         patience: stop training after n evaluations in a row without a smaller loss; null never stops early.
         raw: where weights are averaged, evaluate the weights themselves too, as "raw_<figure>"; false halves the time.
+            null, of runs from before this setting, is true.
         autocast: the precision of the forward pass.
     """
 
@@ -229,7 +230,7 @@ class EvaluationConfig:
     max_batches: int | None = MISSING
     statistics_batches: int | None = MISSING
     patience: int | None = MISSING
-    raw: bool = MISSING
+    raw: bool | None = MISSING
     autocast: Autocast = MISSING
 
     def __post_init__(self) -> None:

@@ -215,7 +215,7 @@ def build_trainer(
         statistics_loader=statistics_loader,
         num_statistics_batches=settings.evaluation.statistics_batches,
         max_evaluation_batches=settings.evaluation.max_batches,
-        evaluate_raw=settings.evaluation.raw,
+        evaluate_raw=settings.evaluation.raw is not False,
         profile_step=settings.profile_step,
         profile_file=folder / f"profile_{place.rank}.json",
         metrics=workload.make_metrics(),

@@ -72,7 +72,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
         loaders,
         None if ema is None else ema.module,
         workload.make_metrics(),
-        raw=settings.raw,
+        raw=settings.raw is not False,
         max_batches=settings.max_batches,
         autocast=build_autocast(settings.autocast, place.device_type),
     )
