@@ -212,7 +212,7 @@ def draw_depths(depths: Mapping[int, Mapping[int, Trained]], groups: Mapping[str
             axis.plot(*zip(*means, strict=True), color=color, linewidth=1.5, label=f"{group} resource")
         axis.set_xscale("log", base=2)
         axis.set_xticks(list(depths), [str(depth) for depth in depths])
-        axis.set_xlabel("layers of the encoder, and of the decoder")
+        axis.set_xlabel("layers, encoder and decoder each")
         axis.set_ylabel(label)
     axes[0].legend(fontsize=8)
     plt.show()

@@ -22,6 +22,7 @@ from reproductions.translation_runs import (
     list_barely_tested,
     mean,
     planned_models,
+    shape_of,
     spread,
     training_pairs,
     trainings,
@@ -58,9 +59,9 @@ def deep_or_wide(records: Sequence[Record]) -> str:
             verdict = f"not run: {SCORER}" if interval is None else interval.describe(_FIGURES[name])
             rows.append([title, f"{group}, {len(groups[group])}", *cells, str(len(gains)), verdict])
         names = [next(iter(found.values())).model for found in models]
-        tables.append(
-            markdown([data[0], "languages", *names, "each doubling of the depth adds", "seeds", "deep is better"], rows)
-        )
+        header = [data[0], "languages", *names, "each doubling of the depth adds", "seeds", "deep is better"]
+        missing = "; ".join(_name(row) for row in planned_models(records, "laptop").values() if _name(row) not in names)
+        tables.append(markdown(header, rows) + (f"\nNot run: {missing}.\n" if missing else ""))
     return "\n".join(tables) or not_run(STUDY)
 
 
@@ -99,10 +100,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
 
 def deep_or_wide_models(records: Sequence[Record]) -> str:
     """Return the models' numbers of parameters without their tables."""
-    rows = [
-        [f"T({', '.join(map(str, shape))}), {row['model_size']} wide", f"{row['parameters_beside_tables']:,}"]
-        for shape, row in planned_models(records, "laptop").items()
-    ]
+    rows = [[_name(row), f"{row['parameters_beside_tables']:,}"] for row in planned_models(records, "laptop").values()]
     if not rows:
         return not_run(f"python -m experiments.{PARAMETERS}")
     return markdown(["model", "parameters beside the tables, planned"], rows)
@@ -198,6 +196,11 @@ def largest_rise(course: Iterable[Mapping[str, Any]]) -> float | None:
     nll = [row["nll"] for row in course if "nll" in row]
     least = itertools.accumulate(nll, min)
     return max((value - before for value, before in zip(nll, least, strict=True)), default=None)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """Return the name of a planned model, as that of a trained one."""
+    return f"T({', '.join(map(str, shape_of(row)))}), {row['model_size']} wide"
 
 
 def _deep_row(scaled: bool, limit: float | None, runs: Sequence[Record]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.records import Record
+from gpipe.records import Record, make_record
 from reproductions.figure3_multilingual.depth import (
     DEEP_OR_WIDE,
     DEEP_TRAINING,
@@ -22,6 +22,7 @@ from reproductions.figure3_multilingual.depth import (
     largest_rise,
     models_by_depth,
 )
+from reproductions.translation_runs import PARAMETERS
 from tests.reproductions.translation_records import cells, scored, trained
 
 PAIRS = {"sw": 100, "de": 900}
@@ -65,6 +66,19 @@ def test_seeds_that_disagree_decide_nothing_and_what_was_not_scored_says_so() ->
     table = cells(deep_or_wide(runs))
     assert table[0][4:6] == ["+0.000 ± 0.707", "2"] and table[0][-1].startswith("no difference found [-")
     assert {row[-1] for row in table if row[0] in ("chrF", "BLEU")} == {"not run: bleu.py"}
+
+
+def test_models_that_were_planned_but_not_trained_are_named() -> None:
+    shapes = WIDE, DEEP, (8, 64, 2), (16, 32, 1)
+    names = "num_layers", "feedforward_size", "num_heads"
+    rows = [dict(zip(names, shape, strict=True), model_size=64, parameters_beside_tables=1) for shape in shapes]
+    results = {"models": [], "laptop": rows}
+    plan = make_record(kind="planned", experiment=PARAMETERS, config={}, seed=0, results=results)
+    runs = [trained(DEEP_OR_WIDE, 0, {"sw": 2.0}, shape=shape) for shape in (DEEP, WIDE)]
+    assert deep_or_wide([*runs, plan]).endswith("\n\nNot run: T(8, 64, 2), 64 wide; T(16, 32, 1), 64 wide.\n")
+    assert "Not run" not in deep_or_wide(
+        [*runs, *(trained(DEEP_OR_WIDE, 0, {}, shape=shape) for shape in shapes), plan]
+    )
 
 
 @given(
