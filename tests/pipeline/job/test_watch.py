@@ -132,3 +132,16 @@ def test_what_fails_beside_the_tasks_is_told_with_its_place(
     assert (str(error), error.stage) == ("rank 1, stage 1, between two steps: sending failed: OSError: gone", 1)
     assert isinstance(error, PeerFailure) and not error.told, "this process reports it"
     assert (told["message"], told["told"]) == (str(error), True)
+
+
+def test_a_process_that_waits_for_nobody_goes_on_looking(
+    server: tuple[multiprocessing.Process, dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    watch = Watch(server[1], 0, [0], "stage 0", 0.01, DeviceWork(Activity(), 0.01, 0))
+    with watch.waiting_for([]):
+        time.sleep(0.05)  # longer than it waits for anybody
+        assert watch.look()
+        watch.check()
+    watch.close()
+    watch.join()

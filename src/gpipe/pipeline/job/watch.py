@@ -131,8 +131,10 @@ class Watch:
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Note that this process waits for others while the body runs."""
-        before, self._wait = self._wait, _Wait(tuple(ranks), time.monotonic())
+        """Note that this process waits for others, if there are any, while the body runs."""
+        before = self._wait
+        if ranks:
+            self._wait = _Wait(tuple(ranks), time.monotonic())
         try:
             yield
         finally:
