@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpipe import records
 from gpipe.records import (
@@ -136,7 +137,9 @@ def test_a_git_that_does_not_answer_ends_no_run(script: str, tmp_path: Path, mon
 
 def test_the_hardware_has_no_host_name() -> None:
     hardware = describe_hardware(["GPU"])
-    assert set(hardware) == {"cpu", "num_cores", "gpus"}
+    assert set(hardware) == {"cpu", "instructions", "num_cores", "gpus"}
+    kernels = {"avx512f": "AVX512", "avx2": "AVX2"}.get(hardware["instructions"], "")
+    assert torch.backends.cpu.get_cpu_capability().startswith(kernels) or "ATEN_CPU_CAPABILITY" in os.environ
     assert hardware["cpu"] and hardware["num_cores"] >= 1 and hardware["gpus"] == ["GPU"]
 
 

@@ -45,6 +45,7 @@ RESUMED_MAY_DIFFER = _EFFORTS | {
 # In JSON text, the folders and the last name of an absolute path: a whole string, an argument, or an override.
 _ABSOLUTE_PATH = re.compile(r"""(["=\s])/(?:[^/"\s]+/)*([^/"\s]+)/?(?=["\s])""")
 _NO_PROGRAMS = ":(top,exclude)*.md", ":(top,exclude)reproductions/*.jsonl"
+_VECTORS = ("avx512f", "avx2")
 _PACKAGES = ("torch", "timm", "fairseq", "sacrebleu", "sentencepiece")
 
 
@@ -159,9 +160,13 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
 
 
 def describe_hardware(gpus: Sequence[str] = (), num_cores: int | None = None) -> dict[str, Any]:
-    """Return the processor's model, the number of cores, by default those this process may use, and the GPUs' names."""
+    """Return the processor's model, the number of cores, by default those this process may use, and the GPUs' names.
+
+    With them the widest vector instructions that torch has kernels for: with others, sums differ in their last digits.
+    """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": _cpu_model(), "num_cores": num_cores or own, "gpus": list(gpus)}
+    instructions = next((name for name in _VECTORS if name in _read_processor("flags").split()), None)
+    return {"cpu": _cpu_model(), "instructions": instructions, "num_cores": num_cores or own, "gpus": list(gpus)}
 
 
 def package_versions(names: Iterable[str] = _PACKAGES) -> dict[str, str]:
@@ -319,9 +324,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _cpu_model() -> str:
+    return _read_processor("model name") or platform.processor() or platform.machine()
+
+
+def _read_processor(key: str) -> str:
+    """Return what Linux says of the first core under a key, or nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
