@@ -6,7 +6,7 @@ Both kinds try learning rates, then dropouts: a value and its two neighbours, th
 at an end. They are judged by the least loss on the validation set, models of one language by the mean over eight
 languages, from those with the fewest pairs to one of the richest. The comparison itself is two sweeps, see
 reproductions/figure3_multilingual. Each core trains one model at a time. The runs are in runs/multilingual: the same
-command goes on from what is there. Half an hour on two cores.
+command goes on from what is there. About an hour on two cores, by its first runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLAIM = "figure3_multilingual"
 FOLDER = Path("runs/multilingual")
 RATES, FIRST_RATE = (0.00125, 0.0025, 0.005, 0.01, 0.02), 0.005
 DROPOUTS, FIRST_DROPOUT = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 0.3
-# Every seventh or so of the 58 that are compared, by their training pairs: from 39 to 1,246.
+# Every seventh or so of those that are compared, by their training pairs, with the fewest and the most.
 LANGUAGES = {"gu": 600, "lb": 600, "ta": 600, "te": 600, "uz": 600, "sw": 600, "ms": 600, "zh": 1000}
 """The languages that models of one language are tuned on, with the most steps that each takes in the comparison."""
 ALONE, TOGETHER = (Tuning(name, FOLDER, RATES, FIRST_RATE, score) for name in (BILINGUAL, DEEP_OR_WIDE))
