@@ -71,7 +71,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_a_replaced_checkpoint_ret
     run.load(path)
 
 
-def test_of_a_folder_of_runs_the_one_that_saved_last_counts(tmp_path: Path) -> None:
+def test_of_a_folder_of_runs_the_finished_one_that_saved_last_counts(tmp_path: Path) -> None:
     for name, seconds in (("b", 1), ("a", 2), ("c", None)):
         folder = tmp_path / name / "checkpoints"
         folder.mkdir(parents=True)
@@ -84,6 +84,10 @@ def test_of_a_folder_of_runs_the_one_that_saved_last_counts(tmp_path: Path) -> N
         assert find_run(unchanged) == unchanged
     assert find_checkpoint(tmp_path) == tmp_path / "a" / "checkpoints" / "step-00000001"
     assert find_checkpoint(tmp_path / "c") is None
+    (tmp_path / "b" / "record.json").touch()  # "a" was interrupted
+    assert find_run(tmp_path) == tmp_path / "b"
+    (tmp_path / "a" / "record.json").touch()
+    assert find_run(tmp_path) == tmp_path / "a"
 
 
 def test_a_run_means_its_latest_or_its_best_checkpoint(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import MANIFEST, STEP_FOLDER
 from gpipe.durable_files import flush, write_flushed
+from gpipe.records import RECORD_FILE
 
 LATEST = "latest"
 BEST = "best"
@@ -40,7 +41,7 @@ def find_checkpoint(path: Path, *, prefer_best: bool = False) -> Path | None:
 
     Args:
         path: a checkpoint's folder, a pointer to one (`best`), a run's folder, that of its checkpoints, or a folder of
-            runs, of which the one that saved last counts.
+            runs, of which `find_run` takes one.
         prefer_best: take a run's best checkpoint, if there is one, and not its latest.
     """
     if path.name in (LATEST, BEST) and path.is_file():
@@ -55,11 +56,15 @@ def find_checkpoint(path: Path, *, prefer_best: bool = False) -> Path | None:
 
 
 def find_run(path: Path) -> Path:
-    """Return, for a folder of runs, the run that saved last; any other path unchanged."""
+    """Return, for a folder of runs, the finished one that saved last, else the unfinished; other paths unchanged."""
     if any((path / name).exists() for name in ("checkpoints", LATEST, MANIFEST)):
         return path
     saved = path.glob(f"*/checkpoints/step-*/{MANIFEST}")
-    newest = max(saved, key=lambda manifest: manifest.stat().st_mtime, default=None)
+
+    def rank(manifest: Path) -> tuple[bool, float]:
+        return (manifest.parents[2] / RECORD_FILE).exists(), manifest.stat().st_mtime
+
+    newest = max(saved, key=rank, default=None)
     return path if newest is None else newest.parents[2]
 
 

@@ -242,6 +242,7 @@ def build_trainer(
     tracker.rewind(0)  # what an earlier session did before it saved anything is done again
     if run.init_from is not None:
         start = find_kindred("init_from", run.init_from, kept)
+        progress.message(f"starting from the weights of {start}")
         trainer.start_from(start, workload.replaced(pipeline.layers, read_shapes(start)))
     return trainer
 

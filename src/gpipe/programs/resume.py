@@ -129,7 +129,7 @@ def _has_saved(folder: Path) -> bool:
 
 
 def name_runs(run: RunConfig) -> RunConfig:
-    """Return the settings with the run, where they name a folder of runs to start from: the one that saved last."""
+    """Return the settings with the run, where they name a folder of runs to start from (`find_run`)."""
     named = (run.init_from, run.trainer.resume_from)
     if named == (None, None):
         return run

@@ -32,7 +32,7 @@ class TrainedModel:
 
 
 def open_trained(checkpoint: str, device: torch.device) -> TrainedModel:
-    """Load the model of a checkpoint, a run (its best checkpoint) or a folder of runs (the one that saved last).
+    """Load the model of a checkpoint, a run (its best checkpoint) or a folder of runs (see `find_run`).
 
     The moving averages of the weights are loaded if there are any.
 
