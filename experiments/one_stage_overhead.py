@@ -2,16 +2,20 @@
 
     python -m experiments.one_stage_overhead
 
-A small AmoebaNet-D on one core. The two take turns; the result is the median of the paired ratios. Half a minute.
+A small AmoebaNet-D on one core, with all activations kept and with re-materialisation, for which the loop has
+torch.utils.checkpoint: with a graph, whose first forward runs the kernels of its recomputation as ours does, and
+without (reentrant). All take turns; the results are medians of the paired ratios. Two minutes.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from experiments.program import StudyProgram, track
@@ -23,31 +27,52 @@ NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """Return the median seconds of both, and the median of the rounds' ratios."""
-    plain, layers = (amoebanet_d(NUM_LAYERS, NUM_FILTERS, 10, image_channels=1) for _ in range(2))
+    """Return the median seconds of each, and the median of the rounds' ratios to the hand-written loop."""
     loss = nn.functional.cross_entropy
-    pipeline = gpipe.Pipeline(
-        gpipe.convert_batch_norm(layers), loss, [len(layers)], NUM_MICROBATCHES, rematerialize="never"
-    )
     images = torch.randn(BATCH_SIZE, 1, IMAGE_SIZE, IMAGE_SIZE)
     labels = torch.randint(10, (BATCH_SIZE,))
 
-    def run_loop() -> None:
-        size = BATCH_SIZE // NUM_MICROBATCHES
-        for inputs, targets in zip(images.split(size), labels.split(size), strict=True):
-            (loss(plain(inputs), targets) * (len(inputs) / BATCH_SIZE)).backward()
+    def build() -> nn.Sequential:
+        return amoebanet_d(NUM_LAYERS, NUM_FILTERS, 10, image_channels=1)
 
-    steps = {"hand_written": run_loop, "ours": lambda: pipeline.train_step((images, labels))}
+    def loop(run: Callable[[nn.Sequential, Tensor], Tensor]) -> Callable[[], None]:
+        plain, size = build(), BATCH_SIZE // NUM_MICROBATCHES
+
+        def step() -> None:
+            for inputs, targets in zip(images.split(size), labels.split(size), strict=True):
+                (loss(run(plain, inputs), targets) * (len(inputs) / BATCH_SIZE)).backward()
+
+        return step
+
+    def ours(mode: str) -> Callable[[], object]:
+        layers = gpipe.convert_batch_norm(build())
+        pipeline = gpipe.Pipeline(layers, loss, [len(layers)], NUM_MICROBATCHES, rematerialize=mode)
+        return lambda: pipeline.train_step((images, labels))
+
+    steps = {
+        "hand_written": loop(lambda model, inputs: model(inputs)),
+        "ours": ours("never"),
+        "checkpoint": loop(lambda model, inputs: checkpoint(model, inputs, use_reentrant=False)),
+        "checkpoint_reentrant": loop(
+            # Inputs without a gradient would leave it without a graph.
+            lambda model, inputs: checkpoint(model, inputs.requires_grad_(), use_reentrant=True)
+        ),
+        "ours_rematerialized": ours("always"),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in track(range(rounds + 1), "rounds"):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - start)
-    # The first round warms up.
-    ratio = statistics.median(b / a for a, b in list(zip(*seconds.values(), strict=True))[1:])
+
+    def ratio(name: str) -> float:
+        pairs = zip(seconds["hand_written"], seconds[name], strict=True)
+        return statistics.median(b / a for a, b in list(pairs)[1:])  # the first round warms up
+
     medians = {f"{name}_seconds": statistics.median(values[1:]) for name, values in seconds.items()}
-    return medians | {"ratio": ratio}
+    ratios = {f"{name}_ratio": ratio(name) for name in steps if name not in ("hand_written", "ours")}
+    return medians | {"ratio": ratio("ours")} | ratios
 
 
 if __name__ == "__main__":
