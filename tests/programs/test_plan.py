@@ -4,16 +4,19 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from torch import nn
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import Find, PlanConfig
 from gpipe.planning.accelerator import ACCELERATORS
 from gpipe.programs import train as train_program
 from gpipe.programs.plan import start
+from gpipe.tracing.segments import TracedLayers, as_layers
 from tests.support.program_server import run_program
 
 ROOT = Path(__file__).parents[2]
@@ -175,6 +178,24 @@ def test_a_dry_run_prints_what_the_planner_prints(
     assert capsys.readouterr().out == planned
     assert planned.startswith(f"{run.name}: K={run.pipeline.num_stages} stages, ")
     assert (" bubble " in planned) == (run.launch.num_processes > 1)
+
+
+def test_a_model_of_another_library_is_cut_up_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[str] = []  # names, since the layers themselves are kept as long as somebody holds them
+
+    def cutting(model: nn.Module, example: Any) -> TracedLayers:
+        cut.append(type(model).__name__)
+        return as_layers(model, example)
+
+    monkeypatch.setattr("gpipe.programs.workloads.traced_model.as_layers", cutting)
+    words = ["+experiment=image_classification_laptop", "model.name=test_resnet", "data.num_classes=10"]
+    assert " stages, " in plan(*words, "data.image_size=40")  # a size that no other test has described
+    assert len(cut) == 1
+    cut.clear()
+    register_schemas()
+    run = to_run(compose("train", overrides=[*words, "data.image_size=56", "trainer.dry_run=true"]))
+    train_program.launch_training(run, tmp_path, words)
+    assert len(cut) == 1
 
 
 def test_the_headline_run_takes_at_most_four_and_a_half_seconds_per_step(plan: Plan) -> None:

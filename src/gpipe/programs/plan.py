@@ -18,6 +18,7 @@ from gpipe.programs.automatic import DevicesToUse, choose_pipeline, find_devices
 from gpipe.programs.calibrate import calibrate
 from gpipe.programs.calibration_files import find_calibration
 from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting
+from gpipe.programs.workloads import workload_of
 
 _STEPS = {Find.num_filters: 16, Find.num_layers: 1}
 
@@ -63,6 +64,7 @@ def start(plan: PlanConfig) -> None:
     """Print the plan of a run, or what was to be found; an error is one message and an exit with status 1."""
     with report_errors(debug=plan.launch.debug):
         accelerator = _find_accelerator(plan)
+        layers = workload_of(plan).layers()  # held meanwhile: it takes seconds to cut up another library's model
         if plan.calibrate:
             calibrate(plan)
         calibration = find_calibration(plan, accelerator)
@@ -70,6 +72,7 @@ def start(plan: PlanConfig) -> None:
         if plan.find is not None:
             planner = _find_largest(plan, accelerator)
         print_plan(planner, planner.plan(build_setting(plan, accelerator)), plan.name)
+        del layers
 
 
 def _find_largest(plan: PlanConfig, accelerator: Accelerator) -> Planner:

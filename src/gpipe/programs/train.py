@@ -116,10 +116,13 @@ def _print_plan(run: RunConfig) -> None:
     from gpipe.planning.report import print_plan
     from gpipe.programs.calibration_files import find_calibration
     from gpipe.programs.layout import accelerator_at_hand, build_planner, build_setting
+    from gpipe.programs.workloads import workload_of
 
+    layers = workload_of(run).layers()  # held meanwhile: it takes seconds to cut up another library's model
     accelerator = accelerator_at_hand(run)
     planner = build_planner(run, accelerator, calibration=find_calibration(run, accelerator))
     print_plan(planner, planner.plan(build_setting(run, accelerator)), run.name)
+    del layers
 
 
 def describe_processes(run: RunConfig, folder: Path) -> Processes:

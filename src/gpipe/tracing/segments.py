@@ -102,10 +102,12 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     try:
         whole: set[Any] = set(leaves)
         while True:
-            traces = [trace(model, example, whole, batch) for batch in BATCHES]
-            if traces[-1][2] == traces[0][2]:
+            traces = []
+            for batch in BATCHES:
+                traces.append(trace(model, example, whole, batch))
+                whole = traces[-1][2]
+            if whole == traces[0][2]:
                 break
-            whole = traces[-1][2]
         _refuse_decision(model, example, whole, *traces[0][:2])
     finally:
         for module, mode in modes.items():
