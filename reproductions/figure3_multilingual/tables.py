@@ -226,7 +226,7 @@ def figure3_languages(records: Sequence[Record]) -> str:
 
 def figure3_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest small multilingual model."""
-    runs = [one.run for one in multilingual_trainings(records)]
+    runs = [one.run for one in _list_multilingual(records)]
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
 
 
@@ -234,7 +234,7 @@ def figure3_commands(records: Sequence[Record]) -> str:
     """Return the command of every training on the page, and those that score its translations."""
     cells = [
         *(Cell(", ".join(one.languages or ()), one.run, one.scored) for one in trainings(records, BILINGUAL)),
-        *(Cell(one.model, one.run, one.scored) for one in multilingual_trainings(records)),
+        *(Cell(one.model, one.run, one.scored) for one in _list_multilingual(records)),
         *(
             Cell(setting, run, {})
             for setting, ways in depth.deep_trainings(records).items()
@@ -253,13 +253,16 @@ def figure3_design(records: Sequence[Record]) -> str:
         models = [one for one in multilingual_trainings(records) if one.setting == setting]
         alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
         items = _count_items(records, setting, _list_languages(seeds))
-        arms.append(_make_arm(records, question, "one model per language", BILINGUAL, alone, items))
-        arms.append(_make_arm(records, question, f"one {models[0].model}", DEEP_OR_WIDE, models, items))
+        arms.append(
+            _make_arm(question, "one model per language", BILINGUAL, alone, searches(records, BILINGUAL), items)
+        )
+        arms.append(_make_arm(question, f"one {models[0].model}", DEEP_OR_WIDE, models, [], items))
     question = "are deep models better than wide ones where examples are few?"
     for data, depths in depth.models_by_depth(records).items():
         for found in (list(models.values()) for models in depths.values()):
             items = _count_items(records, found[0].setting, depth.tested_groups(records, data[0])["low"])
-            arms.append(_make_arm(records, question, found[0].model, DEEP_OR_WIDE, found, items))
+            searched = searches(records, DEEP_OR_WIDE)
+            arms.append(_make_arm(question, found[0].model, DEEP_OR_WIDE, found, searched, items))
     question = "do scaled initialisation and clipped logits let deep models train?"
     for ways in depth.deep_trainings(records).values():
         for (scaled, limit), runs in ways.items():
@@ -270,13 +273,13 @@ def figure3_design(records: Sequence[Record]) -> str:
 
 
 def _make_arm(
-    records: Sequence[Record], question: str, name: str, experiment: str, found: Sequence[Trained], items: str
+    question: str, name: str, experiment: str, found: Sequence[Trained], searched: Sequence[Trained], items: str
 ) -> Arm:
     """Return what the design says of trainings, with the search for their recipe, and the scores of translations."""
     models = {one.model for one in found}
-    searched = [one.run for one in searches(records, experiment) if one.model in models]
+    search = [one.run for one in searched if one.model in models]
     scores = [record for one in found for record in one.scored.values()]
-    return Arm(question, name, experiment, [one.run for one in found], searched, scores, items)
+    return Arm(question, name, experiment, [one.run for one in found], search, scores, items)
 
 
 def _count_items(records: Sequence[Record], setting: str, languages: Iterable[str]) -> str:
@@ -287,14 +290,25 @@ def _count_items(records: Sequence[Record], setting: str, languages: Iterable[st
 
 
 def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
-    """Return the small models of all languages: those that deep_or_wide compares, and others of their own experiment.
+    """Return the small models of all languages that stand beside those of one language, if there are any of these.
 
-    Of the same model and seed that of deep_or_wide counts, whose command the page prints.
+    They have the learning rate and the dropout of the models of one language: what a search found for the model of all
+    languages alone would favour it. Of the same model and seed that of deep_or_wide counts, whose command the page
+    prints.
     """
+    alike = {(one.setting, one.recipe[:2]) for one in trainings(records, BILINGUAL)}
     found: dict[tuple[str, int], Trained] = {}
     for experiment in (MULTILINGUAL, DEEP_OR_WIDE):
-        found |= {(one.setting, one.run.seed): one for one in trainings(records, experiment)}
+        counted, others = trainings(records, experiment), searches(records, experiment)
+        every = [one for one in (*others, *counted) if (one.setting, one.recipe[:2]) in alike] if alike else counted
+        found |= {(one.setting, one.run.seed): one for one in every}
     return list(found.values())
+
+
+def _list_multilingual(records: Sequence[Record]) -> list[Trained]:
+    """Return all small models of all languages that the page compares with anything, each once."""
+    every = [*multilingual_trainings(records), *trainings(records, DEEP_OR_WIDE)]
+    return list({(one.setting, one.recipe, one.run.seed): one for one in every}.values())
 
 
 @dataclass(frozen=True)

@@ -62,3 +62,13 @@ def test_the_multilingual_model_is_the_one_whose_command_the_page_prints() -> No
         assert [one.run for one in multilingual_trainings(records)] == [printed]
         (seeds,) = pair_models(records).values()
         assert seeds[0]["sw"][1].run == printed
+
+
+def test_the_models_of_one_language_stand_beside_one_of_their_own_recipe() -> None:
+    found = [trained(DEEP_OR_WIDE, seed, {"sw": 1.0}, loss=1.0, rate=0.25) for seed in (0, 1)]
+    alike = [trained(DEEP_OR_WIDE, seed, {"sw": 2.0}, loss=2.0, rate=0.5) for seed in (0, 1)]
+    alone = [trained("bilingual_laptop", seed, {"sw": 3.0}, languages=["sw"], rate=0.5) for seed in (0, 1)]
+    records = [*alike, *alone, *found]
+    assert [one.run for one in trainings(records, DEEP_OR_WIDE)] == found
+    (seeds,) = pair_models(records).values()
+    assert [pairs["sw"][1].run for pairs in seeds.values()] == alike
