@@ -130,6 +130,8 @@ class Cell(nn.Module):
         auxiliary_head: maps the cell's output to auxiliary logits in training mode; None for most cells.
     """
 
+    same_without_graph = True  # with all below: the engine runs what it will recompute without a graph
+
     def __init__(
         self,
         genotype: CellGenotype,

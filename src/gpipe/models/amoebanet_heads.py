@@ -17,6 +17,8 @@ class Stem(ConvNorm):
     [n, image_channels, h, w] -> [n, 32, (h - 1) // 2, (w - 1) // 2]
     """
 
+    same_without_graph = True  # as of the cell
+
     def __init__(self, image_channels: int, norm: NormFactory) -> None:
         super().__init__(Conv2d(image_channels, STEM_CHANNELS, (3, 3), stride=2, padded=False), norm)
 
@@ -26,6 +28,8 @@ class Classifier(nn.Module):
 
     ([n, in_channels, h, w], ...) -> logits [n, num_classes]; (logits, auxiliary_logits) if the payload has both
     """
+
+    same_without_graph = True  # as of the cell
 
     def __init__(self, in_channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()

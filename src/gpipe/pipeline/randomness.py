@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe.pipeline.structure import has_own_code
+
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
 
@@ -57,12 +59,7 @@ def can_draw_from_others(module: nn.Module) -> bool:
     Layers of torch, torchvision, timm and our own do not. What a user wrote may: a class, a hook, a forward put on an
     instance.
     """
-    attributes = module.__dict__
-    return (
-        not _is_known(type(module))  # type: ignore[arg-type]  # classes can be hashed
-        or "forward" in attributes
-        or bool(attributes["_forward_hooks"] or attributes["_forward_pre_hooks"])
-    )
+    return not _is_known(type(module)) or has_own_code(module)  # type: ignore[arg-type]  # classes can be hashed
 
 
 @cache

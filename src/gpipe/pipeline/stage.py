@@ -8,8 +8,7 @@ Where the schedule splits backwards, gradients of weights follow in a task of th
 Between a forward and its backward a stage holds only the boundary input of a micro-batch, without a graph. The
 recomputation builds the graph above; or the forward keeps it at once.
 
-A forward that will be recomputed also runs with a graph, which keeps no tensor and is gone when the forward ends.
-Without one torch picks other kernels, as for LSTMs and attention, and nobody knows which outputs need a gradient.
+A forward that will be recomputed has the bits of the recomputation: see first_forward.py.
 
 Why not torch.utils.checkpoint:
 
@@ -30,12 +29,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gpipe.pipeline._compat import apply_function, run_backward
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
+from gpipe.pipeline.first_forward import (
+    as_leaves,
+    find_differentiable,
+    is_same_without_graph,
+    wants_no_leaf,
+    wants_saved_tensors,
+    without_saved_tensors,
+)
 from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.low_precision import lower
 from gpipe.pipeline.microbatch import Payload
@@ -131,6 +138,7 @@ class Stage:
         self._final_micro_batch = 0
         self._needs_whole_graph = False  # in a forward that will be recomputed
         self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
+        self._is_same_without_graph = False
         self._buffers = Buffers(self.layers)
         self._hooks = ParameterHooks()
         self._batch_norms = converted_batch_norms(self.layers.values())
@@ -157,6 +165,8 @@ class Stage:
         self._buffers.start_step(chain(*modules.values()))
         self._hooks.take(p for below in modules.values() for module in below for p in module._parameters.values())
         self._is_torch_all_random = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
+        is_plain = self.compilation is None and self.exchange is None
+        self._is_same_without_graph = is_plain and all(map(is_same_without_graph, modules.values()))
         if self.averaging is not None:
             self.averaging.start_step()
 
@@ -191,7 +201,7 @@ class Stage:
         try:
             return self._forward(micro_batch, inputs, keep_graph=keep_graph)
         except Exception as error:
-            is_graphs = wants_saved_tensors(error) or _wants_no_leaf(error)
+            is_graphs = wants_saved_tensors(error) or wants_no_leaf(error)
             if keep_graph or self._needs_whole_graph or not is_graphs:
                 raise
         self._needs_whole_graph = True
@@ -313,10 +323,16 @@ class Stage:
             return self._run_without_graph(micro_batch, inputs, look)
 
     def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
-        """Run the layers as with a graph, so that torch picks the same kernels, but let go of it."""
+        """Run the layers with the kernels that they have in a graph, but keep none."""
         is_stored = look is None
+        # Autocast keeps the weights that it converts, for the recomputation too: they need their graphs.
+        if self._is_same_without_graph and not torch.is_autocast_enabled(self.device.type):
+            with torch.no_grad():
+                return self._run(
+                    micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look
+                ).detach()
         # Leaves are the cheapest beginning of a graph, but no layer may change one in place.
-        entered = _enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else _as_leaves(inputs)
+        entered = _enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else as_leaves(inputs)
         with NOTHING if self._needs_whole_graph else without_saved_tensors():
             return self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
 
@@ -338,12 +354,14 @@ class Stage:
         layers: Mapping[int, nn.Module],
         *,
         is_stored: bool = False,
+        has_graph: bool = True,
         announce: bool = False,
         look: Look | None = None,
     ) -> Payload:
         """Run layers one after the other.
 
         is_stored: whether a recomputation will start from the inputs: no layer may change them.
+        has_graph: whether a graph says which tensors need a gradient.
         announce: whether their backward will run.
         """
         payload, value = inputs, inputs.value()
@@ -358,7 +376,10 @@ class Stage:
             run = layer if self.compilation is None or look is not None else self.compilation.compiled(layer)
             value = run(value)
             # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
-            payload = Payload.of(value)
+            outputs = Payload.of(value)
+            if not has_graph:
+                outputs.differentiable = find_differentiable(outputs, payload, layer)
+            payload = outputs
             if is_guarded and [tensor._version for tensor in inputs.tensors] != versions:
                 _refuse_changed_inputs(inputs, versions, is_stored=is_stored)
             if (check := self.recomputation_check) is not None and look is None and (is_stored or announce):
@@ -419,47 +440,6 @@ def _enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
         next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
     ]
     return inputs.replace(tensors)
-
-
-def _as_leaves(inputs: Payload) -> Payload:
-    """Return a boundary input as the beginning of a graph without a backward."""
-    tensors = [
-        tensor.detach().requires_grad_() if is_wanted else tensor
-        for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
-    ]
-    return inputs.replace(tensors)
-
-
-class _NotSavedError(RuntimeError):
-    """A forward wanted a tensor back that its graph did not keep."""
-
-
-def _refuse_to_restore(_: Any) -> Tensor:
-    raise _NotSavedError("a layer differentiates in its forward, whose graph keeps no tensors")
-
-
-_WITHOUT_SAVED_TENSORS = saved_tensors_hooks(id, _refuse_to_restore)
-
-
-def without_saved_tensors() -> AbstractContextManager[None]:
-    """Let graphs that the body makes keep no tensors, so that a forward takes the memory of one without a graph.
-
-    Layers that differentiate in their forward then fail with an error that `wants_saved_tensors` knows.
-    """
-    return _WITHOUT_SAVED_TENSORS
-
-
-def wants_saved_tensors(error: BaseException | None) -> bool:
-    """Return whether a forward failed because it differentiates itself: with torch.autograd.grad, or torch.func."""
-    if error is None:
-        return False
-    is_refused = isinstance(error, _NotSavedError) or "support saved tensor hooks" in str(error)  # torch.func's words
-    return is_refused or wants_saved_tensors(error.__cause__)
-
-
-def _wants_no_leaf(error: Exception) -> bool:
-    """Return whether a forward failed because a layer changes its input in place, which torch forbids for leaves."""
-    return "leaf Variable that requires grad" in str(error)
 
 
 def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: bool) -> None:

@@ -26,6 +26,12 @@ def structure(module: nn.Module) -> Hashable:
     return type(module), attributes, tensors, children
 
 
+def has_own_code(module: nn.Module) -> bool:
+    """Return whether something else runs than its class's forward: hooks, or a forward put on the instance."""
+    attributes = module.__dict__
+    return bool(attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]) or "forward" in attributes
+
+
 def _described(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 

@@ -20,12 +20,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe._compat.torch_description import FakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
+from gpipe.pipeline.first_forward import wants_saved_tensors, without_saved_tensors
 from gpipe.pipeline.low_precision import lower, wants_low_precision
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.pipeline.split_backward import DeferredProduct, find_products
-from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
 from gpipe.planning.errors import layer_error
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.operation_memory import OperationMemory

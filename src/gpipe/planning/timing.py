@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm, commit, converted_batch_norms, discard, microbatch_phase
+from gpipe.pipeline.first_forward import is_same_without_graph, wants_saved_tensors, without_saved_tensors
 from gpipe.pipeline.gradient_norm import compute_norms
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.split_backward import run_split_backward
-from gpipe.pipeline.stage import wants_saved_tensors, without_saved_tensors
 from gpipe.pipeline.structure import structure
 from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.errors import layer_error
@@ -185,44 +185,52 @@ class LayerTimer:
         """
         try:
             with microbatch_phase(norms, recompute=False):
-                forward, outputs = self._run_forward(run, inputs)
-            outputs = outputs.replace([tensor.detach() for tensor in outputs.tensors])
+                forward = self._run_forward(run, inputs)
             with microbatch_phase(norms, recompute=True):
-                passes = self._run_again(run, inputs)
+                passes, outputs = self._run_again(run, inputs)
             update = self._clocked(lambda: _end_step(run, norms, optimizer))[0] if isinstance(run, nn.Module) else 0.0
         finally:
             discard(norms)
         return LayerTiming(forward, *passes[:2], update, *passes[2:]), outputs
 
-    def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
-        """Run a forward that will be recomputed, as `Stage.forward` runs it; return its seconds, and the outputs."""
+    def _run_forward(self, run: Callable[[Any], Any], inputs: Payload) -> float:
+        """Run a forward that will be recomputed, as `Stage.forward` runs it; return its seconds."""
         try:
-            with without_saved_tensors():
-                return self._build_graph(run, inputs)
+            with torch.no_grad() if self._does_without_graph(run) else without_saved_tensors():
+                return self._time_forward(run, inputs)[0]
         except Exception as error:
             if not wants_saved_tensors(error):
                 raise
-        return self._build_graph(run, inputs)
+        return self._time_forward(run, inputs)[0]
 
-    def _run_again(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, float, float, float]:
-        """Recompute, and run the backward; return their seconds, and those of `weights` and `splitting`."""
-        recompute, payload = self._build_graph(run, inputs)
-        graph = payload.tensors
+    def _does_without_graph(self, run: Callable[[Any], Any]) -> bool:
+        is_plain = not torch.is_autocast_enabled(self._device.type)
+        return is_plain and isinstance(run, nn.Module) and is_same_without_graph(list(run.modules()))
+
+    def _run_again(
+        self, run: Callable[[Any], Any], inputs: Payload
+    ) -> tuple[tuple[float, float, float, float], Payload]:
+        """Recompute, and run the backward; return their seconds, those of `weights` and `splitting`, and the outputs.
+
+        The outputs have no graph.
+        """
+        recompute, payload = self._time_forward(run, inputs)
+        graph, outputs = payload.tensors, payload.detach()
         roots = [tensor for tensor in graph if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
         backward, _ = self._clocked(lambda: torch.autograd.backward(roots, gradients) if roots else None)
         weights = splitting = 0.0
         if self._splits:
-            graph = self._build_graph(run, inputs)[1].tensors
+            graph = self._time_forward(run, inputs)[1].tensors
             edges = [get_gradient_edge(tensor) for tensor in graph if tensor.requires_grad]
             del graph, payload, roots  # a boundary output is gone when it has been sent
             early, waiting = self._clocked(lambda: run_split_backward(list(zip(edges, gradients, strict=True))))
             weights, _ = self._clocked(waiting.compute)
             splitting = early + weights - backward
-        return recompute, backward, weights, splitting
+        return (recompute, backward, weights, splitting), outputs
 
-    def _build_graph(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
-        """Run the forward function with a graph; return its seconds, and the outputs.
+    def _time_forward(self, run: Callable[[Any], Any], inputs: Payload) -> tuple[float, Payload]:
+        """Run the forward function; return its seconds, and the outputs.
 
         Each pass has inputs of its own, which the layer may change in place; a leaf with a gradient it may not.
         """

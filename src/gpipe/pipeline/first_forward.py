@@ -1,0 +1,117 @@
+"""The forward of a micro-batch that will be recomputed: it has a graph that keeps no tensors, or none.
+
+Without a graph torch picks other kernels for some operations, such as LSTMs and attention, and a recomputation would
+have other bits. To build one takes a tenth of the forward of small layers, whatever it keeps. So layers do without it
+where every operation is known to have the same kernels:
+
+- modules of torch, by their class: `_SAME_WITHOUT_GRAPH`, each held to its bits by a test;
+- layers whose class says so in its own body, `same_without_graph = True`, with the modules of its package below them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpipe.pipeline.batch_norm import MicroBatchNorm
+from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.structure import has_own_code
+
+_SAME_WITHOUT_GRAPH = frozenset(
+    {
+        nn.AdaptiveAvgPool2d,
+        nn.AvgPool2d,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Dropout,
+        nn.Embedding,
+        nn.Flatten,
+        nn.GELU,
+        nn.GroupNorm,
+        nn.Identity,
+        nn.LayerNorm,
+        nn.Linear,
+        nn.MaxPool2d,
+        nn.ModuleDict,
+        nn.ModuleList,
+        nn.ReLU,
+        nn.Sequential,
+        nn.SiLU,
+        nn.Sigmoid,
+        nn.Tanh,
+    }
+)
+
+
+def is_same_without_graph(modules: Sequence[nn.Module]) -> bool:
+    """Return whether a layer has the same bits with and without a graph, outside of autocast.
+
+    Its outputs that are none of its inputs then depend on all of its inputs and parameters.
+
+    modules: the layer and all below it, the layer first.
+    """
+    layer = type(modules[0])
+    home = layer.__module__.partition(".")[0] if vars(layer).get("same_without_graph", False) else None
+    return all(
+        kind in _SAME_WITHOUT_GRAPH
+        or (issubclass(kind, MicroBatchNorm) and kind.is_torchs_own)
+        or kind.__module__.partition(".")[0] == home
+        for kind in set(map(type, modules))
+    ) and not any(map(has_own_code, modules))
+
+
+def find_differentiable(outputs: Payload, inputs: Payload, layer: nn.Module) -> list[bool]:
+    """Return which outputs need a gradient, of a layer that is the same without a graph and ran without one."""
+    passed = dict(zip(map(id, inputs.tensors), inputs.differentiable, strict=True))
+    is_needed = any(inputs.differentiable) or any(parameter.requires_grad for parameter in layer.parameters())
+    return [
+        passed.get(id(tensor), is_needed and (tensor.is_floating_point() or tensor.is_complex()))
+        for tensor in outputs.tensors
+    ]
+
+
+class _NotSavedError(RuntimeError):
+    """A forward wanted a tensor back that its graph did not keep."""
+
+
+def _refuse_to_restore(_: Any) -> Tensor:
+    raise _NotSavedError("a layer differentiates in its forward, whose graph keeps no tensors")
+
+
+_WITHOUT_SAVED_TENSORS = saved_tensors_hooks(id, _refuse_to_restore)
+
+
+def without_saved_tensors() -> AbstractContextManager[None]:
+    """Let graphs that the body makes keep no tensors, so that a forward takes the memory of one without a graph.
+
+    Layers that differentiate in their forward then fail with an error that `wants_saved_tensors` knows.
+    """
+    return _WITHOUT_SAVED_TENSORS
+
+
+def wants_saved_tensors(error: BaseException | None) -> bool:
+    """Return whether a forward failed because it differentiates itself: with torch.autograd.grad, or torch.func."""
+    if error is None:
+        return False
+    is_refused = isinstance(error, _NotSavedError) or "support saved tensor hooks" in str(error)  # torch.func's words
+    return is_refused or wants_saved_tensors(error.__cause__)
+
+
+def wants_no_leaf(error: Exception) -> bool:
+    """Return whether a forward failed because a layer changes its input in place, which torch forbids for leaves."""
+    return "leaf Variable that requires grad" in str(error)
+
+
+def as_leaves(inputs: Payload) -> Payload:
+    """Return a boundary input as the beginning of a graph without a backward."""
+    tensors = [
+        tensor.detach().requires_grad_() if is_wanted else tensor
+        for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
+    ]
+    return inputs.replace(tensors)
