@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
+from gpipe.pipeline.autocast import step_autocast_cache
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
@@ -46,7 +47,7 @@ from gpipe.pipeline.schedule import (
 from gpipe.pipeline.schedule_choice import choose_schedule, plan_tasks
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
-from gpipe.pipeline.stage import Stage, step_autocast_cache
+from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
 from gpipe.pipeline.timeline import Clock, Timeline
 from gpipe.pipeline.transfer import MiniBatch

@@ -21,8 +21,8 @@ Why not torch.utils.checkpoint:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gpipe.pipeline._compat import apply_function, run_backward
+from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
@@ -456,27 +457,3 @@ def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: b
             "the layer changed the stage's stored input in place, and the recomputation would start from the "
             "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
         )
-
-
-@contextmanager
-def step_autocast_cache(*, is_kept: bool) -> Iterator[None]:
-    """Let autocast convert each weight once in the body, where it asks autocast to keep what it has converted.
-
-    What was converted before may be older than the last update. All micro-batches' graphs then share one copy, whose
-    gradients become float32 before they are added up: the bits are those of a copy per micro-batch.
-
-    is_kept: False converts at each use, as for weights that are there only while a layer runs.
-    """
-    enabled = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(enabled and is_kept)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-        torch.clear_autocast_cache()
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Run backward outside of autocast, as torch asks for: its operations remember the types of the forward."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
