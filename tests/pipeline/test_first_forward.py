@@ -17,11 +17,11 @@ import gpipe
 from gpipe.models import amoebanet_b, amoebanet_d
 from gpipe.pipeline.first_forward import _SAME_WITHOUT_GRAPH, without_saved_tensors
 from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.randomness import seed_generators
 from gpipe.pipeline.stage import Stage, _enter_graph
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-CPU = torch.device("cpu")
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 NUMBERS = st.integers(1, 20)
@@ -89,10 +89,10 @@ def draw_input(draw: Draw, kind: type[nn.Module], dtype: torch.dtype) -> Tensor:
     return value.contiguous(memory_format=torch.channels_last) if layout != "contiguous" and value.ndim == 4 else value
 
 
-def run(module: nn.Module, value: Any, *, with_graph: bool) -> tuple[Payload, list[Tensor]]:
+def run(module: nn.Module, value: Tensor, *, with_graph: bool) -> tuple[Payload, list[Tensor]]:
     """Return the outputs of a forward whose graph keeps nothing, or of one without, and the buffers after it."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    torch.manual_seed(1)
+    seed_generators(1, value.device, others=False)
     with without_saved_tensors() if with_graph else torch.no_grad():
         outputs = Payload.of(module(value))
     after = [buffer.clone() for buffer in module.buffers()]
