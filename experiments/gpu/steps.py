@@ -9,9 +9,8 @@ TORCHGPIPE = "https://github.com/kakaobrain/torchgpipe", "v0.0.7"
 """The repository and the version of the code that ours is measured beside."""
 
 _CLONE = "torchgpipe"
-_PYTEST = "-m", "pytest", "-p", "no:cacheprovider"
-_TESTS = *_PYTEST, "tests/simulated_cuda/test_steps.py", "-k"
-_SAME_BITS = *_PYTEST, "tests/pipeline/test_first_forward.py", "-k"
+_PYTEST = "-m", "pytest", "-p", "no:cacheprovider", "-k"
+_STEPS, _KERNELS = "tests/simulated_cuda/test_steps.py", "tests/pipeline/test_first_forward.py"
 # It takes what any GPU computes for work of the current one.
 _SANITIZER = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": "0"}
 _TABLES = "train.py", "-m"
@@ -62,13 +61,12 @@ def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list
     """
     repository, version = torchgpipe
     clone = "git", "clone", "--quiet", "--depth", "1", "--branch", version, repository, "{folder}/clone"
-    tests = (*_TESTS, "real and (autocast or checkpoint)" if small else "real")
+    tests = (*_PYTEST, "real and (autocast or checkpoint or Dropout)" if small else "real", _STEPS)
     sizes = ["--layers", "1", "--batch", "2", "--sequence", "1", "--no-compile", "--rounds", "1"] if small else []
     rounds = ("--rounds", "1") if small else ()
     return [
-        Step("tests", tests, 3),
+        Step("tests", (*tests, _KERNELS), 3),
         Step("tests_with_sanitizer", tests, 3, variables=_SANITIZER),
-        Step("same_without_graph", (*_SAME_BITS, "cuda and (Conv2d or Dropout)" if small else "cuda"), 3),
         _study("table1_capacity", "table1_model_size", 9, "--measure-only", *(["--small"] if small else [])),
         _study("transformer_utilization", "table2_throughput", 4, *sizes),
         _study(

@@ -20,7 +20,7 @@ from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import seed_generators
 from gpipe.pipeline.stage import Stage, _enter_graph
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", *([pytest.param("cuda", id="real")] if torch.cuda.is_available() else [])]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
