@@ -5,7 +5,7 @@
 For each model, seed 0 tries learning rates, which are judged by the least loss on the validation set: a rate and its
 two neighbours, then further ones as long as the best is at an end. The best rate trains the other seeds, and all five
 translate the test set greedily. Each core trains one model at a time. The runs are in runs/deep_or_wide: the same
-command goes on from what is there. About three hours on two cores, by the third of it that was run.
+command goes on from what is there. About five hours on two cores.
 """
 
 from __future__ import annotations
