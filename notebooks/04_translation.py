@@ -151,8 +151,8 @@ show_answers(claims(records, paper), "one model of 102 languages")
 #
 # **Question:** of models of equal size, are deep ones better where text is scarce, and as good where there is more?
 # **Method:** five shapes of equal size, from one layer with 16 heads to 16 layers with one, learn all languages. The
-# first seed of each chooses its learning rate on the validation set; the other seeds then learn at that rate. The answer
-# is the slope of a line through the five depths, seed by seed and language by language.
+# first seed of each chooses its learning rate on the validation set; the other seeds then learn at that rate. The
+# answer is the slope of a line through the five depths, seed by seed and language by language.
 #
 # A point is a seed, a line the mean over the seeds. "High" are the languages with many training pairs, "low" the other
 # half, each without the languages that have few test sentences.
