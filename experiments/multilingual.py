@@ -4,9 +4,10 @@
 
 Both kinds try learning rates, then dropouts: a value and its two neighbours, then further ones as long as the best is
 at an end. They are judged by the least loss on the validation set, models of one language by the mean over eight
-languages, from those with the fewest pairs to one of the richest. The comparison itself is two sweeps, see
-reproductions/figure3_multilingual. Each core trains one model at a time. The runs are in runs/multilingual: the same
-command goes on from what is there. About an hour on two cores, by its first runs.
+languages, from those with the fewest pairs to one of the richest. The learning rates of the model of 102 languages are
+those of the study of depth, see experiments/deep_or_wide.py. The comparison itself is two sweeps, see
+reproductions/figure3_multilingual. Each core trains one model at a time. The runs are in runs/multilingual and
+runs/deep_or_wide: the same command goes on from what is there. About an hour on two cores, by its first runs.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from experiments.deep_or_wide import TUNING as TOGETHER
 from experiments.deep_or_wide import score
 from experiments.program import StudyProgram
 from experiments.tuning import Tuning, climb, train_each
 from gpipe.records import Record
 from reproductions.figure3_multilingual.tables import BILINGUAL, figure3_design
-from reproductions.translation_runs import DEEP_OR_WIDE
 
 CLAIM = "figure3_multilingual"
-FOLDER = Path("runs/multilingual")
 RATES, FIRST_RATE = (0.00125, 0.0025, 0.005, 0.01, 0.02), 0.005
 DROPOUTS, FIRST_DROPOUT = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 0.3
 # Every seventh or so of those that are compared, by their training pairs, with the fewest and the most.
 LANGUAGES = {"gu": 600, "lb": 600, "ta": 600, "te": 600, "uz": 600, "sw": 600, "ms": 600, "zh": 1000}
 """The languages that models of one language are tuned on, with the most steps that each takes in the comparison."""
-ALONE, TOGETHER = (Tuning(name, FOLDER, RATES, FIRST_RATE, score) for name in (BILINGUAL, DEEP_OR_WIDE))
+ALONE = Tuning(BILINGUAL, Path("runs/multilingual"), RATES, FIRST_RATE, score)
+MODEL = "t4_128_4"
 
 
 def train_alone(rate: float, dropout: float) -> list[Record]:
@@ -44,8 +45,10 @@ def train_alone(rate: float, dropout: float) -> list[Record]:
 
 def train_together(rate: float, dropout: float) -> list[Record]:
     """Return the run of one model for all languages."""
-    settings = ["model=translation_t4_128_4", f"model.dropout={dropout:g}"]
-    return [TOGETHER.train(f"t4_128_4_dropout_{dropout:g}", settings, rate, 0)]
+    name, settings = MODEL, [f"model=translation_{MODEL}"]
+    if dropout != FIRST_DROPOUT:
+        name, settings = f"{MODEL}_dropout_{dropout:g}", [*settings, f"model.dropout={dropout:g}"]
+    return [TOGETHER.train(name, settings, rate, 0)]
 
 
 def tune(train: Callable[[float, float], Sequence[Record]]) -> list[Record]:

@@ -36,9 +36,15 @@ def _read_curves(folder: Path) -> dict[str, Any]:
 
 
 def add_records(name: str, records: Iterable[Record], root: Path = ROOT) -> None:
-    """Add records to a claim, without the folders of this machine, and render all pages."""
-    for record in records:
-        append_record(root / FOLDER / name / RUNS_FILE, without_places(record))
+    """Add records to a claim, without the folders of this machine, and render all pages.
+
+    A record that is there already is not added again: a study that goes on hands over its earlier runs, too.
+    """
+    path = root / FOLDER / name / RUNS_FILE
+    there = read_records(path) if path.exists() else []
+    for record in map(without_places, records):
+        if record not in there:
+            append_record(path, record)
     write_pages(root)
 
 

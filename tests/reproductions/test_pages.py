@@ -14,7 +14,7 @@ from gpipe.pipeline.gradient_norm import global_norm
 from gpipe.programs.jobs import Outcome, read_jobs, write_outcome
 from gpipe.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
 from reproductions.__main__ import main
-from reproductions.additions import add_jobs
+from reproductions.additions import add_jobs, add_records
 from reproductions.bubble.tables import DCP_SYNCHRONOUS
 from reproductions.pages import CLAIMS, fill_tables, find_pages, render_pages
 
@@ -151,6 +151,20 @@ def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_
 def test_a_sweep_outside_of_the_repository_is_told_where_to_start(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="start the sweep in the repository, or set reproduction=null"):
         add_jobs("claim", "transfer", "x", [], tmp_path)
+
+
+def test_a_study_that_goes_on_adds_only_the_records_that_are_new(tmp_path: Path) -> None:
+    path = tmp_path / "reproductions" / "claim" / "runs.jsonl"
+    for readme in (tmp_path / "README.md", path.with_name("README.md")):
+        readme.parent.mkdir(parents=True, exist_ok=True)
+        readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
+    first, second = (
+        make_record(kind="measured", command="x", experiment="e", config={"learning_rate": 0.1}, seed=seed, results={})
+        for seed in (0, 1)
+    )
+    add_records("claim", [first], tmp_path)
+    add_records("claim", [first, second], tmp_path)
+    assert [record.seed for record in read_records(path)] == [0, 1]
 
 
 def test_a_training_that_diverged_is_a_result_and_one_that_failed_otherwise_is_not(tmp_path: Path) -> None:
