@@ -158,11 +158,11 @@ def main() -> None:
     if options.device == "cuda" and num_gpus == 0:
         program.parser.error("--device is cuda, but torch finds no GPU here.")
     num_processes = min(MOST_PROCESSES, num_gpus or MOST_PROCESSES)
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue = torch.multiprocessing.get_context("forkserver").SimpleQueue()
     (ROOT / "runs").mkdir(exist_ok=True)  # on a disk, where the system's temporary folder may be memory
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as temporary:
         arguments = num_processes, 29660, options.device, options.width, options.rounds, Path(temporary), queue
-        torch.multiprocessing.start_processes(measure, arguments, num_processes, start_method="spawn")
+        torch.multiprocessing.start_processes(measure, arguments, num_processes, start_method="forkserver")
     size, measured = queue.get()
     config = {"num_bytes": size, "num_processes": num_processes, "rounds": options.rounds, "width": options.width}
     record = make_record(

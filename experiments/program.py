@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gpipe.records import Record, append_record, without_places
 from reproductions import FOLDER, ROOT, RUNS_FILE
 from reproductions.additions import add_records
-from reproductions.pages import read_paper
+from reproductions.pages import read_paper, write_pages
 from reproductions.table import Table, make_table
 
 _NOT_RUN = "Not run: "  # how the text of `not_run` begins
@@ -94,6 +94,8 @@ class StudyProgram:
                     print(text)
         for claim, made in records.items():
             self._keep(claim, made)
+        if self._is_recorded and self._folder is None:
+            write_pages()
         print(self._describe_outcome(), file=sys.stderr, flush=True)
 
     def _keep(self, claim: str, made: Sequence[Record]) -> None:

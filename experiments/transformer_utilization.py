@@ -31,22 +31,21 @@ from gpipe.records import make_record
 from reproductions.table2_throughput.tables import transformer_utilization, transformer_utilization_run
 
 CLAIM = "table2_throughput"
-MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS = 2048, 8192, 32
+MODEL_SIZE, WIDENING, HEAD_SIZE = 2048, 4, 64
 STEPS_PER_ROUND = 4
 
 
-def make_layers(num_layers: int) -> nn.Sequential:
-    """Describe layers of the paper's size, without the tables around them."""
+def make_layers(num_layers: int, width: int) -> nn.Sequential:
+    """Describe layers, of the paper's size if they are `MODEL_SIZE` wide, without the tables around them."""
     with torch.device("meta"):
-        return nn.Sequential(
-            *(TransformerLayer(MODEL_SIZE, FEEDFORWARD_SIZE, NUM_HEADS, 0.0) for _ in range(num_layers))
-        )
+        layers = (TransformerLayer(width, WIDENING * width, width // HEAD_SIZE, 0.0) for _ in range(num_layers))
+        return nn.Sequential(*layers)
 
 
-def count_forward_flops(num_layers: int, batch: int, time_steps: int) -> int:
+def count_forward_flops(num_layers: int, batch: int, time_steps: int, width: int) -> int:
     """Return the FLOPs of a forward pass: two per multiplication and addition."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        make_layers(num_layers)(torch.empty(batch, time_steps, MODEL_SIZE, device="meta"))
+        make_layers(num_layers, width)(torch.empty(batch, time_steps, width, device="meta"))
     return counter.get_total_flops()
 
 
@@ -60,11 +59,11 @@ class Setting:
 
     def __init__(self, rematerialize: str, *, compiled: bool, arguments: argparse.Namespace, device: str) -> None:
         self.name = {"rematerialize": rematerialize, "compiled": compiled}
-        self._batch = torch.randn(arguments.batch, arguments.sequence, MODEL_SIZE, device=device)
+        self._batch = torch.randn(arguments.batch, arguments.sequence, arguments.width, device=device)
         self._targets = torch.zeros(arguments.batch)
         self._device = device
         self._pipeline = gpipe.Pipeline(
-            make_layers(arguments.layers),
+            make_layers(arguments.layers, arguments.width),
             compute_mean_square,
             [arguments.layers],
             arguments.micro_batches,
@@ -111,7 +110,8 @@ def main() -> None:
     program = StudyProgram(
         __doc__, tables, rounds=5, what_rounds_are=f"turns of each setting, of {STEPS_PER_ROUND} steps"
     )
-    for name, default in (("layers", 4), ("batch", 32), ("sequence", 1024), ("micro-batches", 1)):
+    sizes = {"layers": 4, "width": MODEL_SIZE, "batch": 32, "sequence": 1024, "micro-batches": 1}
+    for name, default in sizes.items():
         program.parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     program.parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments = program.parse()
@@ -128,12 +128,15 @@ def main() -> None:
         for setting in made:
             setting.seconds.append(setting.run(STEPS_PER_ROUND))
     tokens = arguments.batch * arguments.sequence
-    flops = count_forward_flops(arguments.layers, arguments.batch, arguments.sequence)
+    flops = count_forward_flops(arguments.layers, arguments.batch, arguments.sequence, arguments.width)
     rows = [describe(setting, tokens, flops, device) for setting in made]
     record = make_record(
         kind="measured",
         experiment="transformer_utilization",
-        config={name: getattr(arguments, name) for name in ("layers", "batch", "sequence", "micro_batches", "rounds")},
+        config={
+            name: getattr(arguments, name)
+            for name in ("layers", "width", "batch", "sequence", "micro_batches", "rounds")
+        },
         seed=0,
         results={"rows": rows, "peak_flops_per_second": device and device.flops_per_second("bfloat16")},
         gpus=[torch.cuda.get_device_name(0)] if has_gpu else [],

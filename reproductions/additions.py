@@ -1,4 +1,4 @@
-"""Add the records of a study, a run or a sweep to a claim, and render all pages again."""
+"""Add the records of a study, a run or a sweep to a claim; the pages are rendered afterwards, see pages.py."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +18,6 @@ from gpipe.records import (
 )
 from reproductions import FOLDER, ROOT, RUNS_FILE
 from reproductions.curve import read_curve, read_training
-from reproductions.pages import write_pages
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -36,7 +35,7 @@ def _read_curves(folder: Path) -> dict[str, Any]:
 
 
 def add_records(name: str, records: Iterable[Record], root: Path = ROOT) -> None:
-    """Add records to a claim, without the folders of this machine, and render all pages.
+    """Add records to a claim, without the folders of this machine.
 
     A record that is there already is not added again: a study that goes on hands over its earlier runs, too.
     """
@@ -45,11 +44,10 @@ def add_records(name: str, records: Iterable[Record], root: Path = ROOT) -> None
     for record in map(without_places, records):
         if record not in there:
             append_record(path, record)
-    write_pages(root)
 
 
 def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[SweepJob], root: Path = ROOT) -> None:
-    """Add the records of a sweep to a claim, and render all pages.
+    """Add the records of a sweep to a claim.
 
     A record replaces an earlier one with the same settings. If a data set is not on this machine, one record states the
     reason; so does one record per job that lacks devices. A training that diverged is a result too: its record has the
@@ -81,7 +79,6 @@ def add_jobs(name: str, experiment: str, command: str, jobs: Sequence[SweepJob],
         new.append(without_places(made))
     old = [record for record in read_records(path) if not any(_replaces(other, record) for other in new)]
     write_records(path, [*old, *new])
-    write_pages(root)
 
 
 def _make_diverged_record(job: SweepJob, command: str, experiment: str) -> Record:

@@ -85,11 +85,11 @@ def count_averaging(_rank: int, is_awaited: bool) -> Counts:
     return found | {"averages_before_gradients": behind}
 
 
-def count_loss(_rank: int, what: str, number: int) -> Counts:
+def count_loss(_rank: int, what: str, number: int, num_tokens: int = NUM_TOKENS) -> Counts:
     """Count one of the ways to compute the loss of a micro-batch, and in training its gradient."""
     loss, trains = WAYS[what][number], what == "training"
-    logits = torch.randn(NUM_TOKENS // LENGTH, LENGTH, VOCABULARY).bfloat16().cuda().requires_grad_(trains)
-    targets = {name: values.cuda() for name, values in make_targets(NUM_TOKENS, "cpu").items()}
+    logits = torch.randn(num_tokens // LENGTH, LENGTH, VOCABULARY).bfloat16().cuda().requires_grad_(trains)
+    targets = {name: values.cuda() for name, values in make_targets(num_tokens, "cpu").items()}
 
     def work() -> None:
         found = loss(logits, targets)
@@ -99,7 +99,7 @@ def count_loss(_rank: int, what: str, number: int) -> Counts:
     return count(work)
 
 
-def count_step(_rank: int, mode: str, keeps_copies: bool) -> Counts:
+def count_step(_rank: int, mode: str, keeps_copies: bool, num_microbatches: int = NUM_MICROBATCHES) -> Counts:
     """Count a step under autocast in one process with two GPUs.
 
     mode: of re-materialisation. keeps_copies: whether all uses of a weight share a copy of it.
@@ -109,9 +109,9 @@ def count_step(_rank: int, mode: str, keeps_copies: bool) -> Counts:
     partitions = [half, len(model.layers) - half]
     devices = ["cuda:0", "cuda:1"]
     pipeline = gpipe.Pipeline(
-        model.layers, model.loss, partitions, NUM_MICROBATCHES, rematerialize=mode, devices=devices
+        model.layers, model.loss, partitions, num_microbatches, rematerialize=mode, devices=devices
     )
-    batch = model.batch(MICROBATCH_SIZE * NUM_MICROBATCHES)
+    batch = model.batch(MICROBATCH_SIZE * num_microbatches)
 
     def work() -> None:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=keeps_copies):

@@ -22,6 +22,7 @@ from experiments.gpu.progress import Progress
 from experiments.gpu.publication import publish
 from experiments.gpu.steps import TORCHGPIPE, list_steps
 from reproductions import ROOT
+from reproductions.pages import write_pages
 
 
 def main() -> None:
@@ -47,6 +48,7 @@ def main() -> None:
         if step.claim is not None and end.failure is None and not end.is_published:
             publish(step, progress.folder / step.name, options.pages)
             progress.note_end(step, replace(end, is_published=True))
+    write_pages(options.pages)
     failed = [step.name for step, end in ends if end.failure is not None]
     print(f"{len(ends) - len(failed)} of {len(ends)} steps are done, and their records are on the pages.")
     if failed:

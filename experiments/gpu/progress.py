@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,20 +74,20 @@ class Progress:
         words = [word.format(folder=folder, steps=self.folder) for word in step.words]
         command = [sys.executable, *words] if step.is_python else words
         started = time.monotonic()
-        with (folder / LOG_FILE).open("w") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=self._root,
-                env={**os.environ, **step.variables},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                failure = _wait(process, step.minutes * _MINUTE)
-            finally:
-                _end(process)
+        process = start(command, self._root, {**os.environ, **step.variables}, folder / LOG_FILE)
+        try:
+            failure = _wait(process, step.minutes * _MINUTE)
+        finally:
+            _end(process)
         return End(failure, time.monotonic() - started)
+
+
+def start(words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a program in a folder, in a session of its own, so that all that it starts can be ended with it."""
+    with log.open("w") as file:
+        return subprocess.Popen(
+            words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> str | None:

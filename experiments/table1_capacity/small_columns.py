@@ -14,7 +14,7 @@ class Small(Column):
     @property
     def batch_size(self) -> int:
         """N."""
-        return 8
+        return 4
 
     def layers(self, *, as_public_code: bool = False) -> nn.Sequential:
         """Describe the model on the meta device."""

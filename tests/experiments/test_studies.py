@@ -54,6 +54,7 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Publish:
     def run(*options: str) -> str:
         added: list[str] = []
         monkeypatch.setattr(sys, "argv", ["study", *options])
+        monkeypatch.setattr(program, "write_pages", lambda: added.append("rendered"))
         monkeypatch.setattr(
             program, "add_records", lambda name, made: added.extend(f"{name} {one.results}" for one in made)
         )
@@ -67,7 +68,7 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Publish:
 
 def test_only_the_option_adds_records_to_a_claim(publish: Publish, capsys: pytest.CaptureFixture[str]) -> None:
     assert publish() == ""
-    assert publish("--record") == "table2_throughput {'number': 1}; table2_throughput {'number': 2}"
+    assert publish("--record") == "table2_throughput {'number': 1}; table2_throughput {'number': 2}; rendered"
     assert capsys.readouterr().out == "[1, 2] beside True\n\n" * 2
 
 

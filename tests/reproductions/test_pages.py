@@ -16,7 +16,7 @@ from gpipe.records import RECORD_FILE, Record, append_record, make_record, read_
 from reproductions.__main__ import main
 from reproductions.additions import add_jobs, add_records
 from reproductions.bubble.tables import DCP_SYNCHRONOUS
-from reproductions.pages import CLAIMS, fill_tables, find_pages, render_pages
+from reproductions.pages import CLAIMS, fill_tables, find_pages, render_pages, write_pages
 
 ROOT = Path(__file__).parents[2]
 TABLE4 = "table4_imagenet_and_transfer"
@@ -139,6 +139,7 @@ def test_a_sweep_adds_its_records_and_what_is_missing_and_replaces_what_it_says_
             missing.mkdir(exist_ok=True)
             write_outcome(missing, Outcome("not run", [f"seed={seed}"], "cifar10", "data missing"))
         add_jobs(TABLE4, "transfer", "python train.py -m", read_jobs(sweep), tmp_path)
+        write_pages(tmp_path)
         records = read_records(folder / "runs.jsonl")
         assert [(found.kind, found.seed) for found in records] == [
             ("measured", 0), ("measured", 0), ("measured", 1), ("not run", 0),
@@ -155,9 +156,6 @@ def test_a_sweep_outside_of_the_repository_is_told_where_to_start(tmp_path: Path
 
 def test_a_study_that_goes_on_adds_only_the_records_that_are_new(tmp_path: Path) -> None:
     path = tmp_path / "reproductions" / "claim" / "runs.jsonl"
-    for readme in (tmp_path / "README.md", path.with_name("README.md")):
-        readme.parent.mkdir(parents=True, exist_ok=True)
-        readme.write_text("<!-- table: image_runs -->\n<!-- end -->\n")
     first, second = (
         make_record(kind="measured", command="x", experiment="e", config={"learning_rate": 0.1}, seed=seed, results={})
         for seed in (0, 1)

@@ -8,25 +8,31 @@ import sys
 from pathlib import Path
 
 from tests.simulated_cuda.ledger import FAULTS_FILE
+from tests.support.program_server import SIMULATED_GPUS, run_program
 
 ROOT = Path(__file__).parents[2]
 _FAULTS = "faults.txt"
 
 
-def make_environment(folder: Path, **variables: str) -> dict[str, str]:
-    """Return the environment in which Python has simulated GPUs; the faults of all processes go to a file there."""
-    paths = ROOT / "tests" / "simulated_cuda" / "everywhere", ROOT / "src", ROOT
-    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), FAULTS_FILE: str(folder / _FAULTS), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **own, **variables}
+def make_variables(folder: Path) -> dict[str, str]:
+    """Return the variables of programs on simulated GPUs; the faults of all processes go to a file in a folder."""
+    return {FAULTS_FILE: str(folder / _FAULTS), "OMP_NUM_THREADS": "1"}
 
 
 def read_faults(folder: Path) -> list[str]:
-    """Return the faults that processes with such an environment have made."""
+    """Return the faults that processes with such variables have made."""
     path = folder / _FAULTS
     return path.read_text().splitlines() if path.exists() else []
 
 
-def run_on_gpus(folder: Path, *words: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of Python's with such an environment."""
-    command, environment = [sys.executable, *map(str, words)], make_environment(folder, **variables)
-    return subprocess.run(command, cwd=cwd, env=environment, check=False, capture_output=True, text=True)
+def run_on_gpus(program: Path | str, *arguments: str, folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program of this repository with such variables; see `run_program`."""
+    return run_program(program, *arguments, folder=cwd, gpus=True, **make_variables(folder))
+
+
+def run_new_python(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a new Python with such variables in the root of the repository."""
+    paths = SIMULATED_GPUS, ROOT / "src", ROOT
+    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), **make_variables(folder), **variables}
+    words, environment = (sys.executable, *words), {**os.environ, **own}
+    return subprocess.run(words, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)

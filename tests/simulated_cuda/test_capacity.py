@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 
+from experiments.table1_capacity.columns import Column
+from experiments.table1_capacity.small_columns import COLUMNS, TEXT
 from tests.simulated_cuda.capacity import count_left_behind, measure_with
 from tests.simulated_cuda.machine import Machine
 
 
 @cache
-def measure_without_limit(machine: Machine) -> dict[str, Any]:
-    (found,) = machine.run(1, measure_with, None)
+def measure_without_limit(machine: Machine, column: Column) -> dict[str, Any]:
+    (found,) = machine.run(1, measure_with, column, None)
     return found
 
 
-def test_a_gpu_holds_what_was_planned(simulated: Machine) -> None:
-    found = measure_without_limit(simulated)
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.family)
+def test_a_gpu_holds_what_was_planned(column: Column, simulated: Machine) -> None:
+    found = measure_without_limit(simulated, column)
     assert found["fits"]
     assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.15)
 
@@ -30,11 +33,11 @@ def test_a_gpu_holds_what_was_planned(simulated: Machine) -> None:
     ],
 )
 def test_a_gpu_whose_memory_runs_out_is_a_result(share: float, place: str, simulated: Machine) -> None:
-    memory_bytes = int(share * max(measure_without_limit(simulated)["peak_bytes"]))
-    (found,) = simulated.run(1, measure_with, memory_bytes)
+    memory_bytes = int(share * max(measure_without_limit(simulated, TEXT)["peak_bytes"]))
+    (found,) = simulated.run(1, measure_with, TEXT, memory_bytes)
     assert re.match(place, found["out_of_memory"]), found
     assert "peak_bytes" not in found and "fits" not in found
 
 
 def test_a_column_leaves_the_memory_to_the_next_one(simulated: Machine) -> None:
-    assert simulated.run(1, count_left_behind) == [0]
+    assert simulated.run(1, count_left_behind, TEXT) == [0]

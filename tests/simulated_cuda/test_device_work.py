@@ -17,7 +17,7 @@ def test_a_gradient_does_not_wait_for_averages_unless_backwards_await_them(simul
 
 def test_a_copy_of_each_weight_per_step_takes_fewer_kernels_and_waits_no_more(simulated: Machine) -> None:
     for mode in ("always", "never"):
-        ((per_use,), (per_step,)) = (simulated.run(1, count_step, mode, keeps) for keeps in (False, True))
+        ((per_use,), (per_step,)) = (simulated.run(1, count_step, mode, keeps, 2) for keeps in (False, True))
         assert per_step["kernels"] < per_use["kernels"] and per_step["bytes_moved"] < per_use["bytes_moved"]
         assert per_step["host_synchronisations"] == per_use["host_synchronisations"]
     assert per_step["peak_bytes"] < per_use["peak_bytes"]  # kept graphs share the copies
@@ -25,7 +25,7 @@ def test_a_copy_of_each_weight_per_step_takes_fewer_kernels_and_waits_no_more(si
 
 def test_one_pass_moves_and_holds_less_than_one_operation_after_the_other(simulated: Machine) -> None:
     for what in ("training", "evaluation"):
-        ((one_pass,), (one_by_one,)) = (simulated.run(1, count_loss, what, number) for number in (0, 1))
+        ((one_pass,), (one_by_one,)) = (simulated.run(1, count_loss, what, number, 512) for number in (0, 1))
         assert one_pass["bytes_moved"] < one_by_one["bytes_moved"]
         assert one_pass["peak_bytes"] < one_by_one["peak_bytes"] / 2
         assert one_pass["host_synchronisations"] == one_by_one["host_synchronisations"] == 0

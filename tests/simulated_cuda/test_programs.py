@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tests.simulated_cuda.environment import read_faults, run_on_gpus
-from tests.support.train_program import TRAIN, metrics, run_folder, start, weights
+from tests.support.train_program import TRAIN, metrics, run_folder, weights
 
 # It saves in the midst of training and at the end, evaluates with new statistics, and draws timelines.
 SETTINGS = (
-    "+experiment=amoebanet_imagenet_laptop", "trainer.max_steps=3", "trainer.batch_size=32",
-    "trainer.evaluation.batch_size=500", "trainer.evaluation.max_batches=1", "trainer.evaluation.statistics_batches=2",
+    "+experiment=amoebanet_imagenet_laptop", "trainer.max_steps=3", "trainer.batch_size=16",
+    "pipeline.num_microbatches=2", "trainer.evaluation.batch_size=100", "trainer.evaluation.max_batches=1",
+    "trainer.evaluation.statistics_batches=2",
     "trainer.timeline_every_steps=1", "trainer.checkpoints.every_steps=2", "trainer.checkpoints.keep=1",
     "model.num_filters=8", "data.image_size=32",
     "schedule.warm_up_epochs=0", "optimizer.clip_norm=1", "launch.num_threads=1", "tracking=disabled",
@@ -24,7 +25,8 @@ SETTINGS = (
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run in one process without a pipeline."""
     folder = tmp_path_factory.mktemp("cpu")
-    done = start(folder, *SETTINGS, "pipeline.num_stages=1", "launch.num_processes=1", "launch.device=cpu")
+    words = "pipeline.num_stages=1", "launch.num_processes=1", "launch.device=cpu"
+    done = run_on_gpus(TRAIN, *SETTINGS, *words, folder=folder, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -32,7 +34,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", ["one_process", "process_per_stage"])
 def test_a_run_on_two_gpus_is_the_one_on_the_cpu(launch: str, on_cpu: Path, tmp_path: Path) -> None:
-    done = run_on_gpus(tmp_path, TRAIN, *SETTINGS, f"launch={launch}", "launch.device=cuda", cwd=tmp_path)
+    done = run_on_gpus(TRAIN, *SETTINGS, f"launch={launch}", "launch.device=cuda", folder=tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_faults(tmp_path) == []
     found, expected = weights(run_folder(tmp_path)), weights(run_folder(on_cpu))

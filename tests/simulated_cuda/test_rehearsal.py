@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from experiments.gpu.progress import END_FILE, LOG_FILE
 from experiments.gpu.steps import TORCHGPIPE, list_steps
 from gpipe.records import read_records
 from reproductions import FOLDER, RUNS_FILE
-from tests.simulated_cuda.environment import ROOT, make_environment, read_faults, run_on_gpus
+from tests.simulated_cuda.environment import ROOT, make_variables, read_faults, run_on_gpus
+from tests.support.program_server import MAKE_GPU, Program
 
 STEPS = list_steps(small=True)
 IN_THE_PLACE_OF_TORCHGPIPE = """
@@ -54,15 +55,17 @@ def count_records(pages: Path) -> dict[str, int]:
 def test_all_steps_run_to_the_end_and_what_is_killed_goes_on(tmp_path: Path) -> None:
     pages, folder = copy_pages(tmp_path / "pages"), tmp_path / "steps"
     before = count_records(pages)
-    options = "--small", "--folder", folder, "--pages", pages, "--torchgpipe", make_repository(tmp_path / "torchgpipe")
-    words = "-m", "experiments.gpu", *options
-    killed = subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, env=make_environment(tmp_path))
+    places = {"--folder": folder, "--pages": pages, "--torchgpipe": make_repository(tmp_path / "torchgpipe")}
+    options = "--small", *(word for name, place in places.items() for word in (name, str(place)))
+    output = tmp_path / "killed.txt"
+    output.touch()
+    killed = Program(MAKE_GPU, *options, folder=ROOT, output=output, gpus=True, **make_variables(tmp_path))
     _wait_for(folder / STEPS[1].name / LOG_FILE)
-    killed.send_signal(signal.SIGTERM)
+    os.kill(killed.pid, signal.SIGTERM)
     assert killed.wait(60) == 128 + signal.SIGTERM
     assert _read_end(folder, 0)["failure"] is None and not (folder / STEPS[1].name / END_FILE).exists()
 
-    done = run_on_gpus(tmp_path, *words, cwd=ROOT)
+    done = run_on_gpus(MAKE_GPU, *options, folder=tmp_path, cwd=ROOT)
     logs = [(folder / step.name / LOG_FILE).read_text() for step in STEPS]
     assert done.returncode == 0, "\n".join([done.stdout, *logs])
     assert done.stdout.startswith(f"{STEPS[0].name}: done before\n{STEPS[1].name}: at most")
@@ -78,7 +81,7 @@ def test_all_steps_run_to_the_end_and_what_is_killed_goes_on(tmp_path: Path) -> 
     assert "| torchgpipe | 4 |" in page
     assert "| Transformer-2 | 2 | 2 | 33.3% |" in (pages / FOLDER / "bubble" / "README.md").read_text()
 
-    again = run_on_gpus(tmp_path, *words, cwd=ROOT)
+    again = run_on_gpus(MAKE_GPU, *options, folder=tmp_path, cwd=ROOT)
     assert again.returncode == 0 and again.stdout.count("done before") == len(STEPS)
     assert count_records(pages) == after
 

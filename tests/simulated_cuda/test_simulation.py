@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.simulated_cuda import programs
-from tests.simulated_cuda.environment import ROOT, run_on_gpus
+from tests.simulated_cuda.environment import run_new_python
 from tests.simulated_cuda.machine import SANITIZER, Machine
 
 
@@ -102,7 +102,7 @@ def test_whoever_asks_a_device_that_failed_hears_of_it(simulated: Machine) -> No
 @pytest.mark.parametrize("waits", [True, False])
 def test_torchs_own_sanitizer_hears_of_streams_and_events(waits: bool, tmp_path: Path) -> None:
     program = f"from tests.simulated_cuda import programs; programs.overwrite_beside(0, waits={waits})"
-    done = run_on_gpus(tmp_path, "-c", program, cwd=ROOT, TORCH_CUDA_SANITIZER="1")
+    done = run_new_python("-c", program, folder=tmp_path, TORCH_CUDA_SANITIZER="1")
     assert (done.returncode == 0) == waits, done.stderr
     assert ("CSAN detected a possible data race" in done.stderr) != waits
 

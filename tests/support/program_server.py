@@ -30,17 +30,26 @@ from typing import Any, NoReturn
 from tests.support.forked_server import fork_server_from_here
 
 _ROOT = Path(__file__).parents[2]
+SIMULATED_GPUS = _ROOT / "tests" / "simulated_cuda" / "everywhere"
+"""The folder that gives a Python simulated GPUs where PYTHONPATH names it first."""
 REMEMBERED = "GPIPE_TEST_REMEMBERED"
 """The variable that names the folder of remembered profiles and compositions, if there is one."""
 TORCHRUN = "torch.distributed.run"
 """The name of torchrun's module."""
+MAKE_GPU = "experiments.gpu"
+"""The name of the module behind `make gpu`."""
 _NETWORK = 0x40000000  # Linux: CLONE_NEWNET
 _TEMPORARY_FOLDER = tempfile.gettempdir()  # before a test names another, which the server would leave something in
 _SERVE = "from tests.support.program_server import serve; serve()"
 
 
 def run_program(
-    program: Path | str, *arguments: str, folder: Path | None = None, warn: str = "default", **variables: str
+    program: Path | str,
+    *arguments: str,
+    folder: Path | None = None,
+    warn: str = "default",
+    gpus: bool = False,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of this repository, as `python -W <warn> <program> <arguments>` does.
 
@@ -49,6 +58,7 @@ def run_program(
         arguments: its arguments.
         folder: its working folder; None is this process's.
         warn: what becomes of warnings.
+        gpus: whether it has simulated GPUs.
         variables: variables added to this process's environment.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -56,11 +66,11 @@ def run_program(
             "program": str(program),
             "arguments": list(arguments),
             "folder": str(folder or Path.cwd()),
-            "environment": _environment(variables),
+            "environment": _environment(variables, gpus),
             "warn": warn,
             "files": ["/dev/null", *(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors))],
         }
-        status = _ask({"run": request})
+        status = _ask({"run": request}, gpus=gpus)
         assert status is not None
         texts = []
         for file in (output, errors):
@@ -82,6 +92,7 @@ class Program:
         finalizes: whether its end is Python's, which takes half a second; else it only flushes what it has written.
         network: the name of the network namespace that it starts in, for root alone; None is this process's.
         preloaded: a library whose functions stand before those of all others, as LD_PRELOAD has it.
+        gpus: whether it has simulated GPUs.
         variables: variables added to this process's environment; None takes one away.
 
     Attributes:
@@ -99,26 +110,27 @@ class Program:
         finalizes: bool = False,
         network: str | None = None,
         preloaded: Path | None = None,
+        gpus: bool = False,
         **variables: str | None,
     ) -> None:
         request = {
             "program": str(program),
             "arguments": arguments,
             "folder": str(folder),
-            "environment": _environment(variables),
+            "environment": _environment(variables, gpus),
             "warn": "default",
             "files": [str(typed), str(output), str(output)],
             "ignored": list(ignored),
             "finalizes": finalizes,
         }
-        self._preloaded = preloaded
-        self.pid = _ask({"start": request, "network": network}, preloaded)
+        self._server = preloaded, gpus
+        self.pid = _ask({"start": request, "network": network}, *self._server)
         self._status: int | None = None
 
     def poll(self) -> int | None:
         """Return its exit status, None while it runs."""
         if self._status is None:
-            self._status = _ask({"poll": self.pid}, self._preloaded)
+            self._status = _ask({"poll": self.pid}, *self._server)
         return self._status
 
     def wait(self, seconds: float) -> int:
@@ -174,7 +186,7 @@ def load() -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.plugins import Plugins
     from omegaconf import base
-    from torch import backends, empty, nn
+    from torch import backends, cuda, empty, nn
 
     from gpipe.config import register_schemas
     from gpipe.planning.profile import analyze_layers
@@ -190,7 +202,7 @@ def load() -> None:
     for text in re.findall(r"\S*\$\{\S*", (_ROOT / "conf" / "train.yaml").read_text()):
         base.parse(text)
     package_versions()
-    if not backends.cuda.is_built():  # else the first backward starts a thread per device
+    if not (backends.cuda.is_built() or cuda.is_available()):  # else the first backward starts a thread per device
         analyze_layers(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()), empty(2, 3, 4, 4))
     if (folder := os.environ.get(REMEMBERED)) is not None:
         remember_compositions(Path(folder))
@@ -233,6 +245,10 @@ def become(
             from tests.support.forked_workers import fork_workers_from_here
 
             fork_workers_from_here()
+        if program == MAKE_GPU:
+            from tests.support.forked_steps import fork_steps_from_here
+
+            fork_steps_from_here()
         sys.argv = [program, *arguments]
         if program.endswith(".py"):
             sys.path[0] = str(Path(program).parent)
@@ -265,13 +281,14 @@ def _leave_temporary_folders() -> None:
             atexit.unregister(owner.cleanup)
 
 
-def _environment(variables: Mapping[str, str | None]) -> dict[str, str]:
-    every = {**os.environ, "PYTHONPATH": str(_ROOT / "src"), **variables}
+def _environment(variables: Mapping[str, str | None], gpus: bool) -> dict[str, str]:
+    paths = [SIMULATED_GPUS, _ROOT / "src", _ROOT] if gpus else [_ROOT / "src"]
+    every = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **variables}
     return {name: value for name, value in every.items() if value is not None}
 
 
-def _ask(request: Mapping[str, Any], preloaded: Path | None = None) -> Any:
-    server = _server(preloaded)
+def _ask(request: Mapping[str, Any], preloaded: Path | None = None, gpus: bool = False) -> Any:
+    server = _server(preloaded, gpus)
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
@@ -279,9 +296,10 @@ def _ask(request: Mapping[str, Any], preloaded: Path | None = None) -> Any:
 
 
 @cache
-def _server(preloaded: Path | None) -> subprocess.Popen[str]:
+def _server(preloaded: Path | None, gpus: bool) -> subprocess.Popen[str]:
     """Start a server of this process, which ends with it: its standard input closes."""
-    environment = os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT / 'src'}", "TMPDIR": _TEMPORARY_FOLDER}
+    paths = [*([SIMULATED_GPUS] if gpus else []), _ROOT, _ROOT / "src"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": _TEMPORARY_FOLDER}
     if preloaded is not None:
         environment["LD_PRELOAD"] = str(preloaded)
     return subprocess.Popen(

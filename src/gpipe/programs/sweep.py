@@ -140,8 +140,11 @@ class SweepEnd(Callback):
             print(describe_best(jobs), flush=True)
         if config.reproduction is not None:
             from reproductions.additions import add_jobs  # no training waits for the tables of all pages
+            from reproductions.pages import write_pages
 
-            add_jobs(config.reproduction, config.name, command_line(), jobs, Path(config.hydra.runtime.cwd))
+            root = Path(config.hydra.runtime.cwd)
+            add_jobs(config.reproduction, config.name, command_line(), jobs, root)
+            write_pages(root)
         if any(job.outcome.status == "failed" for job in jobs):
             raise SystemExit(1)
 

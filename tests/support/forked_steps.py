@@ -1,0 +1,28 @@
+"""Let the steps of `make gpu` be forks of it, instead of new Pythons: each would load torch and timm again."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.gpu import progress
+from tests.support.forked_process import fork
+from tests.support.program_server import become
+
+_start_new = progress.start
+
+
+def fork_steps_from_here() -> None:
+    """From now on, `make gpu` in this process forks its steps; it must have loaded what they need."""
+    progress.start = _start
+
+
+def _start(words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> Any:
+    interpreter, *others = words
+    program, *arguments = others[1:] if others[0] == "-m" else others
+    if interpreter != sys.executable or program == "pytest":  # which rewrites what it imports
+        return _start_new(words, folder, environment, log)
+    log.write_text("")
+    files = ["/dev/null", str(log), str(log)]
+    return fork(partial(become, program, arguments, str(folder), dict(environment), "default", files))
