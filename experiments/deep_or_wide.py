@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.program import StudyProgram
 from experiments.tuning import Tuning, train_each
 from gpipe.records import Record, read_records
-from reproductions import ROOT, RUNS_FILE
+from reproductions import ROOT
 from reproductions.figure3_multilingual.depth import deep_or_wide
 from reproductions.translation_runs import DEEP_OR_WIDE, Trained
 
@@ -39,14 +39,14 @@ TUNING = Tuning(DEEP_OR_WIDE, Path("runs/deep_or_wide"), (0.00125, 0.0025, 0.005
 def train_model(name: str) -> list[Record]:
     """Return the runs of one model, and the scores of those at the best rate."""
     rate, runs = TUNING.tune(name, {seed: [f"model=translation_{name}"] for seed in SEEDS})
-    return runs + [score_translations(TUNING.run_folder(name, rate, seed)) for seed in SEEDS]
+    return runs + [score_translations(TUNING.run_folder(name, rate, seed), beam=1) for seed in SEEDS]
 
 
-def score_translations(run: Path) -> Record:
+def score_translations(run: Path, beam: int) -> Record:
     """Translate and score the test set with the weights of a run's least loss, unless that has been done."""
-    path = ROOT / run / "scores" / RUNS_FILE
+    path = ROOT / run / "scores" / f"beam_{beam}.jsonl"
     if not path.exists():
-        command = ["bleu.py", str(run / "checkpoints" / "best"), "--beam", "1", "--record", str(path)]
+        command = ["bleu.py", str(run / "checkpoints" / "best"), "--beam", str(beam), "--record", str(path)]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return read_records(path)[0]
 

@@ -40,7 +40,7 @@ NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
 MULTILINGUAL = "transformer_multilingual_laptop"
 BILINGUAL = "bilingual_laptop"
-_COMMANDS = f"{depth.STUDY} and train.py -m +experiment={BILINGUAL}"
+_COMMANDS = "python -m experiments.multilingual"
 _NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
 
 Pairs = Mapping[str, tuple[Trained, Trained]]
@@ -249,14 +249,14 @@ def figure3_design(records: Sequence[Record]) -> str:
     """Return the question, budget, tuning and test items of each study of the page."""
     arms = []
     question = "is one model of all languages better than one per language?"
+    searched_alone = searches(records, BILINGUAL)
     for setting, seeds in pair_tested_models(records).items():
         models = [one for one in multilingual_trainings(records) if one.setting == setting]
         alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
         items = _count_items(records, setting, _list_languages(seeds))
-        arms.append(
-            _make_arm(question, "one model per language", BILINGUAL, alone, searches(records, BILINGUAL), items)
-        )
-        arms.append(_make_arm(question, f"one {models[0].model}", DEEP_OR_WIDE, models, [], items))
+        arms.append(_make_arm(question, "one model per language", BILINGUAL, alone, searched_alone, items))
+        searched = searches(records, DEEP_OR_WIDE) if searched_alone else []
+        arms.append(_make_arm(question, f"one {models[0].model}", DEEP_OR_WIDE, models, searched, items))
     question = "are deep models better than wide ones where examples are few?"
     for data, depths in depth.models_by_depth(records).items():
         for found in (list(models.values()) for models in depths.values()):
@@ -292,11 +292,12 @@ def _count_items(records: Sequence[Record], setting: str, languages: Iterable[st
 def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
     """Return the small models of all languages that stand beside those of one language, if there are any of these.
 
-    They have the learning rate and the dropout of the models of one language: what a search found for the model of all
-    languages alone would favour it. Of the same model and seed that of deep_or_wide counts, whose command the page
-    prints.
+    They have the learning rate and the dropout of the models of one language, unless there was a search for these, too:
+    what one found for the model of all languages alone would favour it. Of the same model and seed that of deep_or_wide
+    counts, whose command the page prints.
     """
-    alike = {(one.setting, one.recipe[:2]) for one in trainings(records, BILINGUAL)}
+    alone = [] if searches(records, BILINGUAL) else trainings(records, BILINGUAL)
+    alike = {(one.setting, one.recipe[:2]) for one in alone}
     found: dict[tuple[str, int], Trained] = {}
     for experiment in (MULTILINGUAL, DEEP_OR_WIDE):
         counted, others = trainings(records, experiment), searches(records, experiment)

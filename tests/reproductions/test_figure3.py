@@ -161,9 +161,7 @@ def test_the_larger_half_of_the_languages_is_rich() -> None:
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert figure3_models([], PAPER) == "Not run: python -m experiments.translation_parameters.\n"
     for table in (figure3_low_resource, figure3_left_out, figure3_gain, figure3_languages, figure3_run):
-        assert table([]).startswith(
-            "Not run: python -m experiments.deep_or_wide and train.py -m +experiment=bilingual_l"
-        )
+        assert table([]).startswith("Not run: python -m experiments.multilingual")
 
 
 def test_our_counts_round_to_the_papers_with_no_single_way_of_tying() -> None:

@@ -64,11 +64,14 @@ def test_the_multilingual_model_is_the_one_whose_command_the_page_prints() -> No
         assert seeds[0]["sw"][1].run == printed
 
 
-def test_the_models_of_one_language_stand_beside_one_of_their_own_recipe() -> None:
+def test_the_models_of_one_language_stand_beside_one_of_their_own_recipe_unless_they_are_tuned_too() -> None:
     found = [trained(DEEP_OR_WIDE, seed, {"sw": 1.0}, loss=1.0, rate=0.25) for seed in (0, 1)]
     alike = [trained(DEEP_OR_WIDE, seed, {"sw": 2.0}, loss=2.0, rate=0.5) for seed in (0, 1)]
     alone = [trained("bilingual_laptop", seed, {"sw": 3.0}, languages=["sw"], rate=0.5) for seed in (0, 1)]
+    search = trained("bilingual_laptop", 0, {"sw": 4.0}, languages=["sw"], rate=1.0)
     records = [*alike, *alone, *found]
     assert [one.run for one in trainings(records, DEEP_OR_WIDE)] == found
-    (seeds,) = pair_models(records).values()
-    assert [pairs["sw"][1].run for pairs in seeds.values()] == alike
+    for more, expected in (([], alike), ([search], found)):
+        (seeds,) = pair_models([*records, *more]).values()
+        assert [pairs["sw"][1].run for pairs in seeds.values()] == expected
+        assert [pairs["sw"][0].run for pairs in seeds.values()] == alone
