@@ -18,6 +18,9 @@ _SHORT = (
     "pipeline.num_stages=2", "pipeline.num_microbatches=2", "trainer.max_steps=2", "trainer.num_untimed_steps=1",
     "trainer.timeline_every_steps=null", "launch.device=cuda", "launch.pin_cores=false",
 )  # fmt: skip
+_SMALL_LAYERS = (
+    "--layers", "1", "--width", "64", "--batch", "2", "--sequence", "1", "--no-compile", "--rounds", "1",
+)  # fmt: skip
 _SMALL_IMAGES = (
     "+experiment=table2_amoebanet_d_laptop", "model.num_layers=3", "model.num_filters=8", "data.image_size=32", *_SHORT,
 )  # fmt: skip
@@ -62,11 +65,7 @@ def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list
     repository, version = torchgpipe
     clone = "git", "clone", "--quiet", "--depth", "1", "--branch", version, repository, "{folder}/clone"
     tests, tests_with_sanitizer = ("real and Dropout", "real and checkpoint") if small else ("real", "real")
-    sizes = (
-        ["--layers", "1", "--width", "64", "--batch", "2", "--sequence", "1", "--no-compile", "--rounds", "1"]
-        if small
-        else []
-    )
+    sizes = _SMALL_LAYERS if small else ()
     rounds = ("--rounds", "1") if small else ()
     return [
         Step("tests", (*_PYTEST, tests, _STEPS, _KERNELS), 3),
