@@ -189,8 +189,8 @@ show(deep_training(records))
 show_answers(claims(records, paper), "let deep models train")
 
 # %% [markdown]
-# **What would change the answer:** longer trainings, since the paper's models failed after thousands of steps, and wider
-# layers.
+# **What would change the answer:** longer trainings, since the paper's models failed after thousands of steps, and
+# wider layers.
 #
 # ## 5. Larger mini-batches
 #

@@ -211,22 +211,23 @@ def train_and_save(rank: int, culprit: int, fault: str, timeout_seconds: float, 
         timeout_seconds=timeout_seconds, save_every_steps=1, evaluation_loaders={}, num_epochs=100,
         tracker=Tracker(folder, enabled=False),
     )  # fmt: skip
-    copy, saves = Snapshot.copy, itertools.count()
+    copy, saves, damaged = Snapshot.copy, itertools.count(), folder / "damaged"
 
     def copy_with_damage(self: Snapshot) -> None:
         if next(saves) == 1:
+            damaged.write_text(str(time.monotonic()))  # the clock of all processes
             with torch.cuda.stream(self._streams[device]):
                 _damage("a peer stops at once" if fault == "a peer stops" else fault, device)
         copy(self)
 
     if rank == culprit:
         Snapshot.copy = copy_with_damage  # type: ignore[method-assign]
-    begin = time.monotonic()
     try:
         trainer.train()
     except Exception as error:  # noqa: BLE001 - it is what the tests look at
+        end = time.monotonic()
         text = "\n".join([*getattr(error, "__notes__", []), str(error)])  # the place is a note where it is new
-        return Ending(text, getattr(error, "stage", None), time.monotonic() - begin)
+        return Ending(text, getattr(error, "stage", None), end - float(damaged.read_text()))
     return None
 
 
