@@ -13,10 +13,13 @@ cores.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+
+from omegaconf import OmegaConf
 
 from experiments.deep_or_wide import SEEDS as SEEDS_TOGETHER
 from experiments.deep_or_wide import TUNING as TOGETHER
@@ -24,6 +27,7 @@ from experiments.deep_or_wide import score, score_translations
 from experiments.program import StudyProgram
 from experiments.tuning import Tuning, climb, train_each
 from gpipe.records import Record
+from reproductions import ROOT
 from reproductions.figure3_multilingual.tables import BILINGUAL, figure3_design, figure3_low_resource
 
 CLAIM = "figure3_multilingual"
@@ -31,15 +35,12 @@ RATES, FIRST_RATE = (0.00125, 0.0025, 0.005, 0.01, 0.02), 0.005
 DROPOUTS, FIRST_DROPOUT = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 0.3
 TUNED = ("gu", "lb", "ta", "te", "uz", "sw", "ms", "zh")
 """The languages that models of one language are tuned on: every seventh or so of those compared, by their pairs."""
-POOREST = (
-    "ms", "ml", "tg", "ka", "hr", "hy", "cy", "vi", "ia", "ne", "sw", "tk", "os", "mr", "hi", "bn", "th", "uz", "br",
-    "bs", "tt", "kk", "ast", "pa", "ur", "te", "kn", "io", "kab", "ig", "km", "ta", "my", "udm", "lb", "am", "zlm",
-    "fy", "ch", "wo", "ak", "fo", "kg", "ny", "se", "sm", "tn", "xh", "zu", "yi", "gu",
-)  # fmt: skip
-"""The half of the languages that has the fewest pairs, as in conf/experiment/bilingual_laptop.yaml."""
+_SWEEP = OmegaConf.load(ROOT / "conf" / "experiment" / f"{BILINGUAL}.yaml").hydra.sweeper.params
+POOREST = re.findall(r"\w+", _SWEEP["data.languages"])
+"""The half of the languages that has the fewest pairs: those of the sweep."""
 MAX_STEPS = {**dict.fromkeys(POOREST, 600), **dict.fromkeys(("zh", "cs", "fi", "he", "sv", "ca", "id"), 1000)}
 """The most steps of each language that is compared: richer ones need more."""
-SEEDS_ALONE = (0, 1, 2)
+SEEDS_ALONE = [int(seed) for seed in _SWEEP.seed.split(",")]
 BEAMS = (1, 4)
 ALONE = Tuning(BILINGUAL, Path("runs/multilingual"), RATES, FIRST_RATE, score)
 MODEL = "t4_128_4"
