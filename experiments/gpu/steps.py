@@ -64,12 +64,12 @@ def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list
     """
     repository, version = torchgpipe
     clone = "git", "clone", "--quiet", "--depth", "1", "--branch", version, repository, "{folder}/clone"
-    tests, tests_with_sanitizer = ("real and Dropout", "real and checkpoint") if small else ("real", "real")
+    tests = (*_PYTEST, "real and (autocast or checkpoint or Dropout)" if small else "real", _STEPS)
     sizes = _SMALL_LAYERS if small else ()
     rounds = ("--rounds", "1") if small else ()
     return [
-        Step("tests", (*_PYTEST, tests, _STEPS, _KERNELS), 3),
-        Step("tests_with_sanitizer", (*_PYTEST, tests_with_sanitizer, _STEPS), 3, variables=_SANITIZER),
+        Step("tests", (*tests, _KERNELS), 3),
+        Step("tests_with_sanitizer", tests, 3, variables=_SANITIZER),
         _study("table1_capacity", "table1_model_size", 9, "--measure-only", *(["--small"] if small else [])),
         _study("transformer_utilization", "table2_throughput", 4, *sizes),
         _study(
@@ -96,7 +96,7 @@ def _list_sweeps(*, small: bool) -> list[Step]:
     Those that need more GPUs than there are count as not run.
     """
     if small:
-        both, images, text = _SMALL_TEXT, _SMALL_IMAGES, _SMALL_TEXT
+        both, images, text = _SMALL_IMAGES, _SMALL_IMAGES, _SMALL_TEXT
         equal, slow, long = "trainer.batch_size=4", (), ("trainer.timeline_every_steps=2",)
     else:
         both, images, text = (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experiments.table1_capacity.columns import Column
-from experiments.table1_capacity.small_columns import COLUMNS, TEXT
+from experiments.table1_capacity.small_columns import COLUMNS, IMAGES
 from tests.simulated_cuda.capacity import count_left_behind, measure_with
 from tests.simulated_cuda.machine import Machine
 
@@ -33,11 +33,11 @@ def test_a_gpu_holds_what_was_planned(column: Column, simulated: Machine) -> Non
     ],
 )
 def test_a_gpu_whose_memory_runs_out_is_a_result(share: float, place: str, simulated: Machine) -> None:
-    memory_bytes = int(share * max(measure_without_limit(simulated, TEXT)["peak_bytes"]))
-    (found,) = simulated.run(1, measure_with, TEXT, memory_bytes)
+    memory_bytes = int(share * max(measure_without_limit(simulated, IMAGES)["peak_bytes"]))
+    (found,) = simulated.run(1, measure_with, IMAGES, memory_bytes)
     assert re.match(place, found["out_of_memory"]), found
     assert "peak_bytes" not in found and "fits" not in found
 
 
 def test_a_column_leaves_the_memory_to_the_next_one(simulated: Machine) -> None:
-    assert simulated.run(1, count_left_behind, TEXT) == [0]
+    assert simulated.run(1, count_left_behind, IMAGES) == [0]

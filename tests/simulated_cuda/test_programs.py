@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.simulated_cuda.environment import read_faults, run_on_gpus
-from tests.support.train_program import TRAIN, metrics, run_folder, weights
+from tests.support.train_program import TRAIN, metrics, run_folder, start, weights
 
 # It saves in the midst of training and at the end, evaluates with new statistics, and draws timelines.
 SETTINGS = (
@@ -25,8 +25,7 @@ SETTINGS = (
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run in one process without a pipeline."""
     folder = tmp_path_factory.mktemp("cpu")
-    words = "pipeline.num_stages=1", "launch.num_processes=1", "launch.device=cpu"
-    done = run_on_gpus(TRAIN, *SETTINGS, *words, folder=folder, cwd=folder)
+    done = start(folder, *SETTINGS, "pipeline.num_stages=1", "launch.num_processes=1", "launch.device=cpu")
     assert done.returncode == 0, done.stderr
     return folder
 
