@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.program import StudyProgram
@@ -42,13 +43,19 @@ def train_model(name: str) -> list[Record]:
     return runs + [score_translations(TUNING.run_folder(name, rate, seed), beam=1) for seed in SEEDS]
 
 
-def score_translations(run: Path, beam: int) -> Record:
-    """Translate and score the test set with the weights of a run's least loss, unless that has been done."""
-    path = ROOT / run / "scores" / f"beam_{beam}.jsonl"
+def score_translations(run: Path, beam: int, split: str = "test", languages: Sequence[str] = ()) -> Record:
+    """Translate and score a split with the weights of a run's least loss, unless that has been done."""
+    path = ROOT / run / "scores" / f"{split}_beam_{beam}.jsonl"
     if not path.exists():
-        command = ["bleu.py", str(run / "checkpoints" / "best"), "--beam", str(beam), "--record", str(path)]
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        words = [*scoring_words(run, beam, split, languages), "--record", str(path)]
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return read_records(path)[0]
+
+
+def scoring_words(run: Path, beam: int, split: str = "test", languages: Sequence[str] = ()) -> list[str]:
+    """Return the words of the command that scores a split, without the file of its record."""
+    asked = [*([] if split == "test" else ["--split", split]), *(["--languages", *languages] if languages else [])]
+    return ["bleu.py", str(run / "checkpoints" / "best"), "--beam", str(beam), *asked]
 
 
 if __name__ == "__main__":

@@ -47,10 +47,14 @@ class Tuning:
         folder = self.run_folder(name, rate, seed)
         if not (ROOT / folder / RECORD_FILE).exists():
             sys.stderr.write(f"{folder}\n")  # whole, whatever other threads write
-            words = [*settings, f"optimizer.learning_rate={rate:g}", f"seed={seed}", "tracking=disabled"]
-            command = ["train.py", f"+experiment={self.experiment}", *words, f"hydra.run.dir={folder}"]
-            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            command = [sys.executable, *self.words(settings, rate, seed), f"hydra.run.dir={folder}"]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return read_run(ROOT / folder)
+
+    def words(self, settings: Sequence[str], rate: float, seed: int) -> list[str]:
+        """Return the words of the command that trains a model, without the folder of its run."""
+        words = [*settings, f"optimizer.learning_rate={rate:g}", f"seed={seed}", "tracking=disabled"]
+        return ["train.py", f"+experiment={self.experiment}", *words]
 
     def tune(self, name: str, settings: Mapping[int, Sequence[str]]) -> tuple[float, list[Record]]:
         """Train a model with the first seed at several rates, with the others at the best; return that and the runs.
