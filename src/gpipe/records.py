@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -94,6 +94,11 @@ class Record:
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise ValueError(f"{name} is {value!r}, but it must be {' or '.join(t.__name__ for t in types)}.")
         datetime.datetime.fromisoformat(self.date)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Those of the config that its numbers depend on, wherever it runs: what `same_settings` compares."""
+        return _without(WHEREABOUTS, self.config)
 
     @property
     def examples_per_second(self) -> float | None:
