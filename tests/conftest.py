@@ -78,7 +78,9 @@ def processes() -> Iterator[ProcessPool]:
 
 @pytest.fixture(autouse=True, scope="session")
 def remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Name a folder for profiles of models and composed settings, which all processes of the tests share."""
+    """Name a folder for what all processes of the tests share: profiles of models, composed settings, servers."""
+    if REMEMBERED in os.environ:  # these tests were started by a test
+        return
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "remembered"
     folder.mkdir(exist_ok=True)

@@ -44,11 +44,13 @@ def main() -> None:
     progress = Progress(options.folder, ROOT)
     ends = list(progress.run(steps))
     # Only now: records of a repository with changed files would say so.
-    for step, end in ends:
-        if step.claim is not None and end.failure is None and not end.is_published:
-            publish(step, progress.folder / step.name, options.pages)
-            progress.note_end(step, replace(end, is_published=True))
-    write_pages(options.pages)
+    new = [(step, end) for step, end in ends if step.claim and end.failure is None and not end.is_published]
+    for step, _ in new:
+        publish(step, progress.folder / step.name, options.pages)
+    if new:
+        write_pages(options.pages)
+    for step, end in new:  # what is interrupted before is published again, which adds nothing twice
+        progress.note_end(step, replace(end, is_published=True))
     failed = [step.name for step, end in ends if end.failure is not None]
     print(f"{len(ends) - len(failed)} of {len(ends)} steps are done, and their records are on the pages.")
     if failed:

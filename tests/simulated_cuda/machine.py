@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -12,10 +13,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Nothing here imports torch: the simulation must be loaded before.
-from tests.simulated_cuda import device_threads
 from tests.simulated_cuda.mutants import Mutant, apply, compile_watched, reached, watch
+from tests.support.program_server import start_function
 
+SIMULATION = "tests.simulated_cuda.runtime"
+"""The module that is there where this very process has simulated GPUs."""
 SANITIZER = "TORCH_CUDA_SANITIZER"  # torch watches the streams of a process that finds this in its environment
 _LOOK_SECONDS = 0.5  # between two looks at processes that may have been stopped
 
@@ -48,13 +50,15 @@ class Machine:
     def __init__(self, *, simulated: bool) -> None:
         from gpipe.launch.store import LOOPBACK, serve_store
 
-        context = multiprocessing.get_context("spawn")
         self.simulated = simulated
         self._store = serve_store(LOOPBACK)
         self._num_calls = 0
+        if simulated or SIMULATION in sys.modules:
+            self._pipe = start_function(_serve, simulated, self._store.port, gpus=True)
+            return
+        context = multiprocessing.get_context("spawn")  # no fork may find CUDA started
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, simulated, self._store.port))
-        self._process.start()
+        context.Process(target=_serve, args=(theirs, simulated, self._store.port)).start()
         theirs.close()
 
     def run(self, num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -101,26 +105,18 @@ class Machine:
         return answers
 
     def close(self) -> None:
-        """End the process."""
+        """Let the process end."""
         self._pipe.close()
-        self._process.join()
 
 
 def _serve(pipe: Connection, simulated: bool, port: int) -> None:
     """Be the process that all calls are forks of."""
     gc.set_threshold(50_000, 20, 20)  # a collection finds what is loaded alive, each time
-    if simulated:
-        device_threads.load()
     sanitizer = os.environ.pop(SANITIZER, None)  # it starts CUDA, which no fork may find started
     import torch
 
     if sanitizer is not None:
         os.environ[SANITIZER] = sanitizer  # for the forks
-
-    if simulated:
-        from tests.simulated_cuda import runtime
-
-        runtime.install()
 
     import gpipe  # noqa: F401
     import tests.support.random_layers  # noqa: F401 - timm
@@ -179,6 +175,9 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
     import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(
+        1
+    )  # a fork's first call makes a new pool of threads, which autograd's threads must not race for
     if call.num_processes > 1:
         store = dist.PrefixStore(str(call.number), dist.TCPStore("127.0.0.1", port, is_master=False))
         backend = "gloo" if simulated else "cpu:gloo,cuda:nccl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.simulated_cuda.ledger import lock
 _kept: list[Any] = []
 
 
-def install(num_devices: int = streams.NUM_DEVICES) -> None:
+def install() -> None:
     """From now on this process has GPUs."""
     if _kept:
         return
@@ -30,7 +31,7 @@ def install(num_devices: int = streams.NUM_DEVICES) -> None:
         "set_device": streams.set_device,
         "synchronize": streams.synchronize,
         "default_generators": generators.default_generators,
-        "device_count": lambda: num_devices,
+        "device_count": _count_devices,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
@@ -54,6 +55,12 @@ def install(num_devices: int = streams.NUM_DEVICES) -> None:
         getattr(torch.backends.cuda, enable)(False)
     nccl.install()
     torch.zeros(1, pin_memory=True)  # torch's C++ side counts as initialised from here on, and looks at pinned memory
+
+
+def _count_devices() -> int:
+    """Return how many GPUs CUDA_VISIBLE_DEVICES leaves: a fork may have another one than what it is a fork of."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return streams.NUM_DEVICES if visible is None else len(visible.split(","))
 
 
 def _register(address: int, num_bytes: int, flags: int) -> int:

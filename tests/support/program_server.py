@@ -1,17 +1,21 @@
-"""Run programs as forks of one process that has loaded their imports.
+"""Run programs, and functions of tests, as forks of one process that has loaded their imports.
 
 A test that starts train.py for one message would otherwise spend four of five seconds on importing torch and timm. The
-processes that the program starts itself, and those of torchrun, are forks too.
+processes that the program starts itself, and those of torchrun, are forks too. All processes of a test run, pytest's
+workers and whatever they start, share that process: the first one that needs it starts it, and it ends with the last
+one. Each has a fork of it to itself, which forks programs as that process asks.
 """
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,13 +23,16 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from io import TextIOWrapper
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from tests.support.forked_server import fork_server_from_here
 
@@ -40,7 +47,9 @@ MAKE_GPU = "experiments.gpu"
 """The name of the module behind `make gpu`."""
 _NETWORK = 0x40000000  # Linux: CLONE_NEWNET
 _TEMPORARY_FOLDER = tempfile.gettempdir()  # before a test names another, which the server would leave something in
-_SERVE = "from tests.support.program_server import serve; serve()"
+_READY = b"."  # what a fork of the server greets with
+_LOOK_SECONDS = 0.2  # between two looks at whether anybody is left
+_started: list[subprocess.Popen[bytes]] = []  # they end by themselves, which may be after this process
 
 
 def run_program(
@@ -142,11 +151,80 @@ class Program:
         return status
 
 
-def serve() -> None:
-    """Load what programs load, then fork, as standard input requests."""
+def start_function(function: Callable[..., object], *args: object, gpus: bool = False) -> Connection:
+    """Start function(connection, *args) in a process of its own, and return the other end of the connection.
+
+    The function must be importable by name, and the arguments must be JSON. The process ends with the function.
+    """
+    connected = _connect(None, gpus)
+    request = {"module": function.__module__, "name": function.__qualname__, "arguments": args}
+    connected.sendall((json.dumps({"function": request, "environment": _environment({}, gpus)}) + "\n").encode())
+    assert connected.recv(1) == _READY  # only then may what it did not ask for follow
+    return Connection(connected.detach())
+
+
+def serve(number: int) -> None:
+    """Load what programs load, then fork for each process that connects to the socket of a number, until all are gone.
+
+    A fork that is busy may hold a connection back: whoever connects finds out by the greeting that it is served.
+    """
     load()
-    for line in sys.stdin:
-        print(json.dumps(_do(**json.loads(line))), flush=True)
+    listener = socket.socket(fileno=number)
+    listener.settimeout(_LOOK_SECONDS)
+    num_served = 0
+    while num_served == 0 or _has_children():
+        try:
+            connected, _ = listener.accept()
+        except TimeoutError:
+            continue
+        num_served += 1
+        if os.fork() == 0:
+            listener.close()
+            for standard in (0, 1):
+                os.dup2(connected.fileno(), standard)
+            connected.close()
+            os.write(1, _READY)
+            _answer_requests()
+        connected.close()
+
+
+def _has_children() -> bool:
+    """Return whether a fork of this process still runs."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _answer_requests() -> NoReturn:
+    """Do what the process at standard input asks for, until it is gone."""
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "function" in request:
+                _call(**request)
+            print(json.dumps(_do(**request)), flush=True)
+    finally:
+        os._exit(0)
+
+
+def _call(function: Mapping[str, Any], environment: Mapping[str, str]) -> NoReturn:
+    """Be the process of a function."""
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        connection = Connection(os.dup(0))
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.write(1, _READY)
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        getattr(import_module(function["module"]), function["name"])(connection, *function["arguments"])
+    except BaseException:  # noqa: BLE001 - as Python itself ends a program
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _do(
@@ -289,19 +367,52 @@ def _environment(variables: Mapping[str, str | None], gpus: bool) -> dict[str, s
 
 def _ask(request: Mapping[str, Any], preloaded: Path | None = None, gpus: bool = False) -> Any:
     server = _server(preloaded, gpus)
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    return json.loads(server.stdout.readline())
+    server.write(json.dumps(request) + "\n")
+    server.flush()
+    return json.loads(server.readline())
 
 
 @cache
-def _server(preloaded: Path | None, gpus: bool) -> subprocess.Popen[str]:
-    """Start a server of this process, which ends with it: its standard input closes."""
+def _server(preloaded: Path | None, gpus: bool) -> TextIO:
+    """Return what this process asks its fork of the server by, which ends with it: the connection closes."""
+    return _connect(preloaded, gpus).makefile("rw")
+
+
+def _connect(preloaded: Path | None, gpus: bool) -> socket.socket:
+    """Connect to the server of this test run, which the first one to connect starts."""
+    name = f"{'gpus' if gpus else 'programs'}-{'' if preloaded is None else sha256(bytes(preloaded)).hexdigest()[:8]}"
+    folder = Path(os.environ.get(REMEMBERED) or _own_folder().name)
+    address = "\0" + sha256(bytes(folder / name)).hexdigest()  # Linux: of no file, so nothing is left
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for attempt in ("there", "started"):
+            if attempt == "started":
+                _start(address, preloaded, gpus)
+            connected = socket.socket(socket.AF_UNIX)
+            with suppress(ConnectionError):
+                connected.connect(address)
+                if connected.recv(1) == _READY:
+                    return connected
+            connected.close()
+    raise RuntimeError("the server of programs has not started")
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder of this process, for what runs without pytest."""
+    return tempfile.TemporaryDirectory()
+
+
+def _start(address: str, preloaded: Path | None, gpus: bool) -> None:
+    """Start the server, which listens at an address from now on, and answers as soon as it has loaded."""
     paths = [*([SIMULATED_GPUS] if gpus else []), _ROOT, _ROOT / "src"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": _TEMPORARY_FOLDER}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environment["TMPDIR"] = _TEMPORARY_FOLDER
     if preloaded is not None:
         environment["LD_PRELOAD"] = str(preloaded)
-    return subprocess.Popen(
-        [sys.executable, "-c", _SERVE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        number = listener.fileno()
+        words = [sys.executable, "-c", f"from tests.support.program_server import serve; serve({number})"]
+        _started.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[number]))

@@ -10,7 +10,6 @@ if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
 
     device_threads.load()
 
-    from tests.simulated_cuda import runtime, streams
+    from tests.simulated_cuda import runtime
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    runtime.install(streams.NUM_DEVICES if visible is None else len(visible.split(",")))
+    runtime.install()
