@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +15,6 @@ import torch.distributed as dist
 
 from gpipe.launch.store import LOOPBACK, serve_store
 from gpipe.training.numerics import set_numerics
-from tests.support.program_server import start_function
 
 
 class ProcessPool:
@@ -26,7 +27,18 @@ class ProcessPool:
     def __init__(self, size: int) -> None:
         self._store = serve_store(LOOPBACK)
         self._calls = 0
-        self._pipes = [start_function(_serve, rank, self._store.port) for rank in range(size)]
+        # Forked from a server that has loaded what takes seconds, once for all of them.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "gpipe.models"])
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
 
     def run(self, num_processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what each process's call returned, by rank; fail if one of them raised."""
@@ -41,12 +53,15 @@ class ProcessPool:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """Let the processes end."""
+        """End the processes."""
         for pipe in self._pipes:
             pipe.close()
+        for process in self._processes:
+            process.join(5)
+            process.kill()
 
 
-def _serve(pipe: Connection, rank: int, port: int) -> None:
+def _serve(rank: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     set_numerics(deterministic=True, float32_matmul_precision="highest")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -54,7 +69,7 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
         try:
             call, num_processes, function, args = pipe.recv()
         except EOFError:
-            return
+            os._exit(0)
         try:
             dist.init_process_group(
                 "gloo",
