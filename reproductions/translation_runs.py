@@ -114,6 +114,27 @@ def searches(records: Sequence[Record], experiment: str) -> list[Trained]:
     return _separate(records, experiment)[1]
 
 
+def compare_recipes(records: Sequence[Record], experiment: str) -> dict[tuple[float, float], tuple[int, float]]:
+    """Return how many models all recipes were tried on with the first seed, and the mean of their least losses.
+
+    Recipes are a learning rate and a dropout, the best first; empty without a search.
+    """
+    counted, others = _separate(records, experiment)
+    losses: dict[tuple[float, float], dict[object, float]] = {}
+    for one in (*counted, *others):
+        if one.run.seed == 0 and (loss := one.best("loss")) is not None:
+            losses.setdefault(one.recipe[:2], {})[_subject(one)] = loss
+    tried = set.intersection(*map(set, losses.values())) if others and losses else set()
+    means = {recipe: fmean(found[subject] for subject in tried) for recipe, found in losses.items() if tried}
+    return {recipe: (len(tried), means[recipe]) for recipe in sorted(means, key=lambda recipe: means[recipe])}
+
+
+def is_tuned(records: Sequence[Record], experiment: str) -> bool:
+    """Return whether the trainings that tables compare have the recipe that a search found best."""
+    best = next(iter(compare_recipes(records, experiment)), None)
+    return {one.recipe[:2] for one in trainings(records, experiment)} == {best}
+
+
 def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
     """Return an experiment's finished trainings, in the order of the records.
 

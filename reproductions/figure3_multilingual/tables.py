@@ -21,9 +21,11 @@ from reproductions.translation_runs import (
     SCORING,
     Trained,
     beams,
+    compare_recipes,
     count_test_sentences,
     describe_search,
     format_value,
+    is_tuned,
     list_barely_tested,
     mean,
     planned_models,
@@ -165,6 +167,17 @@ def figure3_left_out(records: Sequence[Record]) -> str:
     return "\n".join(lines) or not_run(_COMMANDS)
 
 
+def figure3_search(records: Sequence[Record]) -> str:
+    """Return what the search for the recipe of the bilingual models found, the best one first."""
+    compared = {one.recipe[:2] for one in trainings(records, BILINGUAL)}
+    rows = [
+        [f"{rate:g}", f"{dropout:g}", str(number), f"{loss:.4f}", "yes" if (rate, dropout) in compared else ""]
+        for (rate, dropout), (number, loss) in compare_recipes(records, BILINGUAL).items()
+    ]
+    header = ["learning rate", "dropout", "languages", "mean of the least validation losses", "compared below"]
+    return markdown(header, rows) if rows else not_run(_COMMANDS)
+
+
 def figure3_gain(records: Sequence[Record]) -> str:
     """Return the multilingual model's gain by the number of training pairs, and the line through all languages.
 
@@ -249,7 +262,7 @@ def figure3_design(records: Sequence[Record]) -> str:
     """Return the question, budget, tuning and test items of each study of the page."""
     arms = []
     question = "is one model of all languages better than one per language?"
-    searched_alone = searches(records, BILINGUAL)
+    searched_alone = searches(records, BILINGUAL) if is_tuned(records, BILINGUAL) else []
     for setting, seeds in pair_tested_models(records).items():
         models = [one for one in multilingual_trainings(records) if one.setting == setting]
         alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
@@ -292,11 +305,11 @@ def _count_items(records: Sequence[Record], setting: str, languages: Iterable[st
 def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
     """Return the small models of all languages that stand beside those of one language, if there are any of these.
 
-    They have the learning rate and the dropout of the models of one language, unless there was a search for these, too:
-    what one found for the model of all languages alone would favour it. Of the same model and seed that of deep_or_wide
-    counts, whose command the page prints.
+    They have the learning rate and the dropout of the models of one language, unless these have what a search found
+    best, too: what one found for the model of all languages alone would favour it. Of the same model and seed that of
+    deep_or_wide counts, whose command the page prints.
     """
-    alone = [] if searches(records, BILINGUAL) else trainings(records, BILINGUAL)
+    alone = [] if is_tuned(records, BILINGUAL) else trainings(records, BILINGUAL)
     alike = {(one.setting, one.recipe[:2]) for one in alone}
     found: dict[tuple[str, int], Trained] = {}
     for experiment in (MULTILINGUAL, DEEP_OR_WIDE):
@@ -496,6 +509,7 @@ TABLES = (
     figure3_design,
     figure3_models,
     figure3_other_settings,
+    figure3_search,
     figure3_left_out,
     figure3_low_resource,
     figure3_gain,

@@ -8,7 +8,7 @@ from gpipe.records import Record
 from reproductions.figure3_multilingual.depth import DEEP_TRAINING, deep_trainings
 from reproductions.figure3_multilingual.tables import MULTILINGUAL, multilingual_trainings, pair_models
 from reproductions.table5_batch_size.tables import LAPTOP, small_runs
-from reproductions.translation_runs import DEEP_OR_WIDE, searches, trainings
+from reproductions.translation_runs import DEEP_OR_WIDE, compare_recipes, searches, trainings
 from tests.reproductions.translation_records import trained
 
 OTHER_RECIPES = [{"rate": 0.125}, {"dropout": 0.5}, {"max_steps": 50}]
@@ -64,14 +64,20 @@ def test_the_multilingual_model_is_the_one_whose_command_the_page_prints() -> No
         assert seeds[0]["sw"][1].run == printed
 
 
-def test_the_models_of_one_language_stand_beside_one_of_their_own_recipe_unless_they_are_tuned_too() -> None:
+def test_the_models_of_one_language_stand_beside_one_of_their_own_recipe_unless_theirs_is_the_best_that_was_tried() -> (
+    None
+):
     found = [trained(DEEP_OR_WIDE, seed, {"sw": 1.0}, loss=1.0, rate=0.25) for seed in (0, 1)]
     alike = [trained(DEEP_OR_WIDE, seed, {"sw": 2.0}, loss=2.0, rate=0.5) for seed in (0, 1)]
     alone = [trained("bilingual_laptop", seed, {"sw": 3.0}, languages=["sw"], rate=0.5) for seed in (0, 1)]
     search = trained("bilingual_laptop", 0, {"sw": 4.0}, languages=["sw"], rate=1.0)
     records = [*alike, *alone, *found]
     assert [one.run for one in trainings(records, DEEP_OR_WIDE)] == found
-    for more, expected in (([], alike), ([search], found)):
+    better = trained("bilingual_laptop", 0, {"sw": 4.0}, languages=["sw"], rate=2.0, loss=0.5)
+    assert compare_recipes([*alone, search, better], "bilingual_laptop") == {
+        (2.0, 0.25): (1, 0.5), (0.5, 0.25): (1, 1.0), (1.0, 0.25): (1, 1.0)
+    }  # fmt: skip
+    for more, expected in (([], alike), ([search], found), ([search, better], alike)):
         (seeds,) = pair_models([*records, *more]).values()
         assert [pairs["sw"][1].run for pairs in seeds.values()] == expected
         assert [pairs["sw"][0].run for pairs in seeds.values()] == alone

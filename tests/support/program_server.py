@@ -166,7 +166,7 @@ def start_function(function: Callable[..., object], *args: object, gpus: bool = 
 def serve(number: int) -> None:
     """Load what programs load, then fork for each process that connects to the socket of a number, until all are gone.
 
-    A fork that is busy may hold a connection back: whoever connects finds out by the greeting that it is served.
+    Whoever connects in the moment of the end is not greeted, and starts another server.
     """
     load()
     listener = socket.socket(fileno=number)
