@@ -142,7 +142,7 @@ def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
     """
     scored: dict[object, list[Record]] = {}
     for record in records:
-        if record.experiment == SCORING and record.kind == "measured":
+        if _is_test_score(record):
             scored.setdefault(_part(record), []).append(record)
     found: dict[object, Trained] = {}
     for run in records:
@@ -179,6 +179,12 @@ def _least_loss(found: Sequence[Trained]) -> float:
     return inf if loss is None else loss
 
 
+def _is_test_score(record: Record) -> bool:
+    """Return whether a record has scores of a test set: those of a validation set choose a beam, and are no results."""
+    is_score = record.experiment == SCORING and record.kind == "measured"
+    return is_score and record.results.get("split", "test") == "test"
+
+
 def _part(record: Record) -> tuple[int, tuple[str, ...] | None]:
     """Return what a training shares with its scores, and hardly with other trainings: a cheap first look."""
     return record.seed, Trained(record, {}).languages
@@ -197,7 +203,7 @@ def count_test_sentences(records: Iterable[Record], data: str) -> dict[str, int]
 def _read_scored(records: Iterable[Record], data: str, name: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for record in records:
-        if record.experiment == SCORING and record.kind == "measured" and record.config["data"]["name"] == data:
+        if _is_test_score(record) and record.config["data"]["name"] == data:
             found |= {language: row[name] for language, row in record.results["languages"].items()}
     return found
 

@@ -1,5 +1,6 @@
 """Which trainings of a translation model a table compares, where others of another recipe have the same name."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ from gpipe.records import Record
 from reproductions.figure3_multilingual.depth import DEEP_TRAINING, deep_trainings
 from reproductions.figure3_multilingual.tables import MULTILINGUAL, multilingual_trainings, pair_models
 from reproductions.table5_batch_size.tables import LAPTOP, small_runs
-from reproductions.translation_runs import DEEP_OR_WIDE, compare_recipes, searches, trainings
-from tests.reproductions.translation_records import trained
+from reproductions.translation_runs import DEEP_OR_WIDE, compare_recipes, count_test_sentences, searches, trainings
+from tests.reproductions.translation_records import scored, trained
 
 OTHER_RECIPES = [{"rate": 0.125}, {"dropout": 0.5}, {"max_steps": 50}]
 each_recipe = pytest.mark.parametrize("other", OTHER_RECIPES, ids=str)
@@ -81,3 +82,14 @@ def test_the_models_of_one_language_stand_beside_one_of_their_own_recipe_unless_
         (seeds,) = pair_models([*records, *more]).values()
         assert [pairs["sw"][1].run for pairs in seeds.values()] == expected
         assert [pairs["sw"][0].run for pairs in seeds.values()] == alone
+
+
+def test_scores_of_a_validation_set_are_no_results() -> None:
+    run = trained(LAPTOP, 0, {"sw": 1.0})
+    test, valid = (
+        scored(run, {"sw": chrf}, {"sw": 10}, sentences={"sw": number}) for chrf, number in ((9, 60), (8, 5))
+    )
+    valid = replace(valid, results={**valid.results, "split": "valid"})
+    (one,) = trainings([run, test, valid], LAPTOP)
+    assert one.score("chrf", "sw") == 9
+    assert count_test_sentences([run, test, valid], "corpus") == {"sw": 60}
