@@ -6,12 +6,14 @@ The lock ends with its process, however that ends; a file that a killed process 
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK_FILE = ".lock"
 _TRIES = 100  # whoever removes an empty folder, or its own lock, may do it between two steps of another's
+_ORPHAN_SECONDS = 1.0
 _MAX_BYTES = 200  # of a holder's name
 _held: set[int] = set()  # this process's descriptors
 
@@ -71,7 +73,7 @@ def _is_locked(folder: Path, descriptor: int) -> bool:
         FolderHeld: another process holds it; the file is closed.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_file(descriptor)
     except BlockingIOError:
         holder = _read_holder(descriptor)
         os.close(descriptor)
@@ -84,6 +86,37 @@ def _is_locked(folder: Path, descriptor: int) -> bool:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
+
+
+def _lock_file(descriptor: int) -> None:
+    """Lock a file; wait a moment for what its dead holder has just forked, which lets go as soon as it runs.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    deadline = time.monotonic() + _ORPHAN_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline or not _is_dead(_read_holder(descriptor)):
+                raise
+        time.sleep(0.01)
+
+
+def _is_dead(holder: str) -> bool:
+    """Return whether a holder is known to have ended: one of this host, whose process is gone."""
+    word, _, rest = holder.partition(" ")
+    number, _, host = rest.partition(" on ")
+    if word != "process" or host != socket.gethostname() or not number.isdecimal():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:  # of another user
+        pass
+    return False
 
 
 def _is_in(folder: Path, descriptor: int) -> bool:
