@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.simulated_cuda.mutants import Mutant, apply, compile_watched, reached, watch
-from tests.support.program_server import start_function
+from tests.support.program_server import SANITIZER, start_function
 
 SIMULATION = "tests.simulated_cuda.runtime"
 """The module that is there where this very process has simulated GPUs."""
-SANITIZER = "TORCH_CUDA_SANITIZER"  # torch watches the streams of a process that finds this in its environment
 _LOOK_SECONDS = 0.5  # between two looks at processes that may have been stopped
 
 
@@ -175,9 +174,8 @@ def _answer(pipe: Connection, rank: int, call: _Call, simulated: bool, port: int
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(
-        1
-    )  # a fork's first call makes a new pool of threads, which autograd's threads must not race for
+    # A fork's first call makes a new pool of threads, and autograd's threads must not race for that.
+    torch.set_num_threads(1)
     if call.num_processes > 1:
         store = dist.PrefixStore(str(call.number), dist.TCPStore("127.0.0.1", port, is_master=False))
         backend = "gloo" if simulated else "cpu:gloo,cuda:nccl"

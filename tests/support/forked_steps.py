@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gpu import progress
-from tests.simulated_cuda.machine import SANITIZER
 from tests.support.forked_process import fork
-from tests.support.program_server import become
+from tests.support.program_server import SANITIZER, become
 
 _start_new = progress.start
 

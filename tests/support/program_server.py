@@ -41,6 +41,8 @@ SIMULATED_GPUS = _ROOT / "tests" / "simulated_cuda" / "everywhere"
 """The folder that gives a Python simulated GPUs where PYTHONPATH names it first."""
 REMEMBERED = "GPIPE_TEST_REMEMBERED"
 """The variable that names the folder of remembered profiles and compositions, if there is one."""
+SANITIZER = "TORCH_CUDA_SANITIZER"
+"""The variable that lets torch watch the streams of a process, if it is there while torch is imported."""
 TORCHRUN = "torch.distributed.run"
 """The name of torchrun's module."""
 MAKE_GPU = "experiments.gpu"
@@ -408,6 +410,7 @@ def _start(address: str, preloaded: Path | None, gpus: bool) -> None:
     paths = [*([SIMULATED_GPUS] if gpus else []), _ROOT, _ROOT / "src"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     environment["TMPDIR"] = _TEMPORARY_FOLDER
+    environment.pop(SANITIZER, None)  # only who asks for it may have it, and it starts CUDA, which forks must not find
     if preloaded is not None:
         environment["LD_PRELOAD"] = str(preloaded)
     with socket.socket(socket.AF_UNIX) as listener:
