@@ -27,13 +27,17 @@ def choose_memory_format(device: torch.device) -> torch.memory_format:
 def make_our_step(
     variant: str, num_layers: int, num_filters: int, mode: str, device: torch.device, backend: str | None
 ) -> tuple[Step, nn.Module]:
-    """Return a step of our model, and its layers; `backend` is torch.compile's, or None to not compile."""
+    """Return a step of our model, and its layers; `backend` is torch.compile's, or None to not compile.
+
+    1F1B has the order of torchgpipe's loop: each micro-batch goes back before the next one goes forward.
+    """
     with torch.device("meta"):
         layers = VARIANTS[variant](num_layers, num_filters, NUM_CLASSES)
     gpipe.convert_batch_norm(layers)
     pipeline = gpipe.Pipeline(
-        layers, F.cross_entropy, [len(layers)], NUM_MICROBATCHES, rematerialize=mode, devices=[device]
-    )
+        layers, F.cross_entropy, [len(layers)], NUM_MICROBATCHES,
+        rematerialize=mode, schedule="1f1b", devices=[device],
+    )  # fmt: skip
     pipeline.layers.to(memory_format=choose_memory_format(device))
     if backend is not None:
         pipeline.compile(dynamic=False, backend=backend)
