@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from gpipe.planning.optimizer_memory import NUM_PARAMETERS
 from gpipe.training.optimizers import build_optimizer, load_optimizer_state, optimizer_state
 
 FUSED = ("adamw", "sgd")
@@ -33,7 +34,7 @@ def update(rank: int, name: str, device: str) -> list[list[float]]:
 
 def measure_update(rank: int, name: str) -> float:
     """Return what an update allocates for a while on a GPU, per byte of parameters, once its state is there."""
-    parameters = [nn.Parameter(torch.ones(64, 64, device="cuda")) for _ in range(16)]
+    parameters = [nn.Parameter(torch.ones(64, 16, device="cuda")) for _ in range(NUM_PARAMETERS)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     named = [(f"layers.0.{number}", parameter) for number, parameter in enumerate(parameters)]

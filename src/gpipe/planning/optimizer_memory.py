@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gpipe._compat.torch_description import TorchDispatchMode, tree_leaves
 
-_NUM_PARAMETERS = 64  # so many that what an update allocates for one of them hardly counts
+NUM_PARAMETERS = 64  # so many that what an update allocates for one of them hardly counts
 
 
 class OptimizerMemory(NamedTuple):
@@ -32,7 +32,7 @@ def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer
 
     make: from names and parameters; with the update that it has where it will run, such as the fused one of GPUs.
     """
-    parameters = [nn.Parameter(torch.zeros(64, 16)) for _ in range(_NUM_PARAMETERS)]
+    parameters = [nn.Parameter(torch.zeros(64, 16)) for _ in range(NUM_PARAMETERS)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = make([(f"layers.0.{number}", parameter) for number, parameter in enumerate(parameters)])
