@@ -127,8 +127,9 @@ def test_a_module_of_torch_has_the_bits_that_it_has_in_a_graph(
     value = draw_input(data.draw, kind, dtype).to(device)
     is_wanted = value.is_floating_point() and data.draw(st.booleans())
     inputs = Payload([copy_exactly(value)], 0, [is_wanted])
-    in_graph, buffers = run(module, _enter_graph(inputs, []).value(), with_graph=True)
-    without, buffers_without = run(module, copy_exactly(value), with_graph=False)
+    with torch.autocast(device, torch.bfloat16, enabled=data.draw(st.booleans())):
+        in_graph, buffers = run(module, _enter_graph(inputs, []).value(), with_graph=True)
+        without, buffers_without = run(module, copy_exactly(value), with_graph=False)
     for one, other in zip([*in_graph.tensors, *buffers], [*without.tensors, *buffers_without], strict=True):
         assert_same_bits(one.detach(), other)
 
@@ -214,6 +215,19 @@ def test_a_stage_does_without_a_graph_where_all_its_layers_may(beside: str) -> N
     assert noting.had_graph == [needs_graph] * 2 + [True] * 2
 
 
+@pytest.mark.parametrize(("is_cached", "had_graph"), [(True, [True, False, False]), (False, [False] * 3)])
+def test_under_autocast_the_first_forward_of_a_step_gives_the_converted_weights_their_graphs(
+    is_cached: bool, had_graph: list[bool]
+) -> None:
+    noting = Notes()
+    layers = nn.Sequential(noting, nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, [4], 3, rematerialize="always")
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+        for _ in range(2):
+            pipeline.train_step((torch.randn(6, 8), torch.randn(6, 8)))
+    assert noting.had_graph == (had_graph + [True] * 3) * 2
+
+
 FROZEN: dict[str, slice] = {
     "nothing": slice(0),
     "the stem": slice(1),
@@ -226,10 +240,12 @@ def sum_losses(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(output, targets) for output in outputs]).sum()
 
 
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("make", [amoebanet_b, amoebanet_d])
 def test_amoebanet_does_without_a_graph(
-    make: Callable[..., nn.Sequential], frozen: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., nn.Sequential], frozen: str, autocast: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags: list[list[bool]] = []
     run_without_graph = Stage._run_without_graph
@@ -248,8 +264,9 @@ def test_amoebanet_does_without_a_graph(
         for layer in layers[FROZEN[frozen]]:
             layer.requires_grad_(False)
         partitions = [2, 3, len(layers) - 5]
-        pipeline = gpipe.Pipeline(layers, sum_losses, partitions, 2, rematerialize="always", check_recomputation=True)
-        pipeline.train_step((torch.randn(4, 3, 32, 32), torch.randint(10, (4,))))
+        pipeline = gpipe.Pipeline(layers, sum_losses, partitions, 3, rematerialize=mode, check_recomputation=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            pipeline.train_step((torch.randn(6, 3, 32, 32), torch.randint(10, (6,))))
         return list(flags), [parameter.grad for parameter in pipeline.parameters()]
 
     monkeypatch.setattr(Stage, "_run_without_graph", note)

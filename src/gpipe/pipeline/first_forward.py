@@ -6,6 +6,8 @@ where every operation is known to have the same kernels:
 
 - modules of torch, by their class: `_SAME_WITHOUT_GRAPH`, each held to its bits by a test;
 - layers whose class says so in its own body, `same_without_graph = True`, with the modules of its package below them.
+
+Under autocast a step's first forward has a graph all the same: it converts the weights, for the recomputations too.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _SAME_WITHOUT_GRAPH = frozenset(
 
 
 def is_same_without_graph(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a layer has the same bits with and without a graph, outside of autocast.
+    """Return whether a layer has the same bits with and without a graph.
 
     Its outputs that are none of its inputs then depend on all of its inputs and parameters.
 

@@ -140,6 +140,7 @@ class Stage:
         self._needs_whole_graph = False  # in a forward that will be recomputed
         self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
         self._is_same_without_graph = False
+        self._has_copies = False  # autocast's of this step's weights, with their graphs
         self._buffers = Buffers(self.layers)
         self._hooks = ParameterHooks()
         self._batch_norms = converted_batch_norms(self.layers.values())
@@ -168,6 +169,7 @@ class Stage:
         self._is_torch_all_random = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         is_plain = self.compilation is None and self.exchange is None
         self._is_same_without_graph = is_plain and all(map(is_same_without_graph, modules.values()))
+        self._has_copies = False
         if self.averaging is not None:
             self.averaging.start_step()
 
@@ -326,8 +328,8 @@ class Stage:
     def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
         """Run the layers with the kernels that they have in a graph, but keep none."""
         is_stored = look is None
-        # Autocast keeps the weights that it converts, for the recomputation too: they need their graphs.
-        if self._is_same_without_graph and not torch.is_autocast_enabled(self.device.type):
+        is_converting = torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled()
+        if self._is_same_without_graph and (self._has_copies or not is_converting):
             with torch.no_grad():
                 return self._run(
                     micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look
@@ -335,10 +337,13 @@ class Stage:
         # Leaves are the cheapest beginning of a graph, but no layer may change one in place.
         entered = _enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else as_leaves(inputs)
         with NOTHING if self._needs_whole_graph else without_saved_tensors():
-            return self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
+            outputs = self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
+        self._has_copies = True
+        return outputs
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept) -> Payload:
         outputs = self._run(micro_batch, _enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
+        self._has_copies = True
         if self.loss is not None:
             self.enter_loss(micro_batch)
             loss = self.loss(outputs.value(), micro_batch)
