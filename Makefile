@@ -40,7 +40,7 @@ reliability: .venv/development ## set up, then kill, stop, starve and disconnect
 	$(BIN)/python -m pytest --numprocesses 2 -m alone $(call marked,alone,tests/reliability)
 	$(BIN)/python -m pytest --numprocesses 3 -m alone $(call marked,alone,tests --exclude-dir=reliability)
 
-gpu: .venv/development ## on a machine with GPUs: test and measure there, ten minutes on an H100; again: go on
+gpu: .venv/development ## on a machine with GPUs: test and measure there, a quarter of an hour on one; again: go on
 	$(BIN)/python -m experiments.gpu
 
 lint: .venv/development ## style, format, imports and types
