@@ -3,10 +3,10 @@
     make gpu
 
 Runs the steps of steps.py one after the other, each in a process of its own with a limit of time: ten to fifteen
-minutes on one H100 or H200, half an hour at most. Several GPUs also measure Tables 2 and 3 and the bubble, for up to two
-and a half hours. A step that fails does not stop the others. The same command again goes on: it runs what is not done.
-runs/gpu has the log of each step; remove it to begin anew. Clones torchgpipe's repository, whose AmoebaNet is measured
-beside ours.
+minutes on one H100 or H200, half an hour at most. Several GPUs also measure Tables 2 and 3 and the bubble, for up to
+two and a half hours. A step that fails does not stop the others. The same command again goes on: it runs what is not
+done. runs/gpu has the log of each step; remove it to begin anew. Clones torchgpipe's repository, whose AmoebaNet is
+measured beside ours.
 """
 
 from __future__ import annotations
