@@ -10,6 +10,7 @@ from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, count_images, design_table
 from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.table4_imagenet_and_transfer.few_images import few_arms, few_cells, few_claims, transfer_steps
 from reproductions.table4_imagenet_and_transfer.model_size import (
     TRAINED,
     model_size,
@@ -25,7 +26,6 @@ PAPER_SCALE = (PRE_TRAINING, *TRANSFERS)
 SHORT_RUNS = "short_runs_laptop"
 EVALUATED = {"averages": "top1", "weights themselves": "raw_top1"}
 LAPTOP_TRANSFERS = ("transfer_laptop", "transfer_table_laptop")
-FEW_IMAGES = ("transfer_few_laptop",)
 MARGIN = 0.005  # of the accuracy: what ours may lack and still be the paper's, which prints no deviation
 
 
@@ -72,20 +72,19 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             verdict=f"{verdicts.count('reproduced')} {of_all} reproduced" if verdicts else NOT_RUN,
         )
     )
-    for experiments, what in ((LAPTOP_TRANSFERS, "another data set"), (FEW_IMAGES, "where labelled images are few")):
-        gains = {key: _gains(*both) for key, both in small_transfers(records, experiments).items()}
-        points = [100 * fmean(found) for found in gains.values() if found]
-        rows.append(
-            Claim(
-                f"pre-training helps {what}, at laptop scale",
-                "not compared",
-                f"{min(points):+.1f} to {max(points):+.1f} points of top-1" if points else NOT_RUN,
-                verdict=format_verdicts(
-                    ((f"{data}, rate {rate:g}", over_seeds(found)) for (data, rate), found in gains.items()), ".1%"
-                ),
-            )
+    gains = {key: _gains(*both) for key, both in small_transfers(records).items()}
+    points = [100 * fmean(found) for found in gains.values() if found]
+    rows.append(
+        Claim(
+            "pre-training helps another data set, at laptop scale",
+            "not compared",
+            f"{min(points):+.1f} to {max(points):+.1f} points of top-1" if points else NOT_RUN,
+            verdict=format_verdicts(
+                ((f"{data}, rate {rate:g}", over_seeds(found)) for (data, rate), found in gains.items()), ".1%"
+            ),
         )
-    return rows + size_claims(records)
+    )
+    return rows + few_claims(records) + size_claims(records)
 
 
 def transfer_laptop(records: Sequence[Record]) -> str:
@@ -93,22 +92,13 @@ def transfer_laptop(records: Sequence[Record]) -> str:
 
     A row per data set, learning rate and what is evaluated; gains are between runs of the same seed.
     """
-    return _transfer_table(records, LAPTOP_TRANSFERS)
-
-
-def transfer_few(records: Sequence[Record]) -> str:
-    """Return the same with few labelled images."""
-    return _transfer_table(records, FEW_IMAGES)
-
-
-def _transfer_table(records: Sequence[Record], experiments: Sequence[str]) -> str:
     rows = []
-    for (data, rate), both in small_transfers(records, experiments).items():
+    for (data, rate), both in small_transfers(records).items():
         for evaluated, figure in EVALUATED.items():
             top1 = [_spread(_test_figure(run, figure) for run in runs.values()) for runs in both]
             rows.append([data, f"{rate:g}", evaluated, *top1[0], *top1[1], *_gain(_gains(*both, figure))])
     if not rows:
-        return not_run(f"train.py -m +experiment={experiments[-1]}")
+        return not_run(f"train.py -m +experiment={LAPTOP_TRANSFERS[-1]}")
     spread = ["deviation", "runs"]
     header = ["data set", "learning rate", "evaluated", "from scratch", *spread, "fine-tuned", *spread]
     return markdown([*header, "gain, mean (smallest)", "pre-training helps"], rows)
@@ -132,30 +122,21 @@ def short_runs(records: Sequence[Record]) -> str:
     return markdown(["steps", "batch-norm statistics", *columns, "runs"], rows)
 
 
-def small_transfers(
-    records: Sequence[Record],
-    experiments: Sequence[str] = LAPTOP_TRANSFERS,
-) -> dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]]:
+def small_transfers(records: Sequence[Record]) -> dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]]:
     """Return the runs from scratch and those fine-tuned, by seed, for each set of images and learning rate.
 
     A set whose runs have several lengths is there once for each. Of two runs with the same seed the later one counts.
     """
-    runs = [run for run in records if run.experiment in experiments and "top1" in run.results]
+    runs = [run for run in records if run.experiment in LAPTOP_TRANSFERS and "top1" in run.results]
     lengths: dict[str, set[str]] = {}
     for run in runs:
-        lengths.setdefault(_describe_set(run), set()).add(_describe_length(run))
+        lengths.setdefault(data_of(run), set()).add(_describe_length(run))
     found: dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]] = {}
     for run in runs:
-        name, rate = _describe_set(run), run.config["optimizer"]["learning_rate"]
+        name, rate = data_of(run), run.config["optimizer"]["learning_rate"]
         label = f"{name}, {_describe_length(run)}" if len(lengths[name]) > 1 else name
         found.setdefault((label, rate), ({}, {}))[is_tuned(run)][run.seed] = run
     return dict(sorted(found.items()))
-
-
-def _describe_set(run: Record) -> str:
-    """Name the images that a run trained on, with their number where it was limited."""
-    limit = run.config["data"].get("max_images")
-    return data_of(run) if limit is None else f"{data_of(run)}, {limit} images"
 
 
 def _describe_length(run: Record) -> str:
@@ -205,16 +186,14 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
         runs = [run for name in names for run in paper_scale_runs(records, name)]
         arms.append(Arm(question, "AmoebaNet-B (18,512)", experiment, runs, test_items=_count_paper(paper, runs)))
     question = "does pre-training help another data set?"
-    if not small_transfers(records, FEW_IMAGES):
-        few = "does pre-training help where labelled images are few?"
-        arms.append(Arm(few, "50, 100 and 500 images", FEW_IMAGES[0], ()))
     found: dict[tuple[str, bool], list[Record]] = {}
-    for (data, _), both in small_transfers(records, (*LAPTOP_TRANSFERS, *FEW_IMAGES)).items():
+    for (data, _), both in small_transfers(records).items():
         for tuned, runs_by_seed in enumerate(both):
             found.setdefault((data, bool(tuned)), []).extend(runs_by_seed.values())
     for (data, tuned), runs in found.items():
         name = f"{data}, {'fine-tuned' if tuned else 'from scratch'}"
         arms.append(Arm(question, name, runs[0].experiment, runs, test_items=_count_tested(runs)))
+    arms += few_arms(records)
     short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
     alone: dict[str, list[Record]] = {}
     for run in _image_runs(records):
@@ -233,12 +212,13 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
 
 def table4_commands(records: Sequence[Record]) -> str:
     """Return the command of every training at laptop scale on the page."""
-    transfers = small_transfers(records, (*LAPTOP_TRANSFERS, *FEW_IMAGES))
+    transfers = small_transfers(records)
     small = [run for both in transfers.values() for runs in both for run in runs.values()]
     short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
     cells = [
         *(Cell(run.experiment, run, {}) for run in _image_runs(records)),
         *(Cell(f"{data_of(run)}, {'fine-tuned' if is_tuned(run) else 'from scratch'}", run, {}) for run in small),
+        *few_cells(records),
         *(Cell(SHORT_RUNS, run, {}) for run in short),
         *size_cells(records),
     ]
@@ -427,7 +407,7 @@ TABLES = (
     table4,
     table4_other_settings,
     transfer_laptop,
-    transfer_few,
+    transfer_steps,
     transfer_laptop_run,
     table4_commands,
     short_runs,

@@ -10,7 +10,6 @@ from reproductions.table4_imagenet_and_transfer.tables import (
     table4,
     table4_cost,
     table4_other_settings,
-    transfer_few,
     transfer_laptop,
 )
 from tests.reproductions.paper_scale_records import composed
@@ -100,25 +99,6 @@ def test_fine_tuned_stands_beside_from_scratch_seed_by_seed() -> None:
     assert mnist[-2:] == ["-6.25 (-6.25)", "contradicted [-6.25%, -6.25%]"]
 
 
-def test_each_number_of_labelled_images_has_a_row_apart_from_the_whole_sets() -> None:
-    records = [
-        record("transfer_few_laptop", "digits", seed, 0.5 + gain * (init_from is not None) + seed / 1000, init_from)
-        for gain in (0.25, 0.125)
-        for seed in range(2)
-        for init_from in (None, "x")
-    ]
-    for place, run in enumerate(records):
-        run.config["data"]["max_images"] = 50 if place < 4 else 100
-    rows = cells(transfer_few(records))[::2]
-    assert [(row[0], row[5], row[8], row[-2]) for row in rows] == [
-        ("digits, 100 images", "2", "2", "+12.50 (+12.50)"),
-        ("digits, 50 images", "2", "2", "+25.00 (+25.00)"),
-    ]
-    assert transfer_laptop(records).startswith("Not run")
-    whole, few, _ = claims(records, PAPER)[-3:]
-    assert whole.verdict == "not run" and few.verdict.startswith("digits, 100 images, rate 0.5: reproduced")
-
-
 def test_runs_of_another_length_replace_none_and_have_rows_of_their_own() -> None:
     records = [
         record("transfer_table_laptop", "digits", 0, top1 + 0.25 * (init_from is not None), init_from)
@@ -164,7 +144,6 @@ def test_short_runs_are_shown_by_their_length_and_by_their_statistics() -> None:
 
 def test_without_records_the_tables_say_what_to_run() -> None:
     assert transfer_laptop([]) == "Not run: train.py -m +experiment=transfer_table_laptop.\n"
-    assert transfer_few([]) == "Not run: train.py -m +experiment=transfer_few_laptop.\n"
     assert short_runs([]) == "Not run: train.py -m +experiment=short_runs_laptop.\n"
     assert table4_cost([]) == "Not run: python -m experiments.table4_cost.\n"
     only_tuned = transfer_laptop([record("transfer_laptop", "digits", 0, 0.5)])
