@@ -116,7 +116,24 @@ class Session:
 
     def pids_of(self, word: str) -> list[int]:
         """Return the processes of the session that have a word in their command lines."""
-        return [pid for pid in self._left() if word in Path(f"/proc/{pid}/cmdline").read_text()]
+        found = []
+        for pid in self._left():
+            with suppress(OSError):  # ended meanwhile
+                if word in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(pid)
+        return found
+
+    def wait_for_copies(self, count: int) -> list[int]:
+        """Wait until the run has so many processes that are copies of its fork server, and return them."""
+        deadline = time.monotonic() + LONG_SECONDS
+        while True:
+            alike = self.pids_of("multiprocessing.forkserver")
+            # Numbers of processes start again at the limit: the server's is not always the least.
+            copies = [pid for pid in alike if (place := _place_of(pid)) is not None and place[0] in alike]
+            if len(copies) >= count:
+                return copies
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.005)
 
     def children_named(self, name: str) -> list[int]:
         """Return the processes of a name that those of the session have started, in sessions of their own too."""
@@ -199,17 +216,17 @@ def assert_same(run: Path, whole: Path) -> None:
 
 def left_of(session: int) -> list[int]:
     """Return the processes of a session of the system that still run."""
-    return [pid for pid in _pids() if _session_of(pid) == session]
+    return [pid for pid in _pids() if (place := _place_of(pid)) is not None and place[1] == session]
 
 
 def _pids() -> Sequence[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
-def _session_of(pid: int) -> int | None:
-    """Return the session of a process that still runs."""
+def _place_of(pid: int) -> tuple[int, int] | None:
+    """Return the parent and the session of a process that still runs."""
     try:
-        state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, parent, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return int(session) if state != "Z" else None
+    return (int(parent), int(session)) if state != "Z" else None

@@ -90,10 +90,7 @@ def test_a_signal_before_anything_is_there_leaves_nothing(
 @pytest.mark.alone
 def test_a_signal_to_one_process_before_it_has_met_the_others_stops_all(begin: Callable[..., Session]) -> None:
     session = begin("launched", anew=True)
-    begun = time.monotonic()
-    while len(started := session.pids_of("multiprocessing.forkserver")) < 3:  # the one that they are copies of, too
-        assert time.monotonic() - begun < 60
-        time.sleep(0.005)
+    started = session.wait_for_copies(2)
     check_stopped_before_the_start(session, signal.SIGUSR1, lambda: os.kill(max(started), signal.SIGUSR1))
 
 
@@ -126,9 +123,7 @@ def test_a_run_that_is_paused_at_random_moments_still_hears(begin: Callable[...,
 def test_a_process_that_hangs_while_it_starts_is_named_within_the_time_out(begin: Callable[..., Session]) -> None:
     session = begin("launched", "pipeline.timeout_seconds=5", anew=True)
     begun = time.monotonic()
-    while len(started := session.pids_of("multiprocessing.forkserver")) < 3:  # the one that they are copies of, too
-        assert time.monotonic() - begun < 60
-        time.sleep(0.005)
+    started = session.wait_for_copies(2)
     os.kill(max(started), signal.SIGSTOP)
     assert session.status() == 1
     assert re.search(r"error: TimeoutError: (process 0|the processes \[1\]) did not come within \d", session.said())
