@@ -25,7 +25,14 @@ def choose_memory_format(device: torch.device) -> torch.memory_format:
 
 
 def make_our_step(
-    variant: str, num_layers: int, num_filters: int, mode: str, device: torch.device, backend: str | None
+    variant: str,
+    num_layers: int,
+    num_filters: int,
+    mode: str,
+    device: torch.device,
+    backend: str | None,
+    *,
+    cuda_graphs: bool = False,
 ) -> tuple[Step, nn.Module]:
     """Return a step of our model, and its layers; `backend` is torch.compile's, or None to not compile.
 
@@ -41,6 +48,8 @@ def make_our_step(
     pipeline.layers.to(memory_format=choose_memory_format(device))
     if backend is not None:
         pipeline.compile(dynamic=False, backend=backend)
+    if cuda_graphs:
+        pipeline.use_cuda_graphs()
     return lambda images, labels: pipeline.train_step((images, labels)), pipeline.layers
 
 

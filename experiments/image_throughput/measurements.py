@@ -84,24 +84,26 @@ def try_batch(
 def measure_rows(
     setting: Setting, mode: str, options: argparse.Namespace, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a model and a mode; halve the batch size until everything fits."""
+    """Yield the rows of a model and a mode; halve the batch size until all but CUDA graphs fit, which need more."""
     model, fixed = setting[:3], setting._asdict() | {"rematerialize": mode}
     ours, theirs = partial(make_our_step, *model, mode, device), partial(make_torchgpipe_step, *model[1:], mode, device)
-    makers = {("ours", False): partial(ours, None)}
+    makers = {("ours", False, False): partial(ours, None)}
     if options.backend is not None:
-        makers["ours", True] = partial(ours, options.backend)
+        makers["ours", True, False] = partial(ours, options.backend)
+    if options.cuda_graphs:
+        makers["ours", False, True] = partial(ours, None, cuda_graphs=True)
     if setting.variant == "d" and options.torchgpipe is None:
-        yield fixed | {"code": "torchgpipe", "compiled": False, "outcome": "not run"}
+        yield fixed | {"code": "torchgpipe", "compiled": False, "cuda_graphs": False, "outcome": "not run"}
     elif setting.variant == "d":
-        makers = {("torchgpipe", False): theirs} | makers
+        makers = {("torchgpipe", False, False): theirs} | makers
     batch_size, fits = setting.batch_size, False
     while not fits and batch_size >= NUM_MICROBATCHES:
         images = torch.randn(batch_size, 3, setting.image_size, setting.image_size, device=device)
         images = images.contiguous(memory_format=choose_memory_format(device))
-        for (code, compiled), make in makers.items():
-            row = fixed | {"batch_size": batch_size, "code": code, "compiled": compiled}
+        for (code, compiled, graphs), make in makers.items():
+            row = fixed | {"batch_size": batch_size, "code": code, "compiled": compiled, "cuda_graphs": graphs}
             row |= try_batch(make, images, options)
             yield row
-            if not (fits := row["outcome"] == "measured"):
+            if not (fits := graphs or row["outcome"] == "measured"):
                 break
         batch_size //= 2

@@ -375,7 +375,7 @@ def image_throughput(records: Sequence[Record]) -> str:
             [
                 f"{model}, {row['image_size']} px",
                 row["rematerialize"],
-                row["code"] + (", compiled" if row["compiled"] else ""),
+                row["code"] + (", compiled" if row["compiled"] else ", CUDA graphs" if row.get("cuda_graphs") else ""),
                 str(row["batch_size"]),
                 f"{speed:.1f}" if speed else row["outcome"],
                 f"{row['peak_memory_bytes'] / 2**30:.1f}" if row.get("peak_memory_bytes") else "",

@@ -138,6 +138,15 @@ def test_batch_norm_is_synchronised_where_there_is_one() -> None:
     assert "pipeline.synchronize_batch_norm is true, expected false with model.family=transformer_lm" in message
 
 
+def test_cuda_graphs_are_refused_beside_what_cannot_be_captured() -> None:
+    assert run_of("trainer.cuda_graphs=true", "pipeline.synchronize_batch_norm=true").trainer.cuda_graphs
+    message = refusal_of("trainer.cuda_graphs=true", "trainer.compile=true")
+    assert "trainer.cuda_graphs is true, expected false with trainer.compile=true" in message
+    replicas = "pipeline.synchronize_batch_norm=true", "launch.num_replicas=2", "launch=process_per_stage"
+    message = refusal_of("trainer.cuda_graphs=true", *replicas)
+    assert "trainer.cuda_graphs is true, expected false with pipeline.synchronize_batch_norm=true and launch" in message
+
+
 def test_an_interleaved_pipeline_has_a_process_for_several_stages() -> None:
     interleaved = ["pipeline=interleaved", "pipeline.num_stages=6", "launch=process_per_stage"]
     assert run_of(*interleaved).launch.num_processes == 3

@@ -56,8 +56,12 @@ def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:
     fixed = {"variant": "d", "num_layers": 18, "num_filters": 256, "image_size": 224, "rematerialize": "never"}
     fixed |= {"compiled": False, "batch_size": 512}
     grid = [
-        fixed | {"code": code, "outcome": outcome}
-        for code, outcome in (("torchgpipe", "not run"), ("ours", "out of memory"))
+        fixed | {"code": code, "cuda_graphs": graphs, "outcome": outcome}
+        for code, graphs, outcome in (
+            ("torchgpipe", False, "not run"),
+            ("ours", False, "out of memory"),
+            ("ours", True, "out of memory"),
+        )
     ]
     record = make_record(
         kind="measured", command="x", experiment="image_throughput", config={}, seed=0, results={"grid": grid}
@@ -65,11 +69,12 @@ def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:
     lines = image_throughput([record]).splitlines()[2:]
     assert lines[0] == "| AmoebaNet-D (18,256), 224 px | never | torchgpipe | 512 | not run |  |  |"
     assert lines[1] == "| AmoebaNet-D (18,256), 224 px | never | ours | 512 | out of memory |  |  |"
+    assert lines[2] == "| AmoebaNet-D (18,256), 224 px | never | ours, CUDA graphs | 512 | out of memory |  |  |"
     assert image_throughput([]) == "Not run: python -m experiments.image_throughput.\n"
 
 
 def test_a_peer_that_is_not_there_has_a_row_all_the_same() -> None:
-    options = Namespace(torchgpipe=None, backend="eager")
+    options = Namespace(torchgpipe=None, backend="eager", cuda_graphs=False)
     row = next(measurements.measure_rows(measurements.SMALL[1], "never", options, torch.device("cpu")))
     assert row["code"] == "torchgpipe" and row["outcome"] == "not run"
 
@@ -85,12 +90,28 @@ def test_the_batch_is_halved_until_everything_fits(monkeypatch: pytest.MonkeyPat
         return step, nn.Linear(1, 1)
 
     monkeypatch.setattr(measurements, "make_our_step", make_our_step)
-    options = Namespace(torchgpipe=None, backend="eager", rounds=1, warm_up=0)
+    options = Namespace(torchgpipe=None, backend="eager", cuda_graphs=False, rounds=1, warm_up=0)
     setting = measurements.Setting("b", 3, 8, 4, 32)
     rows = list(measurements.measure_rows(setting, "always", options, torch.device("cpu")))
     found = [(row["batch_size"], row["compiled"], row["outcome"]) for row in rows]
     out, fits = "out of memory", "measured"
     assert found == [(32, False, out), (16, False, fits), (16, True, out), (8, False, fits), (8, True, fits)]
+
+
+def test_cuda_graphs_that_do_not_fit_halve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_our_step(*arguments: object, cuda_graphs: bool = False) -> tuple[Callable[..., None], nn.Module]:
+        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+            if cuda_graphs:
+                raise torch.OutOfMemoryError("too much")
+
+        return step, nn.Linear(1, 1)
+
+    monkeypatch.setattr(measurements, "make_our_step", make_our_step)
+    options = Namespace(torchgpipe=None, backend=None, cuda_graphs=True, rounds=1, warm_up=0)
+    setting = measurements.Setting("b", 3, 8, 4, 32)
+    rows = list(measurements.measure_rows(setting, "always", options, torch.device("cpu")))
+    found = [(row["batch_size"], row["cuda_graphs"], row["outcome"]) for row in rows]
+    assert found == [(32, False, "measured"), (32, True, "out of memory")]
 
 
 def test_without_a_gpu_only_the_small_run_starts() -> None:

@@ -15,10 +15,11 @@ from torch.nn.utils import parametrizations
 
 import gpipe
 from gpipe.models import amoebanet_b, amoebanet_d
+from gpipe.pipeline.entry import enter_graph
 from gpipe.pipeline.first_forward import _SAME_WITHOUT_GRAPH, without_saved_tensors
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.randomness import seed_generators
-from gpipe.pipeline.stage import Stage, _enter_graph
+from gpipe.pipeline.stage import Stage
 
 DEVICES = ["cpu", *([pytest.param("cuda", id="real")] if torch.cuda.is_available() else [])]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -128,7 +129,7 @@ def test_a_module_of_torch_has_the_bits_that_it_has_in_a_graph(
     is_wanted = value.is_floating_point() and data.draw(st.booleans())
     inputs = Payload([copy_exactly(value)], 0, [is_wanted])
     with torch.autocast(device, torch.bfloat16, enabled=data.draw(st.booleans())):
-        in_graph, buffers = run(module, _enter_graph(inputs, []).value(), with_graph=True)
+        in_graph, buffers = run(module, enter_graph(inputs, []).value(), with_graph=True)
         without, buffers_without = run(module, copy_exactly(value), with_graph=False)
     for one, other in zip([*in_graph.tensors, *buffers], [*without.tensors, *buffers_without], strict=True):
         assert_same_bits(one.detach(), other)

@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gpipe.pipeline.entry import _ANCHOR, _Entry
 from gpipe.pipeline.split_backward import run_split_backward
-from gpipe.pipeline.stage import _ANCHOR, _Entry
 
 
 class Of(nn.Module):

@@ -296,6 +296,14 @@ def test_cuda_graphs_are_refused_by_name(options: dict[str, Any]) -> None:
         pipeline.compile(**options)
 
 
+def test_compiled_layers_do_not_run_as_cuda_graphs() -> None:
+    pipeline = pipeline_of(compilable())
+    pipeline.use_cuda_graphs()  # changes nothing on a CPU
+    pipeline.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"^the layers are compiled; use either torch\.compile or CUDA graphs$"):
+        pipeline.use_cuda_graphs()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_compiles_a_layers_backward_together_with_its_forward() -> None:

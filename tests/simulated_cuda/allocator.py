@@ -117,6 +117,11 @@ def _free(key: int, address: int) -> None:
                 trace.MemoryDeallocationCallbacks.fire_callbacks(address)
 
 
+def is_known(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory has a block."""
+    return tensor.untyped_storage()._cdata in _blocks
+
+
 def find_block(tensor: Tensor) -> Block:
     """Return the block of a tensor's memory."""
     return _blocks[tensor.untyped_storage()._cdata]

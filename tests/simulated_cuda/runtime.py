@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated_cuda import allocator, device_threads, generators, ledger, nccl, streams, tensors
+from tests.simulated_cuda import allocator, device_threads, generators, graphs, ledger, nccl, streams, tensors
 from tests.simulated_cuda.ledger import lock
 
 _kept: list[Any] = []
@@ -25,6 +25,8 @@ def install() -> None:
         "Stream": streams.Stream,
         "Event": streams.Event,
         "stream": streams.stream,
+        "CUDAGraph": graphs.CUDAGraph,
+        "graph_pool_handle": graphs.graph_pool_handle,
         "current_stream": streams.current_stream,
         "default_stream": streams.default_stream,
         "current_device": streams.current_device,

@@ -29,6 +29,7 @@ CUTS = {1: (13,), 2: (6, 7), 3: (3, 4, 6), 4: (1, 5, 5, 2), 6: (2, 2, 2, 2, 2, 3
 STATE_WAITS = "operations waited for blindly for the optimizer's state"
 SYNCHRONISATIONS, WAITS, BLIND = "host synchronisations", "waits of default streams", "operations waited for blindly"
 PLACES, BLIND_EXCHANGES = "places of host synchronisations", "exchanges waited for blindly"
+GRAPHS = "graphs launched"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Setting:
         shards_optimizer: whether replicas share out the optimizer's state.
         shards_replicas: whether they share out the weights too.
         checks_recomputation: whether recomputations are compared with forwards.
+        cuda_graphs: whether layers run as CUDA graphs.
     """
 
     num_stages: int = 1
@@ -59,11 +61,14 @@ class Setting:
     shards_optimizer: bool = False
     shards_replicas: bool = False
     checks_recomputation: bool = False
+    cuda_graphs: bool = False
 
     def one_stage(self) -> Setting:
         """Return the same training without a pipeline: interleaving has the order of 1F1B in each stage."""
         schedule = "gpipe" if self.schedule in ("gpipe", "split_gpipe") else "1f1b"
-        return replace(self, num_stages=1, rematerialize="never", schedule=schedule, stages_per_device=1)
+        return replace(
+            self, num_stages=1, rematerialize="never", schedule=schedule, stages_per_device=1, cuda_graphs=False
+        )
 
 
 def train(rank: int, setting: Setting) -> dict[str, Any]:
@@ -87,6 +92,8 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         synchronize_batch_norm=setting.synchronize_batch_norm, check_recomputation=setting.checks_recomputation,
         shard_replicas=setting.shards_replicas,
     )  # fmt: skip
+    if setting.cuda_graphs:
+        pipeline.use_cuda_graphs()
     nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
     optimizer: torch.optim.Optimizer
     if setting.shards_optimizer:
@@ -110,6 +117,7 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
             report = pipeline.train_step(batch, record_timeline=step == 0)
         found |= {count: ledger.counts[count] for count in (SYNCHRONISATIONS, WAITS)}  # those of the last step stay
         found[PLACES] = dict(ledger.synchronisations)
+        found[GRAPHS] = sum(number for what, number in ledger.counts.items() if what.startswith("graphs on"))
         num_blind_exchanges += ledger.counts[BLIND_EXCHANGES]
         found |= {f"loss {step}": report.loss, f"norm {step}": pipeline.clip_gradients(0.5)}
         optimizer.step()
@@ -186,6 +194,6 @@ def _numbers(tensor: Tensor | None) -> np.ndarray | None:
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
     """Compare all that one process found; it knows only its own layers."""
     for name, value in found.items():
-        if name not in (SYNCHRONISATIONS, PLACES, WAITS, BLIND, BLIND_EXCHANGES, STATE_WAITS):
+        if name not in (SYNCHRONISATIONS, PLACES, WAITS, BLIND, BLIND_EXCHANGES, STATE_WAITS, GRAPHS):
             assert name in expected, f"{what}: {name} is new"
             assert np.array_equal(value, expected[name]), f"{what}: {name} differs"  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ _default_streams: dict[int, Stream] = {}
 _unfinished: dict[tuple[int, int], threading.Event] = {}  # operations that have not ended: of hanging kernels, receives
 _deferred: list[tuple[int, int, Callable[[], None]]] = []  # copies to the host's memory, done when the host waits
 exchanging: set[int] = set()  # the numbers of NCCL's streams
+_capturing: dict[int, Stream] = {}  # by device
 _broken: set[int] = set()  # devices on which a kernel failed
 
 
@@ -58,6 +59,7 @@ class Stream:
         self.orders_allocations = "/fsdp/" in sys._getframe(1).f_code.co_filename
         self.name = name or f"the stream made at {ledger.find_place()}"
         self.clock: Clock = {}
+        self.capture: Any = None  # the graph that gets what is enqueued, instead of the device
         self._known_of_host = 0
         if self.cuda_stream:
             trace.StreamCreationCallbacks.fire_callbacks(self.cuda_stream)
@@ -279,7 +281,21 @@ def default_stream(device: Any = None) -> Stream:
 def current_stream(device: Any = None) -> Stream:
     device = as_device(device)
     chosen: Stream | None = getattr(_local, "streams", _NONE).get(device.index)
+    if chosen is None and _capturing and isinstance(threading.current_thread(), threading._DummyThread):
+        chosen = _capturing.get(device.index)  # autograd's own threads work on the stream of the forward
     return chosen or default_stream(device)
+
+
+def start_capture(stream: Stream, graph: Any) -> None:
+    """Let a graph get what a stream is told to do."""
+    stream.capture = graph
+    _capturing[stream.device.index] = stream
+
+
+def end_capture(stream: Stream) -> None:
+    """Let the device get it again."""
+    stream.capture = None
+    del _capturing[stream.device.index]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import library as operators
 
 from tests.simulated_cuda import ledger, streams
-from tests.simulated_cuda.allocator import allocate, find_block
+from tests.simulated_cuda.allocator import allocate, find_block, is_known
 from tests.simulated_cuda.generators import drawing_from
 from tests.simulated_cuda.ledger import lock
 from tests.simulated_cuda.streams import Stream, current_stream
@@ -165,6 +165,12 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     inner_args, inner = _unwrap(args, leaves), _unwrap(kwargs, leaves)
     tensors, device = _find_device(operation, leaves, kwargs)
     stream = current_stream(device)
+    inner.pop("pin_memory", None)
+    if "device" in inner:
+        inner["device"] = _CPU
+    compute = functools.partial(_compute, operation, device, inner_args, inner)
+    if stream.capture is not None:
+        return _capture(operation, stream, tensors, compute, _find_written(operation, args, kwargs))
     if operation.is_host_read:
         streams.wait_on_host([stream.clock], device)
     with lock:
@@ -176,11 +182,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             for tensor in tensors:
                 writes = any(tensor is one for one in written)
                 find_block(tensor.held).use(stream, number, operation.name, place, writes=writes)
-        inner.pop("pin_memory", None)
-        if "device" in inner:
-            inner["device"] = _CPU
-        with drawing_from(device) if operation.draws else _NOTHING:
-            result = operation.compute(*inner_args, **inner)
+        result = compute()
         if operation.is_host_read and not isinstance(result, Tensor):
             return result
         known = {id(tensor.held): tensor for tensor in tensors}
@@ -197,6 +199,45 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if number is not None and ledger.on_kernel is not None:
             ledger.on_kernel(func, args, kwargs, _find_tensors(wrapped))
         return wrapped
+
+
+def _compute(operation: _Operation, device: torch.device, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do on the CPU what a device does."""
+    with drawing_from(device) if operation.draws else _NOTHING:
+        return operation.compute(*args, **kwargs)
+
+
+def _capture(
+    operation: _Operation,
+    stream: Stream,
+    tensors: list[SimulatedTensor],
+    compute: Callable[[], Any],
+    written: list[Tensor],
+) -> Any:
+    """Let a graph get an operation, in place of the device."""
+    if operation.is_host_read:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    with lock:
+        for tensor in written:
+            stream.capture.keep(hold(tensor))
+        result = compute()  # for the shapes
+        known = {id(tensor.held): tensor for tensor in tensors}
+        made = [one for one in _find_tensors(result) if id(one) not in known]
+        for one in made:
+            if not is_known(one):
+                stream.capture.make(one)
+            allocate(one, stream)
+        if operation.is_kernel:
+            again = functools.partial(_compute_into, made, compute, known)
+            stream.capture.add(operation.name, again, [one.held for one in tensors], [*made, *map(hold, written)])
+        return _map(lambda leaf: known[id(leaf)] if id(leaf) in known else SimulatedTensor(leaf, stream.device), result)
+
+
+def _compute_into(results: list[Tensor], compute: Callable[[], Any], known: Any) -> None:
+    """Do an operation of a graph again: its results are where they were."""
+    found = [one for one in _find_tensors(compute()) if id(one) not in known]
+    for result, one in zip(results, found, strict=True):
+        result.copy_(one)
 
 
 def _pick(index: int, argument: Any) -> Any:
@@ -287,7 +328,10 @@ def _convert(source: Tensor, *, device: Any = None, non_blocking: bool = False, 
         return _copy(made, source, non_blocking)
     device = streams.as_device(device)
     with lock:
-        allocate(made, current_stream(device))
+        stream = current_stream(device)
+        allocate(made, stream)
+        if stream.capture is not None:
+            stream.capture.make(made)
         target = SimulatedTensor(made, device)
         _order_copy(target, source)
     _await_copy(target, source, non_blocking)
@@ -325,6 +369,13 @@ def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:
     stream = here or there
     assert stream is not None
     between = here is not None and there is not None and source.device != target.device
+    if stream.capture is not None:
+        if here is not there:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        stream.capture.keep(hold(target))
+        again = functools.partial(hold(target).copy_, hold(source))
+        stream.capture.add("copy", again, [hold(source)], [hold(target)])
+        return stream, 0
     if between:
         here.wait_stream(there)
     number, place = stream.enqueue(), ledger.find_place()

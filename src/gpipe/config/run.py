@@ -111,6 +111,11 @@ class RunConfig:
                 "has no batch norm: set pipeline.synchronize_batch_norm=false."
             )
         replicas, processes = self.launch.num_replicas, self.launch.num_processes
+        if self.trainer.cuda_graphs and self.pipeline.synchronize_batch_norm and replicas > 1:
+            raise ConfigError(
+                "trainer.cuda_graphs is true, expected false with pipeline.synchronize_batch_norm=true and "
+                f"launch.num_replicas={replicas}, whose layers exchange statistics: set one of the three."
+            )
         stages, per_device = self.pipeline.num_stages, self.pipeline.stages_per_device
         expected = stages // per_device * replicas
         if processes not in (1, expected):

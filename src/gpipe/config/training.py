@@ -295,6 +295,7 @@ class TrainerConfig:
             do not vanish, and skips the update of a step whose gradients overflow.
         channels_last: store images and kernels with their channels last; null does on GPUs.
         compile: compile each layer with torch.compile.
+        cuda_graphs: on GPUs, run each layer as one CUDA graph in training; null is false.
         deterministic: use only kernels that give the same bits each time, which are slower; null is false.
         float32_matmul_precision: the precision of products and convolutions of float32; null is highest.
         max_hours: save and stop after this many hours, counted from the start of the process; null is no limit.
@@ -317,6 +318,7 @@ class TrainerConfig:
     autocast: Autocast = MISSING
     channels_last: bool | None = MISSING
     compile: bool = MISSING
+    cuda_graphs: bool | None = MISSING
     deterministic: bool | None = MISSING
     float32_matmul_precision: MatmulPrecision | None = MISSING
     max_hours: float | None = MISSING
@@ -335,4 +337,7 @@ class TrainerConfig:
         optional_at_least("trainer.profile_step", self.profile_step, 0)
         at_least("trainer.num_untimed_steps", self.num_untimed_steps, 0)
         positive("trainer.max_hours", self.max_hours)
+        require(
+            not (self.cuda_graphs and self.compile), "trainer.cuda_graphs", "true", "false with trainer.compile=true"
+        )
         rate("trainer.label_smoothing", self.label_smoothing)

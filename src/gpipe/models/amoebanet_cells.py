@@ -46,6 +46,7 @@ class DropPath(drop.DropPath):
     """
 
     keep_probability: Tensor
+    unread_in_forward = ("_rate",)  # which may change in each step: what runs is the same
 
     def __init__(self, rate: float) -> None:
         nn.Module.__init__(self)

@@ -32,6 +32,8 @@ Beside them, for when you need them:
     schedule_choice.py     a schedule by name, or a user's own, and what of it a process runs
     initialization.py      weights of layers on the meta device
     compilation.py         layers through torch.compile
+    cuda_graphs.py         layers as CUDA graphs
+    entry.py               where a stage's autograd graph begins
     structure.py           which layers do the same work
     low_precision.py       what travels in 16 bits
     gradient_norm.py       the norm of all gradients

@@ -42,6 +42,7 @@ class Buffers:
         )
         self._silent: set[BufferPlace] | None = None  # those that layers change through `.data`, which leaves no trace
         self._start: BufferCopies = {}
+        self._changed: set[int] = set()  # the modules, by identity, that have ever changed one
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
         """Find the buffers anew in all modules of the layers, which may have got others."""
@@ -83,6 +84,7 @@ class Buffers:
             for place in snapshot.keys() - changed - self._silent:
                 del snapshot[place]
             self._moving = self._start = snapshot
+            self._changed.update(owner for owner, _ in snapshot)
         elif for_recomputation and (late := changed - snapshot.keys()):
             raise ValueError(
                 f"the buffer {min(map(self._name, late))} changed in this micro-batch, but not in the step's first "
@@ -101,6 +103,10 @@ class Buffers:
             yield
         finally:
             self._put(before)
+
+    def has_changed(self, layer: nn.Module) -> bool:
+        """Return whether a forward of a layer has changed its buffers, in the first micro-batch of any step so far."""
+        return bool(self._changed) and any(id(module) in self._changed for module in layer.modules())
 
     def copy(self) -> BufferCopies:
         """Return a copy of all buffers."""

@@ -529,6 +529,8 @@ class Pipeline:
             ValueError: the options ask for CUDA graphs, or the replicas share out their weights.
         """
         refuse_cuda_graphs(options)
+        if any(stage.graphs is not None for stage in self.stages.values()):
+            raise ValueError("the layers run as CUDA graphs; use either torch.compile or CUDA graphs")
         if self.shards_replicas:
             raise ValueError(
                 "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
@@ -539,6 +541,35 @@ class Pipeline:
         for stage in self.stages.values():
             stage.compilation = self._compilation
         self.job.expect_compiling()
+
+    def use_cuda_graphs(self) -> None:
+        """Run each of this process's layers on a GPU as a CUDA graph in training: one launch for all its operations.
+
+        For layers of many small operations, which a GPU computes faster than the host starts them. A layer runs as it
+        is in its first micro-batch, then its forward and backward are captured, for each shape of its inputs. Gradients
+        and masks have the same bits. On a CPU it changes nothing.
+
+        Graphs keep their memory: up to twice that of the activations, and a copy of the inputs of each layer. What a
+        layer does in Python is done only when it is captured. Layers that change buffers other than batch norms'
+        moving averages run as they are, and so do evaluations.
+
+        Raises:
+            ValueError: the layers are compiled, or exchange among replicas in the midst of a step.
+        """
+        refused = {
+            "synchronize_batch_norm": self._synchronizes,
+            "shard_replicas": self.shards_replicas,
+        }
+        for name, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(
+                    f"{name} is True, and layers that exchange among replicas cannot be captured as CUDA graphs; do "
+                    f"not use CUDA graphs, or set {name}=False"
+                )
+        if self._compilation is not None:
+            raise ValueError("the layers are compiled; use either torch.compile or CUDA graphs")
+        for stage in self.stages.values():
+            stage.use_cuda_graphs()
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""

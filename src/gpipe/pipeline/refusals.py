@@ -140,7 +140,8 @@ def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
         if is_asked:
             raise ValueError(
                 f"{name} is {options[name]!r}, which makes CUDA graphs, and these overwrite what other micro-batches "
-                "still need; use mode='default' or 'max-autotune-no-cudagraphs'"
+                "still need; use mode='default' or 'max-autotune-no-cudagraphs', or Pipeline.use_cuda_graphs without "
+                "compile"
             )
 
 

@@ -31,11 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gpipe.pipeline._compat import apply_function, run_backward
+from gpipe.pipeline._compat import run_backward
 from gpipe.pipeline.autocast import without_autocast
 from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
+from gpipe.pipeline.cuda_graphs import LayerGraphs
+from gpipe.pipeline.entry import enter_graph
 from gpipe.pipeline.first_forward import (
     as_leaves,
     find_differentiable,
@@ -67,28 +69,6 @@ Look = Callable[[int, str, list[Tensor]], None]
 """(a layer's index, its description, its outputs) -> nothing."""
 
 
-class _Entry(torch.autograd.Function):
-    """The identity at the beginning of a stage's graph, which hands the gradients over as they are.
-
-    A leaf's `.grad` would copy the gradient into the memory layout of the leaf. The kernels before the boundary would
-    then add up in another order than in the plain model.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor | None], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        ctx.gradients = gradients
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)  # view_as would give size-1 dimensions new strides
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.gradients[:] = gradients
-        return (None,) * (2 + len(gradients))
-
-
-_ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Entry's backward; gets no gradient itself
-
-
 @dataclass(slots=True)
 class _Kept:
     """What a stage holds of a micro-batch between its forward and its backward."""
@@ -115,6 +95,7 @@ class Stage:
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
         recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
+        graphs: runs the layers as CUDA graphs; None runs them operation by operation.
         loss: set in the last stage for the time of a training step.
     """
 
@@ -130,6 +111,7 @@ class Stage:
         self.averaging: Averaging | Sharding | None = None
         self.exchange: StatisticsExchange | None = None
         self.compilation: Compilation | None = None
+        self.graphs: LayerGraphs | None = None
         self.recomputation_check: RecomputationCheck | None = None
         self.loss: Loss | None = None
         self._loss_gradient: Tensor | None = None  # that backwards start from
@@ -172,6 +154,13 @@ class Stage:
         self._has_copies = False
         if self.averaging is not None:
             self.averaging.start_step()
+        if self.graphs is not None:
+            self.graphs.start_step()
+
+    def use_cuda_graphs(self) -> None:
+        """Run the layers as CUDA graphs from the next step on, if the stage is on a GPU."""
+        if self.device.type == "cuda":
+            self.graphs = LayerGraphs(self.layers, self.device, self._buffers)
 
     def call_hooks(self) -> None:
         """Call the users' hooks of the parameters, once their gradients are those of all replicas."""
@@ -197,6 +186,8 @@ class Stage:
             self.averaging.reset()
         if self.recomputation_check is not None:
             self.recomputation_check.reset()
+        if self.graphs is not None:
+            self.graphs.reset()
         self.undo_step()
 
     def forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
@@ -252,6 +243,7 @@ class Stage:
             Likewise the gradients of the input's tensors.
         """
         kept = self._kept.pop(micro_batch)
+        splits = splits and self.graphs is None  # a graph makes all gradients of a layer at once
         # Checkpoints inside of layers recompute in backward.
         if kept.synchronized is not None:
             kept.synchronized.repeat()
@@ -261,11 +253,15 @@ class Stage:
         averaged = NOTHING if splits else self._averaged(micro_batch)
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
-        found = iter(kept.gradients)
+        found = iter(kept.gradients if self.graphs is None else map(_copy, kept.gradients))
+        if self.graphs is not None:
+            self.graphs.release(micro_batch)
         return Payload.of(tuple([next(found) if wanted else None for wanted in kept.inputs.differentiable]))
 
     def make_weight_gradients(self, micro_batch: int) -> None:
         """Add to the parameters' `.grad` what a split backward left."""
+        if self.graphs is not None:
+            return  # nothing was left
         waiting = self._waiting.pop(micro_batch, None)
         with without_autocast(self.device), self._averaged(micro_batch, waiting):
             if waiting is not None:
@@ -335,14 +331,14 @@ class Stage:
                     micro_batch, inputs, self.layers, is_stored=is_stored, has_graph=False, look=look
                 ).detach()
         # Leaves are the cheapest beginning of a graph, but no layer may change one in place.
-        entered = _enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else as_leaves(inputs)
+        entered = enter_graph(inputs, []) if self._needs_whole_graph or not is_stored else as_leaves(inputs)
         with NOTHING if self._needs_whole_graph else without_saved_tensors():
             outputs = self._run(micro_batch, entered, self.layers, is_stored=is_stored, look=look).detach()
         self._has_copies = True
         return outputs
 
     def _run_with_graph(self, micro_batch: int, kept: _Kept) -> Payload:
-        outputs = self._run(micro_batch, _enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
+        outputs = self._run(micro_batch, enter_graph(kept.inputs, kept.gradients), self.layers, announce=True)
         self._has_copies = True
         if self.loss is not None:
             self.enter_loss(micro_batch)
@@ -371,6 +367,7 @@ class Stage:
         announce: whether their backward will run.
         """
         payload, value = inputs, inputs.value()
+        graphs = self.graphs if look is None and (is_stored or announce) else None
         is_guarded = is_stored or (bool(inputs.shared) and not torch.is_inference_mode_enabled())
         versions = [tensor._version for tensor in inputs.tensors] if is_guarded else []
         for index, layer in layers.items():
@@ -379,8 +376,11 @@ class Stage:
                 value = payload.value()
             self._enter(micro_batch, index, layer)
             passed_by = [tensor.grad_fn for tensor in payload.tensors] if announce else []
-            run = layer if self.compilation is None or look is not None else self.compilation.compiled(layer)
-            value = run(value)
+            if graphs is not None:
+                value = graphs.run(index, value, micro_batch if announce else None)
+            else:
+                run = layer if self.compilation is None or look is not None else self.compilation.compiled(layer)
+                value = run(value)
             # Taken apart after each layer, so that what cannot travel is refused wherever the boundaries are.
             outputs = Payload.of(value)
             if not has_graph:
@@ -397,7 +397,8 @@ class Stage:
         if self._last + 1 in self._lowered:  # the next stage's first layer
             payload = lower(payload)
         payload.find_shared(inputs)
-        return payload
+        # A graph's next replay overwrites its outputs, which the next stage or the loss still needs.
+        return payload if graphs is None else payload.replace([tensor.clone() for tensor in payload.tensors])
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
         self._position = (index, layer)
@@ -436,16 +437,8 @@ def _modules_below(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
-    """Return a boundary input as the beginning of a graph; its backward fills `gradients`."""
-    if not any(inputs.differentiable):
-        return inputs
-    wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
-    entered = iter(apply_function(_Entry, gradients, _ANCHOR, *wanted))
-    tensors = [
-        next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
-    ]
-    return inputs.replace(tensors)
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: bool) -> None:

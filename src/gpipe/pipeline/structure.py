@@ -14,11 +14,11 @@ _MODULES_OWN = ("_parameters", "_buffers", "_modules")
 def structure(module: nn.Module) -> Hashable:
     """Return what a module is apart from the values of its tensors; equal for modules that do the same work.
 
-    A module with an attribute that is neither a plain value nor a nest of them equals no other.
+    A module with an attribute that is neither a plain value nor a nest of them equals no other. Attributes that the
+    module's class names in `unread_in_forward` do not count.
     """
-    attributes = tuple(
-        (name, _frozen(value)) for name, value in sorted(vars(module).items()) if name not in _MODULES_OWN
-    )
+    others = *_MODULES_OWN, *getattr(type(module), "unread_in_forward", ())
+    attributes = tuple((name, _frozen(value)) for name, value in sorted(vars(module).items()) if name not in others)
     tensors = tuple(
         (name, _described(tensor)) for own in (module._parameters, module._buffers) for name, tensor in own.items()
     )

@@ -95,6 +95,8 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
         # cells for images of any number.
         dynamic = None if workload.varies_in_length else False
         pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=dynamic)
+    if run.trainer.cuda_graphs:
+        pipeline.use_cuda_graphs()
     return pipeline
 
 

@@ -1,0 +1,358 @@
+"""The layers of a stage as CUDA graphs: a layer is one launch, where its operations one by one are hundreds.
+
+    layer --- first run, plain ---> captured: a graph of its forward, and one of its backward where it has one
+    input --- copied ---> memory of the graph --- replay ---> its outputs, in memory of the graph
+
+A graph runs the same kernels on the same memory each time. So what is kept for a backward may not be used twice at
+once: each micro-batch whose backward is to come has a pair of graphs of its own, until that backward has run. Forwards
+that will be recomputed keep nothing, and share one graph.
+
+The seed of a layer's masks is set before each replay, as before each run: a graph reads it anew, and the masks are
+those of the layer as it is.
+
+What a layer does in Python is done when it is captured, and no more. Whatever of it can be seen from outside makes
+another graph: shapes, precision, attributes, training or not. Layers that change buffers are not captured, except for
+batch norms, whose statistics are copied out of the graph.
+
+Why not torch.compile(mode="reduce-overhead"): see `refuse_cuda_graphs`. Why not torch.cuda.make_graphed_callables: it
+has one pair of graphs per layer, synchronises the device (where a stage would wait for another one that waits for it),
+and gives parameters gradients in the graph's own memory, which the next micro-batch overwrites.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from gpipe.pipeline._compat import add_to_each, apply_function
+from gpipe.pipeline.autocast import without_autocast
+from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, is_recomputing
+from gpipe.pipeline.buffers import Buffers
+from gpipe.pipeline.entry import enter_graph
+from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.structure import structure
+
+warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # that of a layer which only makes views
+
+# A layer that meets more, such as sentences of many lengths, runs plainly: each has memory of its own.
+_MOST_VARIANTS = 16
+
+
+class _Statistics(NamedTuple):
+    """What the batch norms of a captured forward keep for the end of the step.
+
+    Attributes:
+        owners: the batch norms.
+        moments: of each, its means and variances, in memory of the graph.
+        counts: of how many values they are.
+    """
+
+    owners: list[MicroBatchNorm]
+    moments: list[Tensor]
+    counts: list[int]
+
+    @classmethod
+    def take(cls, noted_before: Mapping[MicroBatchNorm, tuple[Any, ...]]) -> _Statistics:
+        """Take what batch norms have noted since they had noted this much, and let them forget it."""
+        found = cls([], [], [])
+        for norm, before in noted_before.items():
+            noted = norm.fresh[len(before) :]
+            found.owners.extend([norm] * (len(noted) // 2))
+            found.moments.extend(noted[::2])
+            found.counts.extend(noted[1::2])
+            norm.__dict__["fresh"] = before
+        return found
+
+    def note(self) -> None:
+        """Give the batch norms copies of what the last replay has computed, in one launch."""
+        if not self.owners:
+            return
+        copied = torch.cat([each.flatten() for each in self.moments]).split([each.numel() for each in self.moments])
+        for norm, part, count in zip(self.owners, copied, self.counts, strict=True):
+            norm.__dict__["fresh"] = (*norm.fresh, part.view(2, -1), count)
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A forward as a graph, and its backward.
+
+    Attributes:
+        forward: the graph.
+        inputs: where it reads.
+        outputs: where it writes; the flags say which of them have a gradient.
+        passed: for each output, which of the inputs it is; None for the layer's own.
+        statistics: of batch norms.
+        backward: the graph; None where no backward follows, or nothing has a gradient.
+        seeds: where it reads, for each output with a gradient; None for those that nobody asks for one.
+        parameters: of the layer that are trained.
+        gradients: where it writes, for the differentiable inputs and the parameters; None for those without one.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outputs: Payload
+    passed: list[int | None]
+    statistics: _Statistics
+    backward: torch.cuda.CUDAGraph | None = None
+    seeds: Sequence[Tensor | None] = ()
+    parameters: Sequence[nn.Parameter] = ()
+    gradients: Sequence[Tensor | None] = ()
+
+    @torch.no_grad()
+    def run(self, inputs: Sequence[Tensor]) -> None:
+        """Run the forward on some inputs."""
+        for own, tensor in zip(self.inputs, inputs, strict=True):
+            own.copy_(tensor)
+        self.forward.replay()
+        self.statistics.note()
+
+    def collect(self, inputs: Sequence[Tensor], differentiable: Iterator[Tensor]) -> Any:
+        """Return the value of the layer: its outputs in the graph's memory, and what passed by as it is.
+
+        differentiable: what to return for the outputs that have a gradient.
+        """
+        found = [
+            next(differentiable) if has_gradient else own.detach() if place is None else inputs[place]
+            for own, place, has_gradient in zip(
+                self.outputs.tensors, self.passed, self.outputs.differentiable, strict=True
+            )
+        ]
+        return self.outputs.replace(found).value()
+
+
+class _Replay(torch.autograd.Function):
+    """A captured forward and backward in the place of a layer's own."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: _Captured, inputs: Sequence[Tensor], *sources: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004 - for the graph
+        ctx.captured = captured
+        ctx.set_materialize_grads(False)
+        captured.run(inputs)
+        return tuple(
+            (own if place is None else inputs[place]).detach()
+            for own, place, has_gradient in zip(
+                captured.outputs.tensors, captured.passed, captured.outputs.differentiable, strict=True
+            )
+            if has_gradient
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        captured: _Captured = ctx.captured
+        for seed, gradient in zip(captured.seeds, gradients, strict=True):
+            if (seed is None) != (gradient is None):
+                raise RuntimeError(
+                    "other outputs of the layer have a gradient than when it was captured as a CUDA graph; let the "
+                    "layers after it use the same ones in each micro-batch, or set trainer.cuda_graphs=false"
+                )
+            if seed is not None and gradient is not None:
+                seed.copy_(gradient)
+        assert captured.backward is not None
+        captured.backward.replay()
+        # These very tensors, which others hold: autograd then copies what it adds to, or makes a parameter's gradient.
+        num_inputs = len(captured.gradients) - len(captured.parameters)
+        of_inputs, of_parameters = captured.gradients[:num_inputs], captured.gradients[num_inputs:]
+        return None, None, *of_inputs, *_add(captured.parameters, of_parameters)
+
+
+def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Add to the gradients of a layer's parameters in a few launches; return what is left for autograd to add.
+
+    That makes the first gradients, and calls hooks; one launch per parameter would be most of a step's.
+    """
+    pairs = [(p.grad, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+    sums, parts = [own for own, _ in pairs if own is not None], [part for _, part in pairs]
+    is_hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+    if is_hooked or len(sums) < len(pairs):
+        return gradients
+    if sums:
+        add_to_each(sums, parts)
+    return [None] * len(gradients)
+
+
+class _Note(torch.autograd.Function):
+    """The identity behind a layer that is yet to be captured, which notes what its backward starts from."""
+
+    @staticmethod
+    def forward(ctx: Any, variant: _Variant, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.variant = variant
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.variant.seeds = [None if gradient is None else torch.empty_like(gradient) for gradient in gradients]
+        return None, *gradients
+
+
+@dataclass(slots=True)
+class _Variant:
+    """A layer with inputs of one kind, in one kind of task.
+
+    Attributes:
+        has_run: whether it has run plainly: kernels are chosen, and the memory that libraries keep is there.
+        seeds: of the kind that its backward starts from; None before a backward has run.
+        captured: its graphs that no micro-batch holds.
+    """
+
+    has_run: bool = False
+    seeds: list[Tensor | None] | None = None
+    captured: list[_Captured] = field(default_factory=list)
+
+
+class LayerGraphs:
+    """Runs the layers of a stage as CUDA graphs.
+
+    Args:
+        layers: by their index in the model.
+        device: of the stage.
+        buffers: of the layers; knows which layers change some.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], device: torch.device, buffers: Buffers) -> None:
+        self._layers, self._device, self._buffers = layers, device, buffers
+        self._stream = torch.cuda.Stream(device)
+        self._kinds: dict[int, Hashable] = {}
+        self._variants: dict[int, dict[Hashable, _Variant]] = {index: {} for index in layers}
+        self._held: dict[int, list[tuple[_Variant, _Captured]]] = {}  # by micro-batch, until its backward has run
+
+    def start_step(self) -> None:
+        """Let go of the graphs of layers that are no longer what they were when these were captured."""
+        for index, layer in self._layers.items():
+            tensors = [*layer.parameters(), *layer.buffers()]
+            kind = structure(layer), tuple(tensor.data_ptr() for tensor in tensors)
+            if self._kinds.get(index) != kind:
+                self._kinds[index] = kind
+                self._variants[index].clear()
+
+    def run(self, index: int, value: Any, micro_batch: int | None) -> Any:
+        """Run a layer: plainly the first time, then as a graph.
+
+        The value that it returns is overwritten by the next micro-batch, or the next after `release`.
+
+        Args:
+            index: of the layer.
+            value: its input.
+            micro_batch: whose backward will run; None where none will.
+
+        Raises:
+            ValueError: the layer cannot be captured.
+        """
+        layer, inputs = self._layers[index], Payload.of(value)
+        variants = self._variants[index]
+        kind = _describe(inputs, self._device, has_backward=micro_batch is not None)
+        variant = variants.get(kind)
+        if variant is None and len(variants) < _MOST_VARIANTS:
+            variant = variants[kind] = _Variant()
+        if variant is None or (not variant.captured and self._buffers.has_changed(layer)):
+            return layer(value)
+        if micro_batch is None:
+            if not variant.has_run:
+                variant.has_run = True
+                return layer(value)
+            if not variant.captured:
+                variant.captured.append(self._capture(layer, inputs))
+            (captured,) = variant.captured
+            captured.run(inputs.tensors)
+            leaves = [own.detach().requires_grad_() for own in _differentiable(captured.outputs)]
+            return captured.collect(inputs.tensors, iter(leaves))
+        if variant.seeds is None:
+            return _run_and_note(layer, value, variant)
+        captured = variant.captured.pop() if variant.captured else self._capture(layer, inputs, variant.seeds)
+        self._held.setdefault(micro_batch, []).append((variant, captured))
+        outputs = apply_function(_Replay, captured, inputs.tensors, *_differentiable(inputs), *captured.parameters)
+        return captured.collect(inputs.tensors, iter(outputs))
+
+    def release(self, micro_batch: int) -> None:
+        """Let others use the graphs of a micro-batch, whose backward has run."""
+        for variant, captured in self._held.pop(micro_batch, ()):
+            variant.captured.append(captured)
+
+    def reset(self) -> None:
+        """Let others use all graphs."""
+        for micro_batch in list(self._held):
+            self.release(micro_batch)
+
+    def _capture(self, layer: nn.Module, inputs: Payload, seeds: Sequence[Tensor | None] | None = None) -> _Captured:
+        """Capture a layer's forward and, where there is something for it to start from, its backward."""
+        # Not one for several layers: what passes by a layer would lie where that one's graph works.
+        pool = torch.cuda.graph_pool_handle()
+        own = [tensor.detach().clone() for tensor in inputs.tensors]
+        norms = {norm: norm.fresh for norm in converted_batch_norms([layer])}
+        parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        forward, backward = torch.cuda.CUDAGraph(), None
+        gradients: Sequence[Tensor | None] = ()
+        with self._capturing(forward, pool):
+            entered = enter_graph(inputs.replace(own), [])
+            # Where gradients arrive: at the inputs as they are now, which the layer may change.
+            sources: list[Any] = [*map(get_gradient_edge, _differentiable(entered)), *parameters]
+            versions = [tensor._version for tensor in entered.tensors]
+            outputs = Payload.of(layer(entered.value()))
+            statistics = _Statistics.take(norms)
+        if seeds is not None:
+            seeds = [None if seed is None else torch.empty_like(seed) for seed in seeds]
+            roots = [one for one, seed in zip(_differentiable(outputs), seeds, strict=True) if seed is not None]
+            starts = [seed for seed in seeds if seed is not None]
+            backward = torch.cuda.CUDAGraph()
+            with self._capturing(backward, pool), without_autocast(self._device):
+                gradients = torch.autograd.grad(roots, sources, starts, allow_unused=True)
+        unchanged = zip(entered.tensors, versions, strict=True)
+        places = {id(one): place for place, (one, version) in enumerate(unchanged) if one._version == version}
+        passed = [places.get(id(tensor)) for tensor in outputs.tensors]
+        return _Captured(
+            forward, own, outputs.detach(), passed, statistics, backward, seeds or (), parameters, gradients
+        )
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        """Capture what the body starts.
+
+        Other threads may go on. Autocast keeps no copy of a weight, which the graph would find elsewhere the next time.
+        """
+        keeps = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                except BaseException:
+                    with suppress(RuntimeError):  # it cannot be captured, as the other error says
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except RuntimeError as error:
+            raise ValueError(
+                f"the layer cannot be captured as a CUDA graph: {error}; let it not wait for the GPU (.item(), shapes "
+                "that depend on numbers), or set trainer.cuda_graphs=false"
+            ) from error
+        finally:
+            torch.set_autocast_cache_enabled(keeps)
+
+
+def _describe(inputs: Payload, device: torch.device, *, has_backward: bool) -> Hashable:
+    """Return what a run of a layer depends on, beside the layer and the values of its inputs."""
+    precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    tensors = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in inputs.tensors)
+    return has_backward, is_recomputing(), torch.is_grad_enabled(), precision, inputs.structure, tensors
+
+
+def _run_and_note(layer: nn.Module, value: Any, variant: _Variant) -> Any:
+    """Run a layer plainly, and let the variant know what its backward starts from."""
+    outputs = Payload.of(layer(value))
+    wanted = _differentiable(outputs)
+    noted = iter(apply_function(_Note, variant, *wanted) if wanted else ())
+    return outputs.replace(
+        [next(noted) if has else t for t, has in zip(outputs.tensors, outputs.differentiable, strict=True)]
+    ).value()
+
+
+def _differentiable(payload: Payload) -> list[Tensor]:
+    return [tensor for tensor, is_wanted in zip(payload.tensors, payload.differentiable, strict=True) if is_wanted]

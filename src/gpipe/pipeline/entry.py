@@ -1,0 +1,45 @@
+"""The beginning of a stage's autograd graph, which hands the gradients of the boundary input over as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe.pipeline._compat import apply_function
+from gpipe.pipeline.microbatch import Payload
+
+
+class _Entry(torch.autograd.Function):
+    """The identity.
+
+    A leaf's `.grad` would copy the gradient into the memory layout of the leaf. The kernels before the boundary would
+    then add up in another order than in the plain model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # view_as would give size-1 dimensions new strides
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd call _Entry's backward; gets no gradient itself
+
+
+def enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
+    """Return a boundary input as the beginning of a graph; its backward fills `gradients`."""
+    if not any(inputs.differentiable):
+        return inputs
+    wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
+    entered = iter(apply_function(_Entry, gradients, _ANCHOR, *wanted))
+    tensors = [
+        next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
+    ]
+    return inputs.replace(tensors)
