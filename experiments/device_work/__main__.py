@@ -5,7 +5,8 @@
 Runs on the GPUs in software that the tests have, so it needs none, and nothing is timed. The averages of two replicas,
 awaited within the backward or at the end of the step: two stages, four GPUs. The loss of a micro-batch of 1,024 tokens
 with a vocabulary of 64,000, by one operation after the other or in one pass. A step of a small Transformer under
-autocast, with a copy of each weight per use or per step: two stages, eight micro-batches. Half a minute.
+autocast, with a copy of each weight per use or per step: two stages, eight micro-batches. A step of a small AmoebaNet
+whose layers are CUDA graphs or not: eight micro-batches. Half a minute.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gpipe.records import make_record
 from reproductions.table2_throughput.tables import DEVICE_WORK, device_work, device_work_run
 from tests.simulated_cuda.machine import Machine
 
+GRAPHS = "a CUDA graph per layer"
 # What is counted, how it was and how it is, and what counts it: processes, a function and its arguments.
 _CASES: list[tuple[str, str, int, Any, tuple[Any, ...]]] = [
     ("a step of two replicas", IN_BACKWARD, 4, counts.count_averaging, (True,)),
@@ -34,6 +36,11 @@ _CASES: list[tuple[str, str, int, Any, tuple[Any, ...]]] = [
         (f"a step under autocast, recomputing {mode}", way, 1, counts.count_step, (mode, way == PER_STEP))
         for mode in ("always", "never")
         for way in (PER_USE, PER_STEP)
+    ),
+    *(
+        (f"a step of AmoebaNet-D (3,8), recomputing {mode}", way, 1, counts.count_images, (mode, way == GRAPHS))
+        for mode in ("always", "never")
+        for way in ("operation by operation", GRAPHS)
     ),
 ]
 

@@ -14,6 +14,7 @@ import gpipe
 from experiments.loss_cost import LENGTH, VOCABULARY, WAYS, make_targets
 from experiments.planned_memory.small_models import MICROBATCH_SIZE, make_text_model
 from experiments.replica_wait import AwaitedInBackward
+from gpipe.models import amoebanet_d
 from gpipe.pipeline.schedule import Kind, Task
 from gpipe.planning.ledger import count_moved_bytes
 from tests.simulated_cuda import ledger, nccl, streams
@@ -41,8 +42,13 @@ def count(work: Callable[[], Any]) -> Counts:
     ledger.on_kernel = note
     work()
     ledger.on_kernel = None
+    kernels, graphs = (
+        sum(number for name, number in ledger.counts.items() if name.startswith(what))
+        for what in ("kernels on ", "graphs on ")
+    )
     return {
-        "kernels": sum(number for name, number in ledger.counts.items() if name.startswith("kernels on ")),
+        "kernels": kernels,
+        "launches": kernels - ledger.counts["kernels in graphs"] + graphs,
         "bytes_moved": moved,
         "peak_bytes": sum(map(torch.cuda.max_memory_allocated, devices)) - before,
         "host_synchronisations": ledger.counts["host synchronisations"],
@@ -96,6 +102,27 @@ def count_loss(_rank: int, what: str, number: int, num_tokens: int = NUM_TOKENS)
         if trains:
             torch.autograd.grad(found[0], logits)
 
+    return count(work)
+
+
+def count_images(_rank: int, mode: str, cuda_graphs: bool, num_microbatches: int = NUM_MICROBATCHES) -> Counts:
+    """Count a step of AmoebaNet-D (3,8) with drop-path, the third one of one GPU.
+
+    mode: of re-materialisation. cuda_graphs: whether each layer is one.
+    """
+    layers = gpipe.convert_batch_norm(amoebanet_d(3, 8, 10, image_size=32, drop_path=0.2))
+    assert isinstance(layers, nn.Sequential)
+    loss, whole = F.cross_entropy, [len(layers)]
+    pipeline = gpipe.Pipeline(layers, loss, whole, num_microbatches, rematerialize=mode, devices="cuda")
+    if cuda_graphs:
+        pipeline.use_cuda_graphs()
+    batch = torch.randn(2 * num_microbatches, 3, 32, 32), torch.zeros(2 * num_microbatches, dtype=torch.int64)
+
+    def work() -> None:
+        pipeline.train_step(batch)
+
+    for _ in range(2):  # graphs are captured meanwhile
+        work()
     return count(work)
 
 

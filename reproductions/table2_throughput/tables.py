@@ -310,8 +310,19 @@ def device_work(records: Sequence[Record]) -> str:
     rows = []
     for row in record.results["rows"]:
         sizes = (f"{row[name] / 1e6:,.1f}" for name in ("bytes_moved", "peak_bytes"))
-        rows.append([row["what"], row["way"], f"{row['kernels']:,}", *sizes, *(f"{row[name]:,}" for name in names)])
-    header = ["counted", "way", "kernels", "MB moved by them", "peak MB beside weights", "waits of the host"]
+        launches = f"{row.get('launches', row['kernels']):,}"  # records from before CUDA graphs have none
+        rows.append(
+            [row["what"], row["way"], f"{row['kernels']:,}", launches, *sizes, *(f"{row[name]:,}" for name in names)]
+        )
+    header = [
+        "counted",
+        "way",
+        "kernels",
+        "launches",
+        "MB moved by them",
+        "peak MB beside weights",
+        "waits of the host",
+    ]
     return markdown([*header, "waits of streams", "NCCL operations", "averages that a sent gradient waits for"], rows)
 
 

@@ -26,12 +26,14 @@ class _Work(NamedTuple):
         compute: does it once more, into the memory of its results.
         read: memory that it reads.
         written: memory that it writes.
+        kernel: what `ledger.on_kernel` is told of it.
     """
 
     name: str
     compute: Callable[[], Any]
     read: list[Block]
     written: list[Block]
+    kernel: tuple[Any, ...]
 
 
 class CUDAGraph:
@@ -75,9 +77,11 @@ class CUDAGraph:
         storage = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
         self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
 
-    def add(self, name: str, compute: Callable[[], Any], read: list[Tensor], written: list[Tensor]) -> None:
+    def add(
+        self, name: str, compute: Callable[[], Any], read: list[Tensor], written: list[Tensor], kernel: tuple[Any, ...]
+    ) -> None:
         """Capture an operation."""
-        self._work.append(_Work(name, compute, [*map(find_block, read)], [*map(find_block, written)]))
+        self._work.append(_Work(name, compute, [*map(find_block, read)], [*map(find_block, written)], kernel))
 
     def make(self, memory: Tensor) -> None:
         """Note memory that only this graph's operations fill."""
@@ -90,11 +94,15 @@ class CUDAGraph:
         with lock:
             number, place = stream.enqueue(), ledger.find_place()
             ledger.counts[f"graphs on {stream.device}"] += 1
+            ledger.counts[f"kernels on {stream.device}"] += len(self._work)
+            ledger.counts["kernels in graphs"] += len(self._work)
             for work in self._work:
                 for blocks, writes in ((work.read, False), (work.written, True)):
                     for block in blocks:
                         block.use(stream, number, work.name, place, writes=writes)
                 work.compute()
+                if ledger.on_kernel is not None:
+                    ledger.on_kernel(*work.kernel)
 
 
 def graph_pool_handle() -> object:

@@ -170,7 +170,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         inner["device"] = _CPU
     compute = functools.partial(_compute, operation, device, inner_args, inner)
     if stream.capture is not None:
-        return _capture(operation, stream, tensors, compute, _find_written(operation, args, kwargs))
+        return _capture(operation, stream, tensors, compute, (func, args, kwargs))
     if operation.is_host_read:
         streams.wait_on_host([stream.clock], device)
     with lock:
@@ -212,12 +212,16 @@ def _capture(
     stream: Stream,
     tensors: list[SimulatedTensor],
     compute: Callable[[], Any],
-    written: list[Tensor],
+    call: tuple[Any, Any, Any],
 ) -> Any:
-    """Let a graph get an operation, in place of the device."""
+    """Let a graph get an operation, in place of the device.
+
+    call: torch's operation and its arguments.
+    """
     if operation.is_host_read:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
     with lock:
+        written = _find_written(operation, *call[1:])
         for tensor in written:
             stream.capture.keep(hold(tensor))
         result = compute()  # for the shapes
@@ -227,10 +231,12 @@ def _capture(
             if not is_known(one):
                 stream.capture.make(one)
             allocate(one, stream)
+        wrapped = _map(lambda one: known[id(one)] if id(one) in known else SimulatedTensor(one, stream.device), result)
         if operation.is_kernel:
             again = functools.partial(_compute_into, made, compute, known)
-            stream.capture.add(operation.name, again, [one.held for one in tensors], [*made, *map(hold, written)])
-        return _map(lambda leaf: known[id(leaf)] if id(leaf) in known else SimulatedTensor(leaf, stream.device), result)
+            read, targets = [one.held for one in tensors], [*made, *map(hold, written)]
+            stream.capture.add(operation.name, again, read, targets, (*call, _find_tensors(wrapped)))
+        return wrapped
 
 
 def _compute_into(results: list[Tensor], compute: Callable[[], Any], known: Any) -> None:
@@ -374,7 +380,8 @@ def _order_copy(target: Tensor, source: Tensor) -> tuple[Stream, int]:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         stream.capture.keep(hold(target))
         again = functools.partial(hold(target).copy_, hold(source))
-        stream.capture.add("copy", again, [hold(source)], [hold(target)])
+        kernel = aten._to_copy.default, (source,), {}, [target]
+        stream.capture.add("copy", again, [hold(source)], [hold(target)], kernel)
         return stream, 0
     if between:
         here.wait_stream(there)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.device_work.counts import count_averaging, count_loss, count_step
+from experiments.device_work.counts import count_averaging, count_images, count_loss, count_step
 from tests.simulated_cuda.machine import Machine
 
 
@@ -29,3 +29,9 @@ def test_one_pass_moves_and_holds_less_than_one_operation_after_the_other(simula
         assert one_pass["bytes_moved"] < one_by_one["bytes_moved"]
         assert one_pass["peak_bytes"] < one_by_one["peak_bytes"] / 2
         assert one_pass["host_synchronisations"] == one_by_one["host_synchronisations"] == 0
+
+
+def test_layers_as_graphs_take_a_tenth_of_the_launches(simulated: Machine) -> None:
+    ((plain,), (graphs,)) = (simulated.run(1, count_images, "always", cuda_graphs, 2) for cuda_graphs in (False, True))
+    assert plain["launches"] == plain["kernels"] > 10 * graphs["launches"]
+    assert graphs["host_synchronisations"] == plain["host_synchronisations"]
