@@ -52,7 +52,8 @@ def main() -> None:
     machine, rows = Machine(simulated=True), []
     for what, way, num_processes, function, arguments in track(_CASES, "cases"):
         found = machine.run(num_processes, function, *arguments)
-        rows.append({"what": what, "way": way, **{name: sum(one[name] for one in found) for name in found[0]}})
+        sums = {name: None if number is None else sum(one[name] for one in found) for name, number in found[0].items()}
+        rows.append({"what": what, "way": way, **sums})
     machine.close()
     config = {
         "num_microbatches": counts.NUM_MICROBATCHES, "num_tokens": counts.NUM_TOKENS, "vocabulary_size":

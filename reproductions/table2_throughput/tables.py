@@ -309,21 +309,14 @@ def device_work(records: Sequence[Record]) -> str:
     names = "host_synchronisations", "stream_waits", "nccl_operations", "averages_before_gradients"
     rows = []
     for row in record.results["rows"]:
-        sizes = (f"{row[name] / 1e6:,.1f}" for name in ("bytes_moved", "peak_bytes"))
         launches = f"{row.get('launches', row['kernels']):,}"  # records from before CUDA graphs have none
-        rows.append(
-            [row["what"], row["way"], f"{row['kernels']:,}", launches, *sizes, *(f"{row[name]:,}" for name in names)]
-        )
-    header = [
-        "counted",
-        "way",
-        "kernels",
-        "launches",
-        "MB moved by them",
-        "peak MB beside weights",
-        "waits of the host",
-    ]
-    return markdown([*header, "waits of streams", "NCCL operations", "averages that a sent gradient waits for"], rows)
+        # The simulation does not know which memory graphs would share.
+        sizes = ("" if row[name] is None else f"{row[name] / 1e6:,.1f}" for name in ("bytes_moved", "peak_bytes"))
+        counts = (f"{row[name]:,}" for name in names)
+        rows.append([row["what"], row["way"], f"{row['kernels']:,}", launches, *sizes, *counts])
+    header = ["counted", "way", "kernels", "launches", "MB moved by kernels", "peak MB beside weights"]
+    waits = ["waits of the host", "waits of streams", "NCCL operations", "averages that a sent gradient waits for"]
+    return markdown(header + waits, rows)
 
 
 def device_work_run(records: Sequence[Record]) -> str:
