@@ -31,9 +31,17 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", ["one_process", "process_per_stage"])
-def test_a_run_on_two_gpus_is_the_one_on_the_cpu(launch: str, on_cpu: Path, tmp_path: Path) -> None:
-    done = run_on_gpus(TRAIN, *SETTINGS, f"launch={launch}", "launch.device=cuda", folder=tmp_path, cwd=tmp_path)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["launch=one_process"],
+        ["launch=process_per_stage"],
+        ["launch=process_per_stage", "trainer.cuda_graphs=true"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_on_two_gpus_is_the_one_on_the_cpu(settings: list[str], on_cpu: Path, tmp_path: Path) -> None:
+    done = run_on_gpus(TRAIN, *SETTINGS, *settings, "launch.device=cuda", folder=tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_faults(tmp_path) == []
     found, expected = weights(run_folder(tmp_path)), weights(run_folder(on_cpu))
