@@ -11,6 +11,7 @@ TORCHGPIPE = "https://github.com/kakaobrain/torchgpipe", "v0.0.7"
 _CLONE = "torchgpipe"
 _PYTEST = "-m", "pytest", "-p", "no:cacheprovider", "-k"
 _STEPS, _KERNELS = "tests/simulated_cuda/test_steps.py", "tests/pipeline/test_first_forward.py"
+_GRAPHS = "tests/simulated_cuda/test_cuda_graphs.py"  # not for the sanitizer, which takes a capture for the work itself
 # It takes what any GPU computes for work of the current one.
 _SANITIZER = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": "0"}
 _TABLES = "train.py", "-m"
@@ -64,11 +65,11 @@ def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list
     """
     repository, version = torchgpipe
     clone = "git", "clone", "--quiet", "--depth", "1", "--branch", version, repository, "{folder}/clone"
-    tests = (*_PYTEST, "real and (autocast or checkpoint or Dropout)" if small else "real", _STEPS)
+    tests = (*_PYTEST, "real and (autocast or checkpoint or refused or Dropout)" if small else "real", _STEPS)
     sizes = _SMALL_LAYERS if small else ()
     rounds = ("--rounds", "1") if small else ()
     return [
-        Step("tests", (*tests, _KERNELS), 3),
+        Step("tests", (*tests, _GRAPHS, _KERNELS), 3),
         Step("tests_with_sanitizer", tests, 3, variables=_SANITIZER),
         _study("table1_capacity", "table1_model_size", 9, "--measure-only", *(["--small"] if small else [])),
         _study("transformer_utilization", "table2_throughput", 4, *sizes),
