@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 
 from gpipe.pipeline._compat import add_to_each, apply_function
 from gpipe.pipeline.autocast import without_autocast
@@ -286,15 +287,18 @@ class LayerGraphs:
         pool = torch.cuda.graph_pool_handle()
         own = [tensor.detach().clone() for tensor in inputs.tensors]
         norms = {norm: norm.fresh for norm in converted_batch_norms([layer])}
-        parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        trained = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
+        # Leaves of the graph's own. Those of other micro-batches may be in use: autograd would let their stream wait for
+        # the gradient, and no stream may wait for one that is being captured.
+        aliases = {name: parameter.detach().requires_grad_() for name, parameter in trained.items()}
         forward, backward = torch.cuda.CUDAGraph(), None
         gradients: Sequence[Tensor | None] = ()
         with self._capturing(forward, pool):
             entered = enter_graph(inputs.replace(own), [])
             # Where gradients arrive: at the inputs as they are now, which the layer may change.
-            sources: list[Any] = [*map(get_gradient_edge, _differentiable(entered)), *parameters]
+            sources: list[Any] = [*map(get_gradient_edge, _differentiable(entered)), *aliases.values()]
             versions = [tensor._version for tensor in entered.tensors]
-            outputs = Payload.of(layer(entered.value()))
+            outputs = Payload.of(functional_call(layer, aliases, (entered.value(),)))
             statistics = _Statistics.take(norms)
         if seeds is not None:
             seeds = [None if seed is None else torch.empty_like(seed) for seed in seeds]
@@ -306,6 +310,7 @@ class LayerGraphs:
         unchanged = zip(entered.tensors, versions, strict=True)
         places = {id(one): place for place, (one, version) in enumerate(unchanged) if one._version == version}
         passed = [places.get(id(tensor)) for tensor in outputs.tensors]
+        parameters = list(trained.values())
         return _Captured(
             forward, own, outputs.detach(), passed, statistics, backward, seeds or (), parameters, gradients
         )
