@@ -288,8 +288,8 @@ class LayerGraphs:
         own = [tensor.detach().clone() for tensor in inputs.tensors]
         norms = {norm: norm.fresh for norm in converted_batch_norms([layer])}
         trained = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
-        # Leaves of the graph's own. Those of other micro-batches may be in use: autograd would let their stream wait for
-        # the gradient, and no stream may wait for one that is being captured.
+        # Leaves of its own. Others may be in use by other micro-batches: autograd would let their stream wait for the
+        # gradient, and no stream may wait for one that is being captured.
         aliases = {name: parameter.detach().requires_grad_() for name, parameter in trained.items()}
         forward, backward = torch.cuda.CUDAGraph(), None
         gradients: Sequence[Tensor | None] = ()
