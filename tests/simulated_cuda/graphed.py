@@ -78,15 +78,15 @@ LAYERS = {
 }
 
 
-def train_layers(rank: int, name: str, mode: str, *, cuda_graphs: bool) -> dict[str, Any]:
-    """Train three steps; return the losses, the gradients, the buffers and how many graphs each step launched."""
+def train_layers(rank: int, name: str, mode: str, *, cuda_graphs: bool, num_steps: int = 3) -> dict[str, Any]:
+    """Train some steps; return the losses, the gradients, the buffers and how many graphs each step launched."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 4), *LAYERS[name](), nn.Linear(4, 5))
     pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [len(layers)], 2, rematerialize=mode, devices="cuda")
     if cuda_graphs:
         pipeline.use_cuda_graphs()
     generator, found = torch.Generator().manual_seed(1), dict[str, Any]()
-    for step in range(3):
+    for step in range(num_steps):
         for layer in pipeline.layers.values():
             if isinstance(layer, _Changing):
                 layer.scale = float(max(step, 1))

@@ -81,6 +81,13 @@ def test_layers_of_all_kinds_train_as_they_are(name: str, machine: Machine) -> N
             assert np.array_equal(value, expected[key]), f"{mode}: {key}"
 
 
+def test_a_layer_that_changes_in_each_step_is_captured_no_more_after_a_while(simulated: Machine) -> None:
+    train = partial(graphed.train_layers, cuda_graphs=True, num_steps=12)
+    (found,) = simulated.run(1, train, "changing", "always")
+    # It has changed eight times in the tenth step.
+    assert [found[f"graphs {step}"] for step in range(12)] == [9, 18, *[15] * 8, 12, 12]
+
+
 @on_all_machines
 def test_a_layer_that_waits_for_the_gpu_is_refused(machine: Machine) -> None:
     (answer,) = machine.attempt(1, partial(graphed.train_layers, cuda_graphs=True), "waiting", "always")

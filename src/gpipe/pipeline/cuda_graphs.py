@@ -22,6 +22,7 @@ and gives parameters gradients in the graph's own memory, which the next micro-b
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # that of a layer 
 
 # A layer that meets more, such as sentences of many lengths, runs plainly: each has memory of its own.
 _MOST_VARIANTS = 16
+# A layer that becomes another one more often, such as by an attribute set in each step, does so too: to capture takes
+# longer than to run.
+_MOST_CHANGES = 8
 
 
 class _Statistics(NamedTuple):
@@ -221,6 +225,7 @@ class LayerGraphs:
         self._layers, self._device, self._buffers = layers, device, buffers
         self._stream = torch.cuda.Stream(device)
         self._kinds: dict[int, Hashable] = {}
+        self._num_changes: Counter[int] = Counter()
         self._variants: dict[int, dict[Hashable, _Variant]] = {index: {} for index in layers}
         self._held: dict[int, list[tuple[_Variant, _Captured]]] = {}  # by micro-batch, until its backward has run
 
@@ -230,6 +235,7 @@ class LayerGraphs:
             tensors = [*layer.parameters(), *layer.buffers()]
             kind = structure(layer), tuple(tensor.data_ptr() for tensor in tensors)
             if self._kinds.get(index) != kind:
+                self._num_changes[index] += index in self._kinds
                 self._kinds[index] = kind
                 self._variants[index].clear()
 
@@ -250,7 +256,7 @@ class LayerGraphs:
         variants = self._variants[index]
         kind = _describe(inputs, self._device, has_backward=micro_batch is not None)
         variant = variants.get(kind)
-        if variant is None and len(variants) < _MOST_VARIANTS:
+        if variant is None and len(variants) < _MOST_VARIANTS and self._num_changes[index] <= _MOST_CHANGES:
             variant = variants[kind] = _Variant()
         if variant is None or (not variant.captured and self._buffers.has_changed(layer)):
             return layer(value)
