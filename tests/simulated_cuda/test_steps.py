@@ -123,7 +123,7 @@ def test_the_host_waits_twice_per_step_at_most(num_processes: int, setting: Sett
 @pytest.mark.parametrize(
     ("num_replicas", "settings"),
     [
-        (2, [Setting(2, "always", synchronize_batch_norm=True)]),
+        (2, [Setting(2, "always", synchronize_batch_norm=True), Setting(2, "always", "1f1b", cuda_graphs=True)]),
         (2, [Setting(2, "always", shards_optimizer=True), Setting(2, "always", shards_replicas=True)]),
         (2, [Setting(2, "never", "1f1b", shards_replicas=True, synchronize_batch_norm=True)]),
         (2, [Setting(2, "except_last", "zb_h1"), Setting(2, "never", "split_gpipe", synchronize_batch_norm=True)]),
