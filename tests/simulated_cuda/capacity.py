@@ -14,13 +14,11 @@ from tests.simulated_cuda import allocator
 
 
 def measure_with(rank: int, column: Column, memory_bytes: int | None) -> dict[str, Any]:
-    """Measure a model's stages; the GPU has so much memory, or any."""
-    allocator.memory_bytes = memory_bytes
-    return measure(column, "cuda", CudaAllocator())
+    """Measure a model's stages; the GPU has so much memory, or any.
 
-
-def count_left_behind(rank: int, column: Column) -> int:
-    """Return the bytes that are allocated after a measurement, where Python collects nothing by itself."""
+    Python collects nothing by itself. What is allocated afterwards is "left_bytes".
+    """
     gc.disable()
-    measure(column, "cuda", CudaAllocator())
-    return torch.cuda.memory_allocated()
+    allocator.memory_bytes = memory_bytes
+    found = measure(column, "cuda", CudaAllocator())
+    return found | {"left_bytes": torch.cuda.memory_allocated()}

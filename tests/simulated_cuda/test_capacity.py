@@ -8,7 +8,7 @@ import pytest
 
 from experiments.table1_capacity.columns import Column
 from experiments.table1_capacity.small_columns import COLUMNS, IMAGES
-from tests.simulated_cuda.capacity import count_left_behind, measure_with
+from tests.simulated_cuda.capacity import measure_with
 from tests.simulated_cuda.machine import Machine
 
 
@@ -40,4 +40,4 @@ def test_a_gpu_whose_memory_runs_out_is_a_result(share: float, place: str, simul
 
 
 def test_a_column_leaves_the_memory_to_the_next_one(simulated: Machine) -> None:
-    assert simulated.run(1, count_left_behind, IMAGES) == [0]
+    assert measure_without_limit(simulated, IMAGES)["left_bytes"] == 0

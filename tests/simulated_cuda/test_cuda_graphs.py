@@ -23,7 +23,6 @@ NUM_LAYERS = sum(CUTS[1])
 # Of a layer, in the second step, with four micro-batches: two that keep their graph, three that are recomputed.
 LAUNCHES = {"always": 4 * 3, "except_last": 3 * 3 + 2, "never": 4 * 2}
 SETTINGS = [
-    Setting(1, "always", cuda_graphs=True),
     Setting(2, "never", "1f1b", tied=True, cuda_graphs=True),
     Setting(3, "except_last", cuda_graphs=True),
     Setting(3, "always", "zb_h1", cuda_graphs=True),

@@ -51,9 +51,14 @@ class ForkedProcess:
 
 def fork(work: Callable[[], NoReturn]) -> ForkedProcess:
     """Fork this process, with a session of its own, and let the fork do some work that never returns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process may have threads
-        pid = os.fork()
+    # Python drops what a handler raises in functions that modules have registered for forks.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process may have threads
+            pid = os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if pid == 0:
         os.setsid()
         forget_the_program()

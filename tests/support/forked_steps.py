@@ -21,7 +21,8 @@ def fork_steps_from_here() -> None:
 def _start(words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> Any:
     interpreter, *others = words
     program, *arguments = others[1:] if others[0] == "-m" else others
-    if interpreter != sys.executable or SANITIZER in environment:  # which torch looks for while it is imported
+    # Torch looks for the sanitizer while it is imported. Tests enable it in the processes in which GPUs work.
+    if interpreter != sys.executable or (SANITIZER in environment and program != "pytest"):
         return _start_new(words, folder, environment, log)
     if program == "pytest":
         arguments += ["-W", "ignore:Module already imported"]  # it would have rewritten the assertions of plug-ins
