@@ -49,7 +49,9 @@ def test_ours_is_shown_beside_torchgpipes_at_the_same_batch(record: Record) -> N
     lines = image_throughput([record]).splitlines()[2:]
     ratios = [line.split(" | ")[-1].removesuffix(" |").strip() for line in lines]
     speeds = [row["images_per_second"] for row in record.results["grid"]]
-    assert ratios == ["", "", "1.00", f"{speeds[3] / speeds[2]:.2f}", f"{speeds[4] / speeds[2]:.2f}"]
+    assert ratios == ["", "", "", "1.00", f"{speeds[3] / speeds[2]:.2f}", f"{speeds[4] / speeds[2]:.2f}", ""]
+    graphs = [line for line in image_throughput([record]).splitlines() if ", CUDA graphs | 4 | not run |" in line]
+    assert len(graphs) == 2  # they need a GPU
 
 
 def test_the_table_says_what_did_not_fit_or_was_not_run() -> None:
