@@ -144,8 +144,8 @@ show_answers(claims(records, paper), "one model of 102 languages")
 # where the paper's have ten thousand or more, and they share many of their English sentences. That helps a
 # multilingual model more than the paper's data would. The README has one row per language.
 #
-# **What would change the answer:** more seeds, which narrow the intervals; baselines with the best recipe of the search
-# that the README has, which is hardly better than theirs; and languages with more text, where the paper's gain ends.
+# **What would change the answer:** more seeds, which narrow the intervals, and languages with more text, where the
+# paper's gain ends.
 #
 # ## 3. Deep or wide
 #

@@ -114,12 +114,18 @@ def searches(records: Sequence[Record], experiment: str) -> list[Trained]:
     return _separate(records, experiment)[1]
 
 
-def compare_recipes(records: Sequence[Record], experiment: str) -> dict[tuple[float, float], tuple[int, float]]:
+def compare_recipes(
+    records: Sequence[Record], experiment: str, setting: str | None = None
+) -> dict[tuple[float, float], tuple[int, float]]:
     """Return how many models all recipes were tried on with the first seed, and the mean of their least losses.
 
     Recipes are a learning rate and a dropout, the best first; empty without a search.
+
+    setting: of the models; None is all.
     """
-    counted, others = _separate(records, experiment)
+    counted, others = (
+        [one for one in found if setting in (None, one.setting)] for found in _separate(records, experiment)
+    )
     losses: dict[tuple[float, float], dict[object, float]] = {}
     for one in (*counted, *others):
         if one.run.seed == 0 and (loss := one.best("loss")) is not None:
@@ -142,7 +148,7 @@ def _finished(records: Sequence[Record], experiment: str) -> list[Trained]:
     """
     scored: dict[object, list[Record]] = {}
     for record in records:
-        if _is_test_score(record):
+        if _is_score(record, "test"):
             scored.setdefault(_part(record), []).append(record)
     found: dict[object, Trained] = {}
     for run in records:
@@ -179,10 +185,23 @@ def _least_loss(found: Sequence[Trained]) -> float:
     return inf if loss is None else loss
 
 
-def _is_test_score(record: Record) -> bool:
-    """Return whether a record has scores of a test set: those of a validation set choose a beam, and are no results."""
+def compare_beams(records: Sequence[Record], *, is_of_all: bool) -> dict[int, tuple[int, float]]:
+    """Return, by beam, how many languages' validation sets were translated, and their mean chrF.
+
+    is_of_all: by models of all languages, or by models of one language each.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for record in records:
+        if _is_score(record, "valid") and (Trained(record, {}).languages is None) == is_of_all:
+            chrf = {language: row["chrf"] for language, row in record.results["languages"].items()}
+            found.setdefault(record.results["num_beams"], {}).update(chrf)
+    return {beam: (len(scores), fmean(scores.values())) for beam, scores in sorted(found.items())}
+
+
+def _is_score(record: Record, split: str) -> bool:
+    """Return whether a record has scores of a split: those of a validation set choose a beam, and are no results."""
     is_score = record.experiment == SCORING and record.kind == "measured"
-    return is_score and record.results.get("split", "test") == "test"
+    return is_score and record.results.get("split", "test") == split
 
 
 def _part(record: Record) -> tuple[int, tuple[str, ...] | None]:
@@ -203,7 +222,7 @@ def count_test_sentences(records: Iterable[Record], data: str) -> dict[str, int]
 def _read_scored(records: Iterable[Record], data: str, name: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for record in records:
-        if _is_test_score(record) and record.config["data"]["name"] == data:
+        if _is_score(record, "test") and record.config["data"]["name"] == data:
             found |= {language: row[name] for language, row in record.results["languages"].items()}
     return found
 

@@ -21,6 +21,7 @@ from reproductions.translation_runs import (
     SCORING,
     Trained,
     beams,
+    compare_beams,
     compare_recipes,
     count_test_sentences,
     describe_search,
@@ -168,13 +169,38 @@ def figure3_left_out(records: Sequence[Record]) -> str:
 
 
 def figure3_search(records: Sequence[Record]) -> str:
-    """Return what the search for the recipe of the bilingual models found, the best one first."""
-    compared = {one.recipe[:2] for one in trainings(records, BILINGUAL)}
-    rows = [
-        [f"{rate:g}", f"{dropout:g}", str(number), f"{loss:.4f}", "yes" if (rate, dropout) in compared else ""]
-        for (rate, dropout), (number, loss) in compare_recipes(records, BILINGUAL).items()
-    ]
-    header = ["learning rate", "dropout", "languages", "mean of the least validation losses", "compared below"]
+    """Return what the searches for the recipes of both kinds of models found, the best one first."""
+    settings = {one.setting for one in trainings(records, BILINGUAL)}
+    found = [("one per language", BILINGUAL, None), *(("one of all", DEEP_OR_WIDE, one) for one in sorted(settings))]
+    rows = []
+    for name, experiment, setting in found:
+        compared = {one.recipe[:2] for one in trainings(records, experiment) if setting in (None, one.setting)}
+        rows += [
+            [
+                name,
+                f"{rate:g}",
+                f"{dropout:g}",
+                str(number),
+                f"{loss:.4f}",
+                "yes" if (rate, dropout) in compared else "",
+            ]
+            for (rate, dropout), (number, loss) in compare_recipes(records, experiment, setting).items()
+        ]
+    header = ["models", "learning rate", "dropout", "how many", "mean of the least validation losses"]
+    return markdown([*header, "compared below"], rows) if rows else not_run(_COMMANDS)
+
+
+def figure3_beams(records: Sequence[Record]) -> str:
+    """Return the chrF of the validation sets by beam, for both kinds of models; the best is that of the test sets."""
+    rows = []
+    for name, is_of_all in (("one per language", False), ("one of all", True)):
+        found = compare_beams(records, is_of_all=is_of_all)
+        best = max((chrf for _, chrf in found.values()), default=None)
+        rows += [
+            [name, describe_search(beam), str(number), f"{chrf:.2f}", "yes" if chrf == best else ""]
+            for beam, (number, chrf) in found.items()
+        ]
+    header = ["models", "search", "languages", "mean chrF of the validation sets", "on the test sets"]
     return markdown(header, rows) if rows else not_run(_COMMANDS)
 
 
@@ -510,6 +536,7 @@ TABLES = (
     figure3_models,
     figure3_other_settings,
     figure3_search,
+    figure3_beams,
     figure3_left_out,
     figure3_low_resource,
     figure3_gain,

@@ -9,15 +9,17 @@ from reproductions.figure3_multilingual.tables import (
     BILINGUAL,
     MULTILINGUAL,
     claims,
+    figure3_beams,
     figure3_gain,
     figure3_languages,
     figure3_left_out,
     figure3_low_resource,
     figure3_models,
     figure3_run,
+    figure3_search,
 )
 from reproductions.table import rounds_to
-from reproductions.translation_runs import PARAMETERS, trainings
+from reproductions.translation_runs import DEEP_OR_WIDE, PARAMETERS, trainings
 from tests.reproductions.paper_scale_records import composed
 from tests.reproductions.translation_records import cells, scored, trained
 
@@ -118,6 +120,29 @@ def test_scores_of_every_beam_are_compared_and_the_languages_show_the_narrowest(
         ["chrF, beam 4", "0", "1", "12.00", "11.00"],
     ]
     assert cells(figure3_languages([one, two, *found]))[0][6:] == ["20.0", "30.0", "10.0", "15.0"]
+
+
+def test_both_searches_and_the_choice_of_a_beam_are_shown() -> None:
+    alone = [
+        trained(BILINGUAL, 0, {}, languages=["sw"], rate=rate, loss=loss) for rate, loss in ((0.5, 2.0), (1.0, 3.0))
+    ]
+    of_all = [trained(DEEP_OR_WIDE, 0, {}, rate=rate, loss=loss) for rate, loss in ((0.5, 1.5), (1.0, 1.25))]
+    other = trained(DEEP_OR_WIDE, 0, {}, rate=0.5, loss=0.5, shape=(4, 128, 4))
+    assert cells(figure3_search([*alone, *of_all, other])) == [
+        ["one per language", "0.5", "0.25", "1", "2.0000", "yes"],
+        ["one per language", "1", "0.25", "1", "3.0000", ""],
+        ["one of all", "1", "0.25", "1", "1.2500", "yes"],
+        ["one of all", "0.5", "0.25", "1", "1.5000", ""],
+    ]
+    run, languages = trained(BILINGUAL, 0, {}, languages=["cy"]), ("sw", "cy")
+    valid = [scored(alone[0], {"sw": chrf}, PAIRS, beam, split="valid") for beam, chrf in ((1, 10.0), (2, 12.0))]
+    valid += [scored(run, {"cy": chrf}, PAIRS, beam, split="valid") for beam, chrf in ((1, 30.0), (2, 20.0))]
+    valid += [scored(of_all[0], dict.fromkeys(languages, 5.0), PAIRS, 1, split="valid")]
+    assert cells(figure3_beams(valid)) == [
+        ["one per language", "greedy", "2", "20.00", "yes"],
+        ["one per language", "beam 2", "2", "16.00", ""],
+        ["one of all", "greedy", "2", "5.00", "yes"],
+    ]
 
 
 def test_languages_of_a_small_test_set_are_left_out_of_the_means_and_the_page_says_so() -> None:

@@ -47,6 +47,7 @@ def scored(
     pairs: Mapping[str, int],
     beam: int = 4,
     sentences: Mapping[str, int] | None = None,
+    split: str = "test",
 ) -> Record:
     """The record of the scores of a training's translations, with half the chrF as BLEU; of 100 sentences each."""
     numbers = sentences or {}
@@ -59,7 +60,7 @@ def scored(
         }
         for language, value in chrf.items()
     }
-    results = {"num_beams": beam, "languages": languages}
+    results = {"num_beams": beam, "languages": languages, "split": split}
     return make_record(
         kind="measured", command="c", experiment="bleu", config=run.config, seed=run.seed, results=results
     )
