@@ -268,13 +268,15 @@ class LayerGraphs:
                 variant.captured.append(self._capture(layer, inputs))
             (captured,) = variant.captured
             captured.run(inputs.tensors)
-            leaves = [own.detach().requires_grad_() for own in _differentiable(captured.outputs)]
+            leaves = [own.detach().requires_grad_() for own in captured.outputs.differentiable_tensors()]
             return captured.collect(inputs.tensors, iter(leaves))
         if variant.seeds is None:
             return _run_and_note(layer, value, variant)
         captured = variant.captured.pop() if variant.captured else self._capture(layer, inputs, variant.seeds)
         self._held.setdefault(micro_batch, []).append((variant, captured))
-        outputs = apply_function(_Replay, captured, inputs.tensors, *_differentiable(inputs), *captured.parameters)
+        outputs = apply_function(
+            _Replay, captured, inputs.tensors, *inputs.differentiable_tensors(), *captured.parameters
+        )
         return captured.collect(inputs.tensors, iter(outputs))
 
     def release(self, micro_batch: int) -> None:
@@ -302,13 +304,13 @@ class LayerGraphs:
         with self._capturing(forward, pool):
             entered = enter_graph(inputs.replace(own), [])
             # Where gradients arrive: at the inputs as they are now, which the layer may change.
-            sources: list[Any] = [*map(get_gradient_edge, _differentiable(entered)), *aliases.values()]
+            sources: list[Any] = [*map(get_gradient_edge, entered.differentiable_tensors()), *aliases.values()]
             versions = [tensor._version for tensor in entered.tensors]
             outputs = Payload.of(functional_call(layer, aliases, (entered.value(),)))
             statistics = _Statistics.take(norms)
         if seeds is not None:
             seeds = [None if seed is None else torch.empty_like(seed) for seed in seeds]
-            roots = [one for one, seed in zip(_differentiable(outputs), seeds, strict=True) if seed is not None]
+            roots = [one for one, seed in zip(outputs.differentiable_tensors(), seeds, strict=True) if seed is not None]
             starts = [seed for seed in seeds if seed is not None]
             backward = torch.cuda.CUDAGraph()
             with self._capturing(backward, pool), without_autocast(self._device):
@@ -358,12 +360,7 @@ def _describe(inputs: Payload, device: torch.device, *, has_backward: bool) -> H
 def _run_and_note(layer: nn.Module, value: Any, variant: _Variant) -> Any:
     """Run a layer plainly, and let the variant know what its backward starts from."""
     outputs = Payload.of(layer(value))
-    wanted = _differentiable(outputs)
-    noted = iter(apply_function(_Note, variant, *wanted) if wanted else ())
-    return outputs.replace(
-        [next(noted) if has else t for t, has in zip(outputs.tensors, outputs.differentiable, strict=True)]
-    ).value()
-
-
-def _differentiable(payload: Payload) -> list[Tensor]:
-    return [tensor for tensor, is_wanted in zip(payload.tensors, payload.differentiable, strict=True) if is_wanted]
+    wanted = outputs.differentiable_tensors()
+    if not wanted:
+        return outputs.value()
+    return outputs.replace_differentiable(apply_function(_Note, variant, *wanted)).value()

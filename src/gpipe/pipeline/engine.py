@@ -35,6 +35,7 @@ from gpipe.pipeline.refusals import (
     refuse_parameters_of_loss,
     refuse_replaced_layers,
     refuse_sharded,
+    refuse_to_capture,
     refuse_to_shard,
 )
 from gpipe.pipeline.schedule import (
@@ -556,18 +557,8 @@ class Pipeline:
         Raises:
             ValueError: the layers are compiled, or exchange among replicas in the midst of a step.
         """
-        refused = {
-            "synchronize_batch_norm": self._synchronizes,
-            "shard_replicas": self.shards_replicas,
-        }
-        for name, is_refused in refused.items():
-            if is_refused:
-                raise ValueError(
-                    f"{name} is True, and layers that exchange among replicas cannot be captured as CUDA graphs; do "
-                    f"not use CUDA graphs, or set {name}=False"
-                )
-        if self._compilation is not None:
-            raise ValueError("the layers are compiled; use either torch.compile or CUDA graphs")
+        exchanging = {"synchronize_batch_norm": self._synchronizes, "shard_replicas": self.shards_replicas}
+        refuse_to_capture(exchanging, is_compiled=self._compilation is not None)
         for stage in self.stages.values():
             stage.use_cuda_graphs()
 

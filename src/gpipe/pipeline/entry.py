@@ -37,9 +37,4 @@ def enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
     """Return a boundary input as the beginning of a graph; its backward fills `gradients`."""
     if not any(inputs.differentiable):
         return inputs
-    wanted = [tensor for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True) if is_wanted]
-    entered = iter(apply_function(_Entry, gradients, _ANCHOR, *wanted))
-    tensors = [
-        next(entered) if is_wanted else t for t, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
-    ]
-    return inputs.replace(tensors)
+    return inputs.replace_differentiable(apply_function(_Entry, gradients, _ANCHOR, *inputs.differentiable_tensors()))

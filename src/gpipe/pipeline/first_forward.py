@@ -112,8 +112,4 @@ def wants_no_leaf(error: Exception) -> bool:
 
 def as_leaves(inputs: Payload) -> Payload:
     """Return a boundary input as the beginning of a graph without a backward."""
-    tensors = [
-        tensor.detach().requires_grad_() if is_wanted else tensor
-        for tensor, is_wanted in zip(inputs.tensors, inputs.differentiable, strict=True)
-    ]
-    return inputs.replace(tensors)
+    return inputs.replace_differentiable(t.detach().requires_grad_() for t in inputs.differentiable_tensors())

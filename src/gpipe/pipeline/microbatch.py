@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -96,6 +96,16 @@ class Payload:
     def replace(self, tensors: list[Tensor]) -> Payload:
         """Return the same payload with other tensors, such as copies on another device."""
         return Payload(tensors, self.structure, self.differentiable, self.shared)
+
+    def differentiable_tensors(self) -> list[Tensor]:
+        """Return the tensors that need a gradient."""
+        return [tensor for tensor, is_wanted in zip(self.tensors, self.differentiable, strict=True) if is_wanted]
+
+    def replace_differentiable(self, tensors: Iterable[Tensor]) -> Payload:
+        """Return the same payload with others in the place of the tensors that need a gradient."""
+        others = iter(tensors)
+        pairs = zip(self.tensors, self.differentiable, strict=True)
+        return self.replace([next(others) if is_wanted else tensor for tensor, is_wanted in pairs])
 
     def to(self, device: torch.device) -> Payload:
         """Return the same payload on a device, without waiting for the copies."""

@@ -145,6 +145,23 @@ def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_to_capture(exchanging: Mapping[str, bool], *, is_compiled: bool) -> None:
+    """Refuse to run layers as CUDA graphs where they exchange among replicas, or are compiled.
+
+    exchanging: which settings of the pipeline let layers exchange in the midst of a step.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for name in (name for name, is_true in exchanging.items() if is_true):
+        raise ValueError(
+            f"{name} is True, and layers that exchange among replicas cannot be captured as CUDA graphs; do not use "
+            f"CUDA graphs, or set {name}=False"
+        )
+    if is_compiled:
+        raise ValueError("the layers are compiled; use either torch.compile or CUDA graphs")
+
+
 def refuse_sharded(layers: nn.Sequential) -> None:
     """Refuse layers that torch's fully_shard has changed: replicas would average parts, of full gradients.
 
