@@ -19,17 +19,13 @@ import sys
 sys.path.insert(0, "..")  # the root of the repository, where `reproductions` is
 
 from accuracy_pictures import (
-    STARTS,
-    Lines,
-    describe_lead,
     describe_missing,
     describe_training,
-    describe_transfer,
     draw_cost,
     draw_curves,
     draw_sizes,
+    draw_starts,
     draw_table4,
-    draw_transfers,
     explain_not_run,
     format_count,
     make_title,
@@ -37,32 +33,28 @@ from accuracy_pictures import (
     paper_scale_top1,
     records,
     same_but_seed,
-    select_with_curves,
 )
 from answers import show_answers
 from house_style import Color, show, use_house_style
 
 from gpipe.records import Record
 from reproductions.table import markdown
-from reproductions.table4_imagenet_and_transfer.few_images import transfer_steps
 from reproductions.table4_imagenet_and_transfer.model_size import PROGRAM, TRAINED, model_size, tuned_sizes
 from reproductions.table4_imagenet_and_transfer.tables import (
-    LAPTOP_TRANSFERS,
     claims,
     data_of,
     image_runs,
-    small_transfers,
     table4,
     table4_cost,
     table4_design,
-    transfer_laptop,
 )
+from reproductions.table4_imagenet_and_transfer.transfers import FEW, WHOLE, read_starts, transfer_steps
 
 use_house_style()
 PRE_TRAINING = "python train.py +experiment=amoebanet_fashion_mnist_laptop"
 TRANSFERS = "python train.py -m +experiment=transfer_table_laptop"
 measured = [record for record in records if record.kind == "measured" and "top1" in record.results]
-studied = (*LAPTOP_TRANSFERS, *TRAINED.values())  # what sections 3 and 4 show
+studied = (WHOLE, FEW, *TRAINED.values())  # what sections 3 and 4 show
 found: dict[tuple[str, str], list[str]] = {}
 for record in records:
     found.setdefault((record.experiment, record.kind), []).append(data_of(record))
@@ -138,77 +130,42 @@ show(
 # %% [markdown]
 # ## 3. Transfer, at the scale of a laptop
 #
-# **Question:** does pre-training help? **Method:** a small AmoebaNet-B is pre-trained on photographs of clothes, then
-# fine-tuned on handwritten digits. Beside it, the same model learns the digits from scratch, with the same settings,
-# budget and seeds, so that each seed makes a pair. This is the paper's path with small data. It says nothing about the
+# **Question:** does pre-training help, with all images of another set and with few? **Method:** a small AmoebaNet-B is
+# pre-trained on photographs of clothes, then fine-tuned on handwritten digits. Beside it, the same model learns the
+# digits from scratch, with the same settings, steps and seeds, so that each seed makes a pair. Each start has the
+# learning rate that 100 other images choose. This is the paper's path with small data. It says nothing about the
 # paper's numbers. The first table has the budget and the tuning of each study.
 
 
 # %%
 show(table4_design(records, paper))
 
+# %% [markdown]
+# A line is the mean over the seeds, and the band one standard deviation to each side: how runs differ by their images
+# and by chance.
+
 
 # %%
-# As in the generated table: a learning rate each, and of two runs with the same seed the later record counts.
-small = [run for run in measured if run.experiment in LAPTOP_TRANSFERS]
-transfers: dict[str, dict[bool, dict[int, Record]]] = {
-    f"{data}, rate {rate:g}": {False: scratch, True: tuned}
-    for (data, rate), (scratch, tuned) in small_transfers(small).items()
-}
-if transfers:
-    draw_transfers(transfers)
-machines = {(run.hardware["cpu"], run.hardware["num_cores"], *run.hardware["gpus"]) for run in small}
-unmade = [record for record in records if record.kind == "not run" and record.experiment in LAPTOP_TRANSFERS]
-show(
-    transfer_laptop(small) if small else "No transfer on record.",
-    *(
-        f"Measured on {cpu}, {num_cores} cores{''.join(f', {gpu}' for gpu in gpus)}."
-        for cpu, num_cores, *gpus in machines
-    ),
-    *describe_missing({data_of(record): record.results["reason"] for record in unmade}),
-)
-show_answers(claims(records, paper), "pre-training helps")
-
-# %%
-if transfers:
-    show(*(describe_transfer(data, starts[False], starts[True]) for data, starts in transfers.items()))
+if starts := read_starts(records):
+    draw_starts(starts)
 else:
     show(f"Not run: `{PRE_TRAINING}`, then `{TRANSFERS} init_from=<its run>` and `{TRANSFERS} init_from=null`.")
 
 # %% [markdown]
-# All seeds share one checkpoint and one set of test images. The deviation therefore measures the chance in training,
-# not how other images or another pre-training would do.
-#
-# **What would change the answer:** rates chosen on images that are kept for it, more steps, and fewer labelled images.
-# This table has all three. Each start has the rate that 100 other images choose, and the accuracy after 200 steps
-# stands beside that after 400. A gain is a difference of two rows, in points of top-1; its verdict is that after 400
-# steps.
+# A start has converged where its accuracy does not change between half of the steps and all by the test of all
+# verdicts. A gain is a difference of two rows, in points of top-1; its verdict is that after all steps.
 
 # %%
 show(transfer_steps(records))
+show_answers(claims(records, paper), "pre-training helps")
 
 # %% [markdown]
-# The curves show when the gain comes: the sooner fine-tuning reaches the final accuracy of training from scratch, the
-# more of the budget pre-training has saved.
-
-
-# %%
-pictures: dict[str, Lines] = {}
-for data, starts in transfers.items():
-    lines = [(*STARTS[tuned], runs) for tuned in (True, False) if (runs := select_with_curves(starts[tuned]))]
-    if lines:
-        pictures[data] = lines
-if pictures:
-    draw_curves(pictures)
-    pairs = {
-        data: (select_with_curves(starts[False]), select_with_curves(starts[True]))
-        for data, starts in transfers.items()
-    }
-    show(*(describe_lead(data, *pair) for data, pair in pairs.items() if all(pair)))
-else:
-    show("No curve on record.")
-
-# %% [markdown]
+# Most seeds share one checkpoint, and all share one set of test images. The intervals therefore measure the chance in
+# training and in the draw of images, not how another pre-training would do.
+#
+# **What would change the answer:** a pre-training on more than 6,000 photographs, or on images that resemble the
+# target.
+#
 # ## 4. Accuracy against size, at the scale of a laptop
 #
 # **Question:** are larger models more accurate, and better when transferred? The paper's figure 1(a) shows that among

@@ -1,12 +1,14 @@
 """The pictures of the third notebook: accuracies, curves, transfers, sizes and cost."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import log, sqrt
+from itertools import zip_longest
+from math import log
 from pathlib import Path
 from statistics import fmean, stdev
 
 import matplotlib.pyplot as plt
 from house_style import PAPER_ALONE, Color
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from gpipe.records import Record, read_records, same_settings
@@ -18,6 +20,7 @@ from reproductions.table4_imagenet_and_transfer.tables import (
     paper_scale_runs,
     reason_not_run,
 )
+from reproductions.table4_imagenet_and_transfer.transfers import STARTS, Images, Start
 
 FOLDER = Path("../reproductions/table4_imagenet_and_transfer")
 records, paper = read_records(FOLDER / RUNS_FILE), read_paper(FOLDER)
@@ -82,28 +85,30 @@ def describe_missing(reasons: Mapping[str, str]) -> list[str]:
     ]
 
 
-def read_curve(runs: Iterable[Record], key: str) -> tuple[list[int], list[list[float]]]:
-    """Return the epochs at which all runs have a figure, and the runs' figures at each."""
+def read_curve(runs: Iterable[Record], key: str, by: str = "epoch") -> tuple[list[int], list[list[float]]]:
+    """Return the epochs (or the steps) at which all runs have a figure, and the runs' figures at each."""
     values: dict[tuple[int, int], list[float]] = {}
     for run in runs:
         for row in run.results["curve"]:
             if key in row:
-                values.setdefault((row["step"], row["epoch"]), []).append(row[key])
+                values.setdefault((row["step"], row[by]), []).append(row[key])
     most = max(map(len, values.values()), default=0)
     steps = sorted(step for step, found in values.items() if len(found) == most)
-    return [epoch for _, epoch in steps], [values[step] for step in steps]
+    return [place for _, place in steps], [values[step] for step in steps]
 
 
-def draw_curve(axis: plt.Axes, runs: Sequence[Record], key: str, unit: float, color: str, marker: str) -> float:
+def draw_curve(
+    axis: plt.Axes, runs: Sequence[Record], key: str, unit: float, color: str, marker: str, by: str = "epoch"
+) -> float:
     """Draw the mean over the runs and a band of one deviation to each side; return the last mean."""
-    epochs, values = read_curve(runs, key)
+    places, values = read_curve(runs, key, by)
     means = [unit * fmean(found) for found in values]
-    axis.plot(epochs, means, marker, linestyle="-", color=color, markersize=5 if len(epochs) < 40 else 0)
+    axis.plot(places, means, marker, linestyle="-", color=color, markersize=5 if len(places) < 40 else 0)
     if len(runs) > 1:
         bands = [unit * stdev(found) if len(found) > 1 else 0 for found in values]
         low = [mean - band for mean, band in zip(means, bands, strict=True)]
         high = [mean + band for mean, band in zip(means, bands, strict=True)]
-        axis.fill_between(epochs, low, high, color=color, alpha=0.25, linewidth=0)
+        axis.fill_between(places, low, high, color=color, alpha=0.25, linewidth=0)
     return means[-1]
 
 
@@ -173,52 +178,26 @@ def describe_training(runs: Sequence[Record]) -> str:
     )
 
 
-STARTS = {False: ("from scratch", Color.FROM_SCRATCH, "D"), True: ("fine-tuned", Color.FINE_TUNED, "o")}
-
-
-def draw_points(axis: plt.Axes, place: float, values: Sequence[float], tuned: bool) -> None:
-    """Draw the mean and deviation of runs, and below them each run as a point at its own height."""
-    label, color, marker = STARTS[tuned]
-    heights = [place + 0.1 + 0.05 * seed for seed in range(len(values))]
-    axis.plot([100 * value for value in values], heights, marker, color=color, markersize=5, markeredgewidth=0)
-    mean, deviation = 100 * fmean(values), 100 * stdev(values) if len(values) > 1 else 0
-    axis.errorbar(mean, place, xerr=deviation, fmt="|", color=color, markersize=11, markeredgewidth=2, capsize=3)
-    text = f"{label}: {format_spread(values)}, {format_count(values)}"
-    axis.text(1.02, place + 0.1, text, transform=axis.get_yaxis_transform(), color=color, va="center")
-
-
-def describe_transfer(data: str, scratch: Mapping[int, Record], tuned: Mapping[int, Record]) -> str:
-    """Say in a few sentences what fine-tuning gained, and how certain that is."""
-    seeds = sorted(tuned.keys() & scratch.keys())
-    if not seeds:
-        return f"**{data}**: {'training from scratch' if tuned else 'fine-tuning'} was not run with the other's seeds."
-    gains = [100 * (tuned[seed].results["top1"] - scratch[seed].results["top1"]) for seed in seeds]
-    starts = [[{**runs[seed].config, "init_from": None} for runs in (scratch, tuned)] for seed in seeds]
-    worth = ""
-    if len(gains) > 1 and stdev(gains) > 0:
-        errors = fmean(gains) / (stdev(gains) / sqrt(len(gains)))
-        worth = f", with a deviation of {stdev(gains):.2f}: the mean is {errors:.1f} standard errors from 0"
-    return (
-        f"**{data}**: with {sum(gain > 0 for gain in gains)} of {len(seeds)} seeds fine-tuning was better. The gain is "
-        f"{fmean(gains):+.2f} points in the mean{worth}. Settings that differ in nothing but the first weights: "
-        f"{sum(same_settings(*pair) for pair in starts)} of {len(seeds)} pairs."
-    )
-
-
-def select_with_curves(runs: Mapping[int, Record]) -> list[Record]:
-    """Return the runs whose records have a curve."""
-    return [run for run in runs.values() if run.results.get("curve")]
-
-
-def describe_lead(data: str, scratch: Sequence[Record], tuned: Sequence[Record]) -> str:
-    """Say when fine-tuning reached the final accuracy of training from scratch."""
-    epochs, values = read_curve(tuned, "test/top1")
-    means, goal = [fmean(found) for found in values], fmean(read_curve(scratch, "test/top1")[1][-1])
-    start = fmean(read_curve(scratch, "test/top1")[1][0])
-    passed = [epoch for epoch, mean in zip(epochs, means, strict=True) if mean >= goal]
-    text = f"**{data}**: after epoch {epochs[0]}, {means[0]:.1%} fine-tuned and {start:.1%} from scratch. "
-    when = f"after epoch {passed[0]} of {epochs[-1]}" if passed else "at no time"
-    return f"{text}Training from scratch ends at {goal:.1%}; fine-tuning is there {when}."
+def draw_starts(found: Mapping[Images, Mapping[str, Start]]) -> None:
+    """Draw test top-1 against the steps for both starts: a row per data set, a column per number of images."""
+    styles = dict(zip(STARTS, ((Color.FROM_SCRATCH, "D"), (Color.FINE_TUNED, "o")), strict=True))
+    sets = {images.data: [one for one in found if one.data == images.data] for images in found}
+    size = (len(sets), max(map(len, sets.values())))
+    figure, axes = plt.subplots(*size, figsize=(9, 2.6 * size[0]), layout="constrained", squeeze=False)
+    for row, in_row in zip(axes, sets.values(), strict=True):
+        for axis, images in zip_longest(row, in_row):
+            if images is None:
+                axis.set_visible(False)
+                continue
+            for name, start in found[images].items():
+                draw_curve(axis, list(start.runs.values()), "test/top1", 100, *styles[name], by="step")
+            axis.set_title(str(images), fontsize=9)
+        row[0].set_ylabel("test top-1, %")
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    handles = [Line2D([], [], color=color, marker=marker, label=name) for name, (color, marker) in styles.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    plt.show()
 
 
 def draw_sizes(found: Mapping[str, Mapping[int, Tuned]]) -> None:
@@ -254,17 +233,4 @@ def draw_cost(days: Mapping[str, float], counts: Mapping[str, int]) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("accelerator-days, planned")
     axis.margins(x=0.2)
-    plt.show()
-
-
-def draw_transfers(transfers: Mapping[str, Mapping[bool, Mapping[int, Record]]]) -> None:
-    """Draw top-1 of every run, from scratch and fine-tuned, by data set and learning rate."""
-    _, axis = plt.subplots(figsize=(9, 0.7 + 1.4 * len(transfers)), layout="constrained")
-    for place, starts in enumerate(transfers.values()):
-        for tuned, runs in starts.items():
-            if top1 := [run.results["top1"] for run in runs.values()]:
-                draw_points(axis, place + (-0.4 if tuned else 0.05), top1, tuned)
-    axis.set_yticks(range(len(transfers)), list(transfers))
-    axis.set_ylim(len(transfers) - 0.5, -0.6)
-    axis.set_xlabel("test top-1, %; a point is a seed, a bar the mean and a deviation to each side")
     plt.show()

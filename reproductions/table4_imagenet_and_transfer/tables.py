@@ -11,13 +11,6 @@ from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, count_images, design_table
 from reproductions.table import Paper, markdown, newest, not_run, provenance
-from reproductions.table4_imagenet_and_transfer.few_images import (
-    claim_help,
-    few_arms,
-    few_cells,
-    few_claims,
-    transfer_steps,
-)
 from reproductions.table4_imagenet_and_transfer.model_size import (
     TRAINED,
     model_size,
@@ -25,14 +18,20 @@ from reproductions.table4_imagenet_and_transfer.model_size import (
     size_cells,
     size_claims,
 )
-from reproductions.verdict import Interval, over_runs_and_images, over_seeds
+from reproductions.table4_imagenet_and_transfer.transfers import (
+    transfer_arms,
+    transfer_cells,
+    transfer_claims,
+    transfer_steps,
+    transfers,
+)
+from reproductions.verdict import Interval, over_runs_and_images
 
 PRE_TRAINING = "amoebanet_imagenet"
 TRANSFERS = ("transfer", "transfer_table", "transfer_kornblith")
 PAPER_SCALE = (PRE_TRAINING, *TRANSFERS)
 SHORT_RUNS = "short_runs_laptop"
 EVALUATED = {"averages": "top1", "weights themselves": "raw_top1"}
-LAPTOP_TRANSFERS = ("transfer_laptop", "transfer_table_laptop")
 MARGIN = 0.005  # of the accuracy: what ours may lack and still be the paper's, which prints no deviation
 
 
@@ -79,28 +78,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
             verdict=f"{verdicts.count('reproduced')} {of_all} reproduced" if verdicts else NOT_RUN,
         )
     )
-    gains = {
-        f"{data}, rate {rate:g}": over_seeds(_gains(*both)) for (data, rate), both in small_transfers(records).items()
-    }
-    rows.append(claim_help("another data set", gains))
-    return rows + few_claims(records) + size_claims(records)
-
-
-def transfer_laptop(records: Sequence[Record]) -> str:
-    """Return the accuracy of a small model, fine-tuned and from scratch at the same budget.
-
-    A row per data set, learning rate and what is evaluated; gains are between runs of the same seed.
-    """
-    rows = []
-    for (data, rate), both in small_transfers(records).items():
-        for evaluated, figure in EVALUATED.items():
-            top1 = [_spread(_test_figure(run, figure) for run in runs.values()) for runs in both]
-            rows.append([data, f"{rate:g}", evaluated, *top1[0], *top1[1], *_gain(_gains(*both, figure))])
-    if not rows:
-        return not_run(f"train.py -m +experiment={LAPTOP_TRANSFERS[-1]}")
-    spread = ["deviation", "runs"]
-    header = ["data set", "learning rate", "evaluated", "from scratch", *spread, "fine-tuned", *spread]
-    return markdown([*header, "gain, mean (smallest)", "pre-training helps"], rows)
+    return rows + transfer_claims(records) + size_claims(records)
 
 
 def short_runs(records: Sequence[Record]) -> str:
@@ -121,34 +99,9 @@ def short_runs(records: Sequence[Record]) -> str:
     return markdown(["steps", "batch-norm statistics", *columns, "runs"], rows)
 
 
-def small_transfers(records: Sequence[Record]) -> dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]]:
-    """Return the runs from scratch and those fine-tuned, by seed, for each set of images and learning rate.
-
-    A set whose runs have several lengths is there once for each. Of two runs with the same seed the later one counts.
-    """
-    runs = [run for run in records if run.experiment in LAPTOP_TRANSFERS and "top1" in run.results]
-    lengths: dict[str, set[str]] = {}
-    for run in runs:
-        lengths.setdefault(data_of(run), set()).add(_describe_length(run))
-    found: dict[tuple[str, float], tuple[dict[int, Record], dict[int, Record]]] = {}
-    for run in runs:
-        name, rate = data_of(run), run.config["optimizer"]["learning_rate"]
-        label = f"{name}, {_describe_length(run)}" if len(lengths[name]) > 1 else name
-        found.setdefault((label, rate), ({}, {}))[is_tuned(run)][run.seed] = run
-    return dict(sorted(found.items()))
-
-
-def _describe_length(run: Record) -> str:
-    """Say how long a run was to train: its most steps or, without, its epochs."""
-    trainer = run.config.get("trainer", {})
-    steps = trainer.get("max_steps")
-    return f"{trainer.get('num_epochs')} epochs" if steps is None else f"{steps:,} steps"
-
-
 def transfer_laptop_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the newest small transfer."""
-    runs = [record for record in records if record.experiment in LAPTOP_TRANSFERS and "top1" in record.results]
-    return provenance(max(runs, key=lambda run: run.date, default=None), "transfers at laptop scale")
+    """Return the provenance of the newest transfer at laptop scale."""
+    return provenance(max(transfers(records), key=lambda run: run.date, default=None), "transfers at laptop scale")
 
 
 def table4_cost(records: Sequence[Record]) -> str:
@@ -184,15 +137,7 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
     ):
         runs = [run for name in names for run in paper_scale_runs(records, name)]
         arms.append(Arm(question, "AmoebaNet-B (18,512)", experiment, runs, test_items=_count_paper(paper, runs)))
-    question = "does pre-training help another data set?"
-    found: dict[tuple[str, bool], list[Record]] = {}
-    for (data, _), both in small_transfers(records).items():
-        for tuned, runs_by_seed in enumerate(both):
-            found.setdefault((data, bool(tuned)), []).extend(runs_by_seed.values())
-    for (data, tuned), runs in found.items():
-        name = f"{data}, {'fine-tuned' if tuned else 'from scratch'}"
-        arms.append(Arm(question, name, runs[0].experiment, runs, test_items=_count_tested(runs)))
-    arms += few_arms(records)
+    arms += transfer_arms(records)
     short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
     alone: dict[str, list[Record]] = {}
     for run in _image_runs(records):
@@ -211,13 +156,10 @@ def table4_design(records: Sequence[Record], paper: Paper) -> str:
 
 def table4_commands(records: Sequence[Record]) -> str:
     """Return the command of every training at laptop scale on the page."""
-    transfers = small_transfers(records)
-    small = [run for both in transfers.values() for runs in both for run in runs.values()]
     short = [run for run in records if run.experiment == SHORT_RUNS and run.results.get("top1") is not None]
     cells = [
         *(Cell(run.experiment, run, {}) for run in _image_runs(records)),
-        *(Cell(f"{data_of(run)}, {'fine-tuned' if is_tuned(run) else 'from scratch'}", run, {}) for run in small),
-        *few_cells(records),
+        *transfer_cells(records),
         *(Cell(SHORT_RUNS, run, {}) for run in short),
         *size_cells(records),
     ]
@@ -285,22 +227,9 @@ def _spread(values: Iterable[float]) -> list[str]:
     return [f"{fmean(found):.2%}", f"{stdev(found):.2%}" if len(found) > 1 else "", str(len(found))]
 
 
-def _gains(scratch: Mapping[int, Record], tuned: Mapping[int, Record], figure: str = "top1") -> list[float]:
-    """Return by how much each fine-tuned run is better than the run from scratch with the same seed."""
-    seeds = sorted(scratch.keys() & tuned.keys())
-    return [_test_figure(tuned[seed], figure) - _test_figure(scratch[seed], figure) for seed in seeds]
-
-
 def _test_figure(run: Record, figure: str) -> float:
     value: float = run.results["evaluation"]["test"][figure]
     return value
-
-
-def _gain(gains: Sequence[float]) -> list[str]:
-    """Return the mean and smallest gain of fine-tuning over the seeds, in points, and the verdict on it."""
-    if not gains:
-        return ["", "not run: one of the two is missing"]
-    return [f"{100 * fmean(gains):+.2f} ({100 * min(gains):+.2f})", format_verdicts([("", over_seeds(gains))], ".2%")]
 
 
 def image_runs(records: Sequence[Record]) -> str:
@@ -418,7 +347,6 @@ TABLES = (
     table4_design,
     table4,
     table4_other_settings,
-    transfer_laptop,
     transfer_steps,
     transfer_laptop_run,
     table4_commands,

@@ -10,7 +10,6 @@ from reproductions.table4_imagenet_and_transfer.tables import (
     table4,
     table4_cost,
     table4_other_settings,
-    transfer_laptop,
 )
 from tests.reproductions.paper_scale_records import composed
 
@@ -84,47 +83,6 @@ def test_the_newest_reason_for_not_running_is_told() -> None:
     assert cells(table4(records, PAPER))[-1][-1] == "not run: data missing"
 
 
-def test_fine_tuned_stands_beside_from_scratch_seed_by_seed() -> None:
-    records = [
-        record("transfer_table_laptop", data, seed, top1 + gain * (init_from is not None), init_from)
-        for data, gain in (("digits", 0.0625), ("mnist_5k", -0.0625))
-        for seed, top1 in ((0, 0.5), (1, 0.75))
-        for init_from in (None, "x")
-    ]
-    records.append(record("transfer_laptop", "digits", 7, 1.0))  # has no partner: no gain
-    digits, itself, mnist, _ = cells(transfer_laptop(records))
-    assert digits[:6] == ["digits", "0.5", "averages", "62.50%", f"{stdev((0.5, 0.75)):.2%}", "2"]
-    assert digits[6] == "79.17%" and digits[8:] == ["3", "+6.25 (+6.25)", "reproduced [+6.25%, +6.25%]"]
-    assert itself[2:4] == ["weights themselves", "31.25%"] and itself[-1] == "reproduced [+3.12%, +3.12%]"
-    assert mnist[-2:] == ["-6.25 (-6.25)", "contradicted [-6.25%, -6.25%]"]
-
-
-def test_runs_of_another_length_replace_none_and_have_rows_of_their_own() -> None:
-    records = [
-        record("transfer_table_laptop", "digits", 0, top1 + 0.25 * (init_from is not None), init_from)
-        for top1 in (0.5, 0.25, 0.125)
-        for init_from in (None, "x")
-    ]
-    for run, length in zip(records, (4, 4, 8, 8, None, None), strict=True):
-        run.config["trainer"] = {"num_epochs": length or 4, "max_steps": None if length else 100}
-    rows = cells(transfer_laptop(records))[::2]
-    assert [(row[0], row[3], row[6]) for row in rows] == [
-        ("digits, 100 steps", "12.50%", "37.50%"),
-        ("digits, 4 epochs", "50.00%", "75.00%"),
-        ("digits, 8 epochs", "25.00%", "50.00%"),
-    ]
-
-
-def test_each_learning_rate_has_a_row() -> None:
-    records = [
-        record("transfer_laptop", "digits", 0, rate + gain, init_from, rate=rate)
-        for rate in (0.25, 0.125)
-        for init_from, gain in ((None, 0), ("x", 0.5))
-    ]
-    rows = cells(transfer_laptop(records))[::2]
-    assert [(row[1], row[3], row[6]) for row in rows] == [("0.125", "12.50%", "62.50%"), ("0.25", "25.00%", "75.00%")]
-
-
 def test_short_runs_are_shown_by_their_length_and_by_their_statistics() -> None:
     def short(steps: int, num_batches: int | None, seed: int, top1: float) -> Record:
         run = record("short_runs_laptop", "digits", seed, top1)
@@ -143,8 +101,5 @@ def test_short_runs_are_shown_by_their_length_and_by_their_statistics() -> None:
 
 
 def test_without_records_the_tables_say_what_to_run() -> None:
-    assert transfer_laptop([]) == "Not run: train.py -m +experiment=transfer_table_laptop.\n"
     assert short_runs([]) == "Not run: train.py -m +experiment=short_runs_laptop.\n"
     assert table4_cost([]) == "Not run: python -m experiments.table4_cost.\n"
-    only_tuned = transfer_laptop([record("transfer_laptop", "digits", 0, 0.5)])
-    assert cells(only_tuned)[0][-1] == "not run: one of the two is missing"
