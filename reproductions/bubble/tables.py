@@ -16,10 +16,11 @@ ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
 BUBBLE = "bubble"
 _BUBBLE_PROGRAM = "make gpu, on a machine with several GPUs"
 REPLICA_WAIT, PLANNED_SECONDS = "replica_wait", "planned_seconds"
-AUTOMATIC_PLANS = "automatic_plans"
+AUTOMATIC_PLANS, LAUNCHING_THREADS = "automatic_plans", "launching_threads"
 _AUTOMATIC_PLANS_PROGRAM = f"python -m experiments.{AUTOMATIC_PLANS}"
 _PLANNED_SECONDS_PROGRAM = f"python -m experiments.{PLANNED_SECONDS}"
 _REPLICA_WAIT_PROGRAM = f"python -m experiments.{REPLICA_WAIT}"
+_LAUNCHING_THREADS_PROGRAM = f"python -m experiments.{LAUNCHING_THREADS}"
 _SPLIT_COST_PROGRAM = f"python -m experiments.{SPLIT_COST}"
 _ZERO_BUBBLE_PROGRAM = f"python -m experiments.{ZERO_BUBBLE}"
 OURS, DCP_SYNCHRONOUS, DCP_ASYNCHRONOUS = "ours", "torch.distributed.checkpoint, save", "the same, async_save"
@@ -378,6 +379,25 @@ def replica_wait_run(records: Sequence[Record]) -> str:
     return provenance(newest(records, REPLICA_WAIT), _REPLICA_WAIT_PROGRAM)
 
 
+def launching_threads(records: Sequence[Record]) -> str:
+    """Return how much more often two threads, or two processes, run small layers than one thread does."""
+    record = newest(records, LAUNCHING_THREADS)
+    if record is None:
+        return not_run(_LAUNCHING_THREADS_PROGRAM)
+    rows = []
+    for row in record.results["rows"]:
+        alone, *others = row["per_second"].values()
+        ratios = [median(both / one for both, one in zip(other, alone, strict=True)) for other in others]
+        rows.append([row["passes"], f"{median(alone):.1f}", *(f"{ratio:.2f}" for ratio in ratios)])
+    _, *names = record.results["rows"][0]["per_second"]
+    return markdown(["pass", "per second, one thread", *(f"{name}, of that" for name in names)], rows)
+
+
+def launching_threads_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, LAUNCHING_THREADS), _LAUNCHING_THREADS_PROGRAM)
+
+
 def schedule_memory(records: Sequence[Record]) -> str:
     """Return each schedule's planned bubble, time and memory, one row per schedule and mode of re-materialisation."""
     record = newest(records, "schedule_memory")
@@ -506,6 +526,8 @@ TABLES = (
     automatic_plans_run,
     replica_wait,
     replica_wait_run,
+    launching_threads,
+    launching_threads_run,
     schedule_memory,
     schedule_memory_run,
     checkpoint_cost,
