@@ -19,7 +19,7 @@ from typing import Any
 
 from experiments.program import StudyProgram, track
 from gpipe.records import make_record
-from reproductions.bubble.tables import AUTOMATIC_PLANS, automatic_plans, automatic_plans_run
+from reproductions.bubble.plans import AUTOMATIC_PLANS, automatic_plans, automatic_plans_run
 
 ROOT = Path(__file__).parents[1]
 DEVICES = ("device=h100", "num_devices=8", "pipeline=auto")

@@ -35,7 +35,7 @@ from gpipe.training.checkpoints import get_tensors, wrap_optimizer
 from gpipe.training.ema import Ema
 from gpipe.training.optimizers import build_optimizer
 from reproductions import ROOT
-from reproductions.bubble.tables import (
+from reproductions.bubble.saves import (
     CHECKPOINT_COST,
     DCP_ASYNCHRONOUS,
     DCP_SYNCHRONOUS,

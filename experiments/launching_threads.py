@@ -21,7 +21,7 @@ import torch
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
 from gpipe.records import make_record
-from reproductions.bubble.tables import LAUNCHING_THREADS, launching_threads, launching_threads_run
+from reproductions.bubble.overheads import LAUNCHING_THREADS, launching_threads, launching_threads_run
 
 NUM_LAYERS, NUM_FILTERS, BATCH_SIZE, IMAGE_SIZE = 6, 8, 2, 32
 SECONDS = 2.0  # of each turn

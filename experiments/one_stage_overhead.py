@@ -21,7 +21,7 @@ import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
 from gpipe.records import make_record
-from reproductions.bubble.tables import one_stage_overhead
+from reproductions.bubble.overheads import one_stage_overhead
 
 NUM_LAYERS, NUM_FILTERS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE = 6, 32, 4, 32, 64
 

@@ -33,7 +33,7 @@ from gpipe.planning.step import Setting, plan_step
 from gpipe.planning.task_timing import measure_task_seconds
 from gpipe.planning.timing import LayerTimer, LayerTiming
 from gpipe.records import make_record
-from reproductions.bubble.tables import PLANNED_SECONDS, planned_seconds, planned_seconds_run
+from reproductions.bubble.plans import PLANNED_SECONDS, planned_seconds, planned_seconds_run
 
 NUM_MICROBATCHES, TIMED_RUNS, NUM_STEPS, PORT = 4, 5, 3, 29820
 

@@ -29,7 +29,7 @@ from experiments.program import StudyProgram, track
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.timeline import Timeline
 from gpipe.records import make_record
-from reproductions.bubble.tables import REPLICA_WAIT, replica_wait, replica_wait_run
+from reproductions.bubble.overheads import REPLICA_WAIT, replica_wait, replica_wait_run
 
 NUM_STAGES, NUM_LAYERS, NUM_MICROBATCHES = 2, 8, 4
 FORWARD, BACKWARD = 0.02, 0.05  # seconds of a layer

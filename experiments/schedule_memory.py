@@ -18,7 +18,7 @@ from gpipe.pipeline.schedule import Rematerialize
 from gpipe.planning.planner import Planner
 from gpipe.planning.step import Setting
 from gpipe.records import make_record
-from reproductions.bubble.tables import schedule_memory, schedule_memory_run
+from reproductions.bubble.schedules import schedule_memory, schedule_memory_run
 
 NUM_LAYERS, NUM_DEVICES, NUM_MICROBATCHES = 48, 8, 32
 # With the stages of each device.

@@ -34,7 +34,7 @@ from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.simulation import simulate
 from gpipe.planning.task_timing import measure_task_seconds
 from gpipe.records import make_record
-from reproductions.bubble.tables import schedule_simulation, schedule_simulation_run
+from reproductions.bubble.schedules import schedule_simulation, schedule_simulation_run
 
 # With P and the stages of each device.
 SHAPES = [

@@ -23,7 +23,7 @@ from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.split_backward import run_split_backward
 from gpipe.records import make_record
-from reproductions.bubble.tables import SPLIT_COST, split_cost, split_cost_run
+from reproductions.bubble.schedules import SPLIT_COST, split_cost, split_cost_run
 
 NUM_FILTERS, NUM_TOKENS = 128, 64
 

@@ -28,7 +28,7 @@ import gpipe
 from experiments.program import StudyProgram, track
 from gpipe.models import amoebanet_d
 from gpipe.records import make_record
-from reproductions.bubble.tables import threads_under_load
+from reproductions.bubble.overheads import threads_under_load
 
 ROOT = Path(__file__).parents[1]
 NUM_LAYERS, BATCH_SIZE, IMAGE_SIZE, NUM_MICROBATCHES = 3, 16, 32, 2

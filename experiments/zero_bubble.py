@@ -42,7 +42,7 @@ from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
 from gpipe.planning.simulation import simulate
 from gpipe.planning.timing import LayerTimer
 from gpipe.records import make_record
-from reproductions.bubble.tables import (
+from reproductions.bubble.schedules import (
     ZERO_BUBBLE,
     zero_bubble,
     zero_bubble_exact,

@@ -17,7 +17,7 @@ from experiments.program import StudyProgram
 from experiments.threads_under_load import BUSY, running
 from gpipe.launch.devices import own_cores
 from gpipe.records import make_record
-from reproductions.bubble.tables import engine_overhead, engine_overhead_run
+from reproductions.bubble.overheads import engine_overhead, engine_overhead_run
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from experiments import launching_threads as study
 from gpipe.records import make_record
-from reproductions.bubble.tables import launching_threads
+from reproductions.bubble.overheads import launching_threads
 
 
 def test_workers_start_together_and_their_runs_are_added(monkeypatch: pytest.MonkeyPatch) -> None:

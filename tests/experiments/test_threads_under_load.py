@@ -6,7 +6,7 @@ import pytest
 
 from experiments import threads_under_load as study
 from gpipe.records import make_record
-from reproductions.bubble.tables import threads_under_load
+from reproductions.bubble.overheads import threads_under_load
 
 PROGRAM = """
 import os, sys

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from gpipe.records import Record, make_record
-from reproductions.bubble.tables import HAND_WRITTEN, bubble_on_gpus, claims, engine_overhead
+from reproductions.bubble.overheads import HAND_WRITTEN, engine_overhead
+from reproductions.bubble.tables import bubble_on_gpus, claims
 from reproductions.claims import NO_TEST
 from reproductions.table2_throughput.tables import GRID
 

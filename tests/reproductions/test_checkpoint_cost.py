@@ -1,7 +1,7 @@
 """The table of what a checkpoint costs."""
 
 from gpipe.records import Record, make_record
-from reproductions.bubble.tables import (
+from reproductions.bubble.saves import (
     DCP_SYNCHRONOUS,
     OURS,
     checkpoint_cost,

@@ -15,7 +15,7 @@ from gpipe.programs.jobs import Outcome, read_jobs, write_outcome
 from gpipe.records import RECORD_FILE, Record, append_record, make_record, read_records, write_record
 from reproductions.__main__ import main
 from reproductions.additions import add_jobs, add_records
-from reproductions.bubble.tables import DCP_SYNCHRONOUS
+from reproductions.bubble.saves import DCP_SYNCHRONOUS
 from reproductions.pages import CLAIMS, fill_tables, find_pages, render_pages, write_pages
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,141 @@
+"""What the engine costs beside the work: other engines, other work on the machine, replicas, launches."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from gpipe.records import Record
+from reproductions.table import markdown, newest, not_run, provenance
+
+HAND_WRITTEN = "hand-written loop"
+REPLICA_WAIT, LAUNCHING_THREADS = "replica_wait", "launching_threads"
+_REPLICA_WAIT_PROGRAM = f"python -m experiments.{REPLICA_WAIT}"
+_LAUNCHING_THREADS_PROGRAM = f"python -m experiments.{LAUNCHING_THREADS}"
+_WAITS = ("spinning", "sleeping")  # how threads wait for each other
+_ONE_STAGE = {
+    "hand_written": "hand-written loop",
+    "ours": "ours, K = 1",
+    "checkpoint": "hand-written loop, torch.utils.checkpoint",
+    "checkpoint_reentrant": "the same, reentrant: its first forward may run other kernels",
+    "ours_rematerialized": "ours, K = 1, rematerialize='always'",
+}
+
+
+def engine_overhead(records: Sequence[Record]) -> str:
+    """Return the share of the bubble formula's throughput that each engine reached with layers that sleep."""
+    record = newest(records, "engine_overhead")
+    if record is None:
+        return not_run("python -m experiments.engine_overhead")
+    grids = {"idle": record.results["grid"], "busy": record.results.get("busy_grid", [])}
+    loops = {
+        (machine, row["num_stages"]): row["step_seconds"]
+        for machine, grid in grids.items()
+        for row in grid
+        if row["engine"] == HAND_WRITTEN
+    }
+    rows = [
+        [
+            f"{row['engine']}, {row['rematerialize']}",
+            machine,
+            str(row["num_stages"]),
+            str(row["num_microbatches"]),
+            f"{row['forward_seconds'] * 1e3:.2f} + {row['backward_seconds'] * 1e3:.2f}",
+            f"{row['step_seconds'] * 1e3:.1f}",
+            f"{row['formula_seconds'] * 1e3:.1f}",
+            f"{row['formula_seconds'] / row['step_seconds']:.3f}",
+            f"{loop / row['step_seconds']:.3f}"
+            if row["rematerialize"] == "never" and (loop := loops.get((machine, row["num_stages"]))) is not None
+            else "",
+        ]
+        for machine, grid in grids.items()
+        for row in grid
+    ]
+    header = ["engine, recomputation", "machine", "K", "M", "F + B as slept, ms", "ms per step", "formula, ms"]
+    return markdown([*header, "formula / step", "loop / step"], rows)
+
+
+def engine_overhead_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, "engine_overhead"), "python -m experiments.engine_overhead")
+
+
+def one_stage_overhead(records: Sequence[Record]) -> str:
+    """Return the time of a one-stage pipeline beside a hand-written loop."""
+    record = newest(records, "one_stage_overhead")
+    if record is None:
+        return not_run("python -m experiments.one_stage_overhead")
+    results, config = record.results, record.config
+    model = f"AmoebaNet-D ({config['num_layers']},{config['num_filters']})"
+    setting = f"{model}, {config['batch_size']} images of {config['image_size']} px, M = {config['num_microbatches']}"
+    ratios = results | {"hand_written_ratio": None, "ours_ratio": results["ratio"]}
+    rows = [
+        [
+            what,
+            f"{results[f'{name}_seconds'] * 1e3:.1f}",
+            "" if (ratio := ratios[f"{name}_ratio"]) is None else f"{ratio:.3f}",
+        ]
+        for name, what in _ONE_STAGE.items()
+        if f"{name}_seconds" in results  # older records have no re-materialisation
+    ]
+    return markdown([setting, "ms per step", "of the loop, median of pairs"], rows)
+
+
+def threads_under_load(records: Sequence[Record]) -> str:
+    """Return how long a step takes with a thread per core, beside one thread, on an idle and on a busy machine."""
+    record = newest(records, "threads_under_load")
+    if record is None:
+        return not_run("python -m experiments.threads_under_load")
+    num_cores, config, results = record.hardware["num_cores"], record.config, record.results
+    rows = [
+        [
+            f"AmoebaNet-D ({config['num_layers']},{row['num_filters']})",
+            str(row["num_busy"]),
+            f"{row['one_thread_seconds']:.2f}",
+            *(f"{row[kind]['median']:.2f} ({row[kind]['least']:.2f} to {row[kind]['most']:.2f})" for kind in _WAITS),
+        ]
+        for row in results["rows"]
+    ]
+    header = ["model", "busy processes", "seconds per step, 1 thread", *(f"{num_cores} threads, {w}" for w in _WAITS)]
+    ends = (
+        f"\nSteps of {config['batch_size']} images on {num_cores} cores, {config['rounds']} rounds. The last "
+        "columns are in units of one thread's step, median (least to most). Load average before: "
+        f"{results['load_before']:.1f}.\n"
+    )
+    return markdown(header, rows) + ends
+
+
+def replica_wait(records: Sequence[Record]) -> str:
+    """Return how long a stage waits for gradients, with and without replicas."""
+    record = newest(records, REPLICA_WAIT)
+    if record is None:
+        return not_run(_REPLICA_WAIT_PROGRAM)
+    waits = record.results["wait_seconds"]
+    (alone, *_) = waits.values()
+    rows = []
+    for case, seconds in waits.items():
+        ratios = [one / other for one, other in zip(seconds, alone, strict=True)]
+        rows.append([case, f"{median(seconds) * 1e3:.1f}", f"{median(ratios):.2f}"])
+    return markdown(["pipelines", "wait for gradients, ms per step", "of that of one replica, median of pairs"], rows)
+
+
+def replica_wait_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, REPLICA_WAIT), _REPLICA_WAIT_PROGRAM)
+
+
+def launching_threads(records: Sequence[Record]) -> str:
+    """Return how much more often two threads, or two processes, run small layers than one thread does."""
+    record = newest(records, LAUNCHING_THREADS)
+    if record is None:
+        return not_run(_LAUNCHING_THREADS_PROGRAM)
+    rows = []
+    for row in record.results["rows"]:
+        alone, *others = row["per_second"].values()
+        ratios = [median(both / one for both, one in zip(other, alone, strict=True)) for other in others]
+        rows.append([row["passes"], f"{median(alone):.1f}", *(f"{ratio:.2f}" for ratio in ratios)])
+    _, *names = record.results["rows"][0]["per_second"]
+    return markdown(["pass", "per second, one thread", *(f"{name}, of that" for name in names)], rows)
+
+
+def launching_threads_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, LAUNCHING_THREADS), _LAUNCHING_THREADS_PROGRAM)
