@@ -32,7 +32,8 @@ from experiments.program import StudyProgram
 from experiments.tuning import Tuning, climb, train_each
 from gpipe.records import Record, read_records
 from reproductions import FOLDER, ROOT, RUNS_FILE
-from reproductions.figure3_multilingual.tables import BILINGUAL, figure3_design, figure3_low_resource
+from reproductions.figure3_multilingual.pairs import BILINGUAL
+from reproductions.figure3_multilingual.tables import figure3_design, figure3_low_resource
 from reproductions.translation_runs import SCORING
 
 CLAIM = "figure3_multilingual"

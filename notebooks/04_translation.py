@@ -49,16 +49,14 @@ from reproductions.figure3_multilingual.depth import (
     models_by_depth,
     tested_groups,
 )
+from reproductions.figure3_multilingual.pairs import BILINGUAL, multilingual_trainings, pair_models
 from reproductions.figure3_multilingual.tables import (
-    BILINGUAL,
     claims,
     figure3_design,
     figure3_gain,
     figure3_left_out,
     figure3_low_resource,
     figure3_models,
-    multilingual_trainings,
-    pair_models,
 )
 from reproductions.pages import read_paper
 from reproductions.table import markdown

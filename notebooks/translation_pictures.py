@@ -11,12 +11,7 @@ from gpipe.records import Record, read_records
 from reproductions import RUNS_FILE
 from reproductions.figure3_multilingual.depth import average
 from reproductions.figure3_multilingual.gain import Line
-from reproductions.figure3_multilingual.tables import (
-    fit_gains,
-    list_gains,
-    pair_models,
-    pair_tested_models,
-)
+from reproductions.figure3_multilingual.pairs import fit_gains, list_gains, pair_models, pair_tested_models
 from reproductions.pages import read_paper
 from reproductions.table import Paper, as_number
 from reproductions.table5_batch_size.tables import small_runs

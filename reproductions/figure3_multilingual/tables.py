@@ -1,8 +1,6 @@
 """The tables of section 5 of the paper and its figure 3: one model of all languages beside one model per language."""
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from gpipe.records import Record
@@ -11,7 +9,25 @@ from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, design_table
 from reproductions.figure3_multilingual import depth, text_scale
-from reproductions.figure3_multilingual.gain import Gains, Line, fit_line, split_by_pairs
+from reproductions.figure3_multilingual.gain import Line, split_by_pairs
+from reproductions.figure3_multilingual.pairs import (
+    BILINGUAL,
+    LOSS,
+    SCORES,
+    Figure,
+    Means,
+    find_gain,
+    find_means,
+    fit_gains,
+    gains_of,
+    list_figures,
+    list_judged_figures,
+    list_languages,
+    list_multilingual,
+    multilingual_trainings,
+    pair_models,
+    pair_tested_models,
+)
 from reproductions.table import Paper, markdown, not_run, provenance, rounds_to
 from reproductions.translation_runs import (
     DEEP_OR_WIDE,
@@ -20,7 +36,6 @@ from reproductions.translation_runs import (
     SCORER,
     SCORING,
     Trained,
-    beams,
     compare_beams,
     compare_recipes,
     count_test_sentences,
@@ -36,18 +51,13 @@ from reproductions.translation_runs import (
     training_pairs,
     trainings,
 )
-from reproductions.verdict import Interval, over_seeds_and_parts
+from reproductions.verdict import over_seeds_and_parts
 
 PAPER_SCALE = ("transformer_multilingual", "deep_or_wide")
 NUM_TABLES = {1: "1 table", 2: "2 tables", 3: "3 tables"}
 """Embedding-sized tables of source, target and softmax layer: all tied, the two inputs tied, none tied."""
-MULTILINGUAL = "transformer_multilingual_laptop"
-BILINGUAL = "bilingual_laptop"
 _COMMANDS = "python -m experiments.multilingual"
 _NAMES = ("6_8192_16", "12_16384_32", "24_8192_16", "32_16384_32", "64_16384_32")
-
-Pairs = Mapping[str, tuple[Trained, Trained]]
-"""The bilingual and the multilingual model of a seed, by the bilingual one's language."""
 
 
 def figure3_models(records: Sequence[Record], paper: Paper) -> str:
@@ -104,7 +114,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     tested = pair_tested_models(records)
     for setting, every in pair_models(records).items():
         seeds = tested[setting]
-        found = {figure.title: (figure, _gain(seeds, figure)) for figure in _judged_figures(every.values())}
+        found = {figure.title: (figure, find_gain(seeds, figure)) for figure in list_judged_figures(every.values())}
         rows.append(
             Claim(
                 "one model of 102 languages beats one per language where examples are few, at laptop scale (section 5)",
@@ -139,14 +149,14 @@ def figure3_low_resource(records: Sequence[Record]) -> str:
     tables = []
     for setting, seeds in pair_tested_models(records).items():
         rows = []
-        for figure in _figures(seeds.values()):
-            means = {seed: found for seed in sorted(seeds) if (found := _means(seeds[seed], figure))}
+        for figure in list_figures(seeds.values()):
+            means = {seed: found for seed in sorted(seeds) if (found := find_means(seeds[seed], figure))}
             rows += [
                 [figure.title, str(seed), str(found.num_languages), *_cells([found], figure), ""]
                 for seed, found in means.items()
             ]
             rows.append([figure.title, f"all {len(means)}", "", *_cells(list(means.values()), figure)])
-            interval = _gain(seeds, figure) if figure.is_judged else None
+            interval = find_gain(seeds, figure) if figure.is_judged else None
             rows[-1].append("" if interval is None else interval.describe(figure.form))
             if not means:
                 rows[-1][-1] = f"not run: {SCORER}"
@@ -160,7 +170,7 @@ def figure3_left_out(records: Sequence[Record]) -> str:
     lines = []
     tested = pair_tested_models(records)
     for setting, seeds in pair_models(records).items():
-        every, kept = _list_languages(seeds), _list_languages(tested[setting])
+        every, kept = list_languages(seeds), list_languages(tested[setting])
         left_out = sorted(every - kept)
         said = f"{len(left_out)} of {len(every)} languages have fewer than {MIN_TEST_SENTENCES} test sentences"
         names = f" and are left out of the means: {', '.join(left_out)}" if left_out else ""
@@ -217,9 +227,9 @@ def figure3_gain(records: Sequence[Record]) -> str:
         if not pairs:
             continue
         rows = []
-        for figure in _judged_figures(seeds.values()):
-            for name, group in split_by_pairs(pairs, sorted(_list_languages(seeds) & pairs.keys())).items():
-                interval = over_seeds_and_parts(_list_gains(seeds, figure, group))
+        for figure in list_judged_figures(seeds.values()):
+            for name, group in split_by_pairs(pairs, sorted(list_languages(seeds) & pairs.keys())).items():
+                interval = over_seeds_and_parts(gains_of(seeds, figure, group))
                 tested = str(len(set(group) - barely))
                 mean_gain = "" if interval is None else f"{interval.mean:+{figure.form}}"
                 judged = f"not run: {SCORER}" if interval is None else interval.describe(figure.form)
@@ -246,7 +256,7 @@ def figure3_languages(records: Sequence[Record]) -> str:
     for setting, seeds in pair_models(records).items():
         data, rows = setting.rpartition(", ")[2], []
         pairs, sentences = training_pairs(records, data), count_test_sentences(records, data)
-        figures = [_LOSS, *(_Figure(name, title, ".1f") for name, title in _SCORES.items())]
+        figures = [LOSS, *(Figure(name, title, ".1f") for name, title in SCORES.items())]
         languages = {language for found in seeds.values() for language in found}
         for language in sorted(languages, key=lambda language: (pairs.get(language, 0), language)):
             both = [found[language] for found in seeds.values() if language in found]
@@ -265,7 +275,7 @@ def figure3_languages(records: Sequence[Record]) -> str:
 
 def figure3_run(records: Sequence[Record]) -> str:
     """Return the provenance of the newest small multilingual model."""
-    runs = [one.run for one in _list_multilingual(records)]
+    runs = [one.run for one in list_multilingual(records)]
     return provenance(max(runs, key=lambda run: run.date, default=None), _COMMANDS)
 
 
@@ -273,7 +283,7 @@ def figure3_commands(records: Sequence[Record]) -> str:
     """Return the command of every training on the page, and those that score its translations."""
     cells = [
         *(Cell(", ".join(one.languages or ()), one.run, one.scored) for one in trainings(records, BILINGUAL)),
-        *(Cell(one.model, one.run, one.scored) for one in _list_multilingual(records)),
+        *(Cell(one.model, one.run, one.scored) for one in list_multilingual(records)),
         *(
             Cell(setting, run, {})
             for setting, ways in depth.deep_trainings(records).items()
@@ -292,7 +302,7 @@ def figure3_design(records: Sequence[Record]) -> str:
     for setting, seeds in pair_tested_models(records).items():
         models = [one for one in multilingual_trainings(records) if one.setting == setting]
         alone = [one for one in trainings(records, BILINGUAL) if one.setting == setting]
-        items = _count_items(records, setting, _list_languages(seeds))
+        items = _count_items(records, setting, list_languages(seeds))
         arms.append(_make_arm(question, "one model per language", BILINGUAL, alone, searched_alone, items))
         searched = searches(records, DEEP_OR_WIDE) if searched_alone else []
         arms.append(_make_arm(question, f"one {models[0].model}", DEEP_OR_WIDE, models, searched, items))
@@ -328,119 +338,6 @@ def _count_items(records: Sequence[Record], setting: str, languages: Iterable[st
     return f"{sum(found):,} sentences of {len(found)} languages" if found else "loss of the validation set"
 
 
-def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
-    """Return the small models of all languages that stand beside those of one language, if there are any of these.
-
-    They have the learning rate and the dropout of the models of one language, unless these have what a search found
-    best, too: what one found for the model of all languages alone would favour it. Of the same model and seed that of
-    deep_or_wide counts, whose command the page prints.
-    """
-    alone = [] if is_tuned(records, BILINGUAL) else trainings(records, BILINGUAL)
-    alike = {(one.setting, one.recipe[:2]) for one in alone}
-    found: dict[tuple[str, int], Trained] = {}
-    for experiment in (MULTILINGUAL, DEEP_OR_WIDE):
-        counted, others = trainings(records, experiment), searches(records, experiment)
-        every = [one for one in (*others, *counted) if (one.setting, one.recipe[:2]) in alike] if alike else counted
-        found |= {(one.setting, one.run.seed): one for one in every}
-    return list(found.values())
-
-
-def _list_multilingual(records: Sequence[Record]) -> list[Trained]:
-    """Return all small models of all languages that the page compares with anything, each once."""
-    every = [*multilingual_trainings(records), *trainings(records, DEEP_OR_WIDE)]
-    return list({(one.setting, one.recipe, one.run.seed): one for one in every}.values())
-
-
-@dataclass(frozen=True)
-class _Figure:
-    """A figure of both models, as a row shows it."""
-
-    name: str
-    title: str
-    form: str
-    beam: int | None = None
-    less_is_better: bool = False
-    is_judged: bool = True
-
-    def of(self, one: Trained, language: str) -> float | None:
-        """Return the figure of a model on a language."""
-        if self.name in _SCORES:
-            return one.score(self.name, language, self.beam)
-        return one.best(self.name, language if self.is_judged else None)
-
-
-_SCORES = {"chrf": "chrF", "bleu": "BLEU"}
-_LOSS = _Figure("loss", "least loss, nats per token", ".3f", less_is_better=True)
-_STEPS = _Figure("step", "steps to the least loss", ".0f", is_judged=False)
-
-
-def _figures(seeds: Iterable[Pairs]) -> list[_Figure]:
-    """Return the figures to compare, with the scores of each beam."""
-    found = beams(one for pairs in seeds for pair in pairs.values() for one in pair)
-    scores = [
-        _Figure(name, f"{title}, {describe_search(beam)}", ".2f", beam)
-        for beam, (name, title) in itertools.product(found, _SCORES.items())
-    ]
-    return [_LOSS, *(scores or [_Figure(name, title, ".2f") for name, title in _SCORES.items()]), _STEPS]
-
-
-@dataclass(frozen=True)
-class _Means:
-    """Means over the languages; on how many the multilingual model is better, and how many there are."""
-
-    bilingual: float
-    multilingual: float
-    num_better: int
-    num_languages: int
-
-
-def pair_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
-    """Return the bilingual and the multilingual model by setting, seed and language.
-
-    Only languages that both have with the same seed are in it.
-    """
-    multilingual = {(one.setting, one.run.seed): one for one in multilingual_trainings(records)}
-    found: dict[str, dict[int, dict[str, tuple[Trained, Trained]]]] = {}
-    for one in trainings(records, BILINGUAL):
-        other = multilingual.get((one.setting, one.run.seed))
-        if other is None or one.languages is None or len(one.languages) != 1:
-            continue
-        language = one.languages[0]
-        if None not in (_LOSS.of(one, language), _LOSS.of(other, language)):
-            found.setdefault(one.setting, {}).setdefault(one.run.seed, {})[language] = one, other
-    return found
-
-
-def pair_tested_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
-    """Return the same pairs of models without the languages whose test sets are too small for a mean."""
-    found = {}
-    for setting, seeds in pair_models(records).items():
-        left_out = set(list_barely_tested(records, setting.rpartition(", ")[2]))
-        found[setting] = {
-            seed: {name: pair for name, pair in languages.items() if name not in left_out}
-            for seed, languages in seeds.items()
-        }
-    return found
-
-
-def fit_gains(records: Sequence[Record], setting: str) -> dict[str, tuple["_Figure", Line | None]]:
-    """Return each figure and the line through its gains on all languages of a setting, by the figure's title."""
-    seeds = pair_models(records)[setting]
-    pairs = training_pairs(records, setting.rpartition(", ")[2])
-    languages = sorted(_list_languages(seeds))
-    return {
-        figure.title: (figure, fit_line(_list_gains(seeds, figure, languages), pairs))
-        for figure in _judged_figures(seeds.values())
-    }
-
-
-def list_gains(records: Sequence[Record], setting: str, title: str) -> Gains:
-    """Return the multilingual model's gain of a setting in a figure, by seed and language."""
-    seeds = pair_models(records)[setting]
-    figure = next(figure for figure in _judged_figures(seeds.values()) if figure.title == title)
-    return _list_gains(seeds, figure, sorted(_list_languages(seeds)))
-
-
 def _differences(run: Record) -> list[str]:
     """Return the settings in which a run departs from its model's paper-scale run, or from that of T(6, 8192, 16)."""
     name = "_".join(map(str, shape_of(run.config["model"])))
@@ -458,48 +355,6 @@ def _paper_scale_bleu(runs: Iterable[Trained], shape: tuple[int, ...]) -> str:
     """Return the average BLEU of the trainings of a model at the paper's scale, with its deviation."""
     found = [one for one in runs if shape_of(one.run.config["model"]) == shape]
     return spread([mean(one.score("bleu", language) for language in one.pairs()) for one in found], ".1f")
-
-
-def _means(languages: Pairs, figure: _Figure) -> _Means | None:
-    """Return the means of a figure over the languages that have it of both models, None without any."""
-    found = [(figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()]
-    pairs = [(one, two) for one, two in found if one is not None and two is not None]
-    if not pairs:
-        return None
-    better = sum(two < one if figure.less_is_better else two > one for one, two in pairs)
-    return _Means(fmean(one for one, _ in pairs), fmean(two for _, two in pairs), better, len(pairs))
-
-
-def _gain(seeds: Mapping[int, Pairs], figure: _Figure) -> Interval | None:
-    """Return the interval of the multilingual model's gain over seeds and languages, None without any."""
-    return over_seeds_and_parts(_list_gains(seeds, figure, sorted(_list_languages(seeds))))
-
-
-def _list_gains(seeds: Mapping[int, Pairs], figure: _Figure, languages: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Return the multilingual model's gain by seed and language, where both models have the figure."""
-    sign = -1 if figure.less_is_better else 1
-    gains: dict[int, dict[str, float]] = {}
-    for seed, pairs in seeds.items():
-        both = {
-            language: tuple(figure.of(one, language) for one in pairs[language])
-            for language in languages
-            if language in pairs
-        }
-        gains[seed] = {
-            language: sign * (two - one) for language, (one, two) in both.items() if one is not None and two is not None
-        }
-    return gains
-
-
-def _list_languages(seeds: Mapping[int, Pairs]) -> set[str]:
-    return {language for languages in seeds.values() for language in languages}
-
-
-def _judged_figures(seeds: Iterable[Pairs]) -> list[_Figure]:
-    """Return the figures of the claims: the loss, and the scores with the narrowest beam."""
-    figures = _figures(seeds)
-    narrowest = min((figure.beam for figure in figures if figure.beam is not None), default=None)
-    return [figure for figure in figures if figure.is_judged and figure.beam in (None, narrowest)]
 
 
 def _describe_line(line: Line, form: str) -> list[str]:
@@ -522,7 +377,7 @@ def _describe_sign(line: Line) -> str:
     return f"none from {low:,} to {high:,} pairs" if place is None else f"{place:,.0f} pairs"
 
 
-def _cells(means: Sequence[_Means], figure: _Figure) -> list[str]:
+def _cells(means: Sequence[Means], figure: Figure) -> list[str]:
     """Write the means over one or several seeds."""
     both = [[found.bilingual for found in means], [found.multilingual for found in means]]
     cells = [spread(values, figure.form) for values in both]

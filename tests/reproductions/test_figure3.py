@@ -5,9 +5,8 @@ from statistics import stdev
 from experiments import translation_parameters
 from gpipe.decoding.resource_groups import resource_groups
 from gpipe.records import Record, make_record
+from reproductions.figure3_multilingual.pairs import BILINGUAL, MULTILINGUAL
 from reproductions.figure3_multilingual.tables import (
-    BILINGUAL,
-    MULTILINGUAL,
     claims,
     figure3_beams,
     figure3_gain,

@@ -7,7 +7,7 @@ import pytest
 
 from gpipe.records import Record
 from reproductions.figure3_multilingual.depth import DEEP_TRAINING, deep_trainings
-from reproductions.figure3_multilingual.tables import MULTILINGUAL, multilingual_trainings, pair_models
+from reproductions.figure3_multilingual.pairs import MULTILINGUAL, multilingual_trainings, pair_models
 from reproductions.table5_batch_size.tables import LAPTOP, small_runs
 from reproductions.translation_runs import DEEP_OR_WIDE, compare_recipes, count_test_sentences, searches, trainings
 from tests.reproductions.translation_records import scored, trained

@@ -1,0 +1,191 @@
+"""The models that are compared, one of all languages with one per language, and their figures side by side."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from gpipe.records import Record
+from reproductions.figure3_multilingual.gain import Gains, Line, fit_line
+from reproductions.translation_runs import (
+    DEEP_OR_WIDE,
+    Trained,
+    beams,
+    describe_search,
+    is_tuned,
+    list_barely_tested,
+    searches,
+    training_pairs,
+    trainings,
+)
+from reproductions.verdict import Interval, over_seeds_and_parts
+
+MULTILINGUAL = "transformer_multilingual_laptop"
+BILINGUAL = "bilingual_laptop"
+Pairs = Mapping[str, tuple[Trained, Trained]]
+"""The bilingual and the multilingual model of a seed, by the bilingual one's language."""
+
+
+def multilingual_trainings(records: Sequence[Record]) -> list[Trained]:
+    """Return the small models of all languages that stand beside those of one language, if there are any of these.
+
+    They have the learning rate and the dropout of the models of one language, unless these have what a search found
+    best, too: what one found for the model of all languages alone would favour it. Of the same model and seed that of
+    deep_or_wide counts, whose command the page prints.
+    """
+    alone = [] if is_tuned(records, BILINGUAL) else trainings(records, BILINGUAL)
+    alike = {(one.setting, one.recipe[:2]) for one in alone}
+    found: dict[tuple[str, int], Trained] = {}
+    for experiment in (MULTILINGUAL, DEEP_OR_WIDE):
+        counted, others = trainings(records, experiment), searches(records, experiment)
+        every = [one for one in (*others, *counted) if (one.setting, one.recipe[:2]) in alike] if alike else counted
+        found |= {(one.setting, one.run.seed): one for one in every}
+    return list(found.values())
+
+
+def list_multilingual(records: Sequence[Record]) -> list[Trained]:
+    """Return all small models of all languages that the page compares with anything, each once."""
+    every = [*multilingual_trainings(records), *trainings(records, DEEP_OR_WIDE)]
+    return list({(one.setting, one.recipe, one.run.seed): one for one in every}.values())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of both models, as a row shows it.
+
+    Attributes:
+        name: in the records.
+        title: in the tables.
+        form: how it is written.
+        beam: of a score; None for other figures.
+        less_is_better: such as for a loss.
+        is_judged: whether there is one per language, of which a verdict is made.
+    """
+
+    name: str
+    title: str
+    form: str
+    beam: int | None = None
+    less_is_better: bool = False
+    is_judged: bool = True
+
+    def of(self, one: Trained, language: str) -> float | None:
+        """Return the figure of a model on a language."""
+        if self.name in SCORES:
+            return one.score(self.name, language, self.beam)
+        return one.best(self.name, language if self.is_judged else None)
+
+
+SCORES = {"chrf": "chrF", "bleu": "BLEU"}
+LOSS = Figure("loss", "least loss, nats per token", ".3f", less_is_better=True)
+_STEPS = Figure("step", "steps to the least loss", ".0f", is_judged=False)
+
+
+def list_figures(seeds: Iterable[Pairs]) -> list[Figure]:
+    """Return the figures to compare, with the scores of each beam."""
+    found = beams(one for pairs in seeds for pair in pairs.values() for one in pair)
+    scores = [
+        Figure(name, f"{title}, {describe_search(beam)}", ".2f", beam)
+        for beam, (name, title) in itertools.product(found, SCORES.items())
+    ]
+    return [LOSS, *(scores or [Figure(name, title, ".2f") for name, title in SCORES.items()]), _STEPS]
+
+
+def list_judged_figures(seeds: Iterable[Pairs]) -> list[Figure]:
+    """Return the figures of the claims: the loss, and the scores with the narrowest beam."""
+    figures = list_figures(seeds)
+    narrowest = min((figure.beam for figure in figures if figure.beam is not None), default=None)
+    return [figure for figure in figures if figure.is_judged and figure.beam in (None, narrowest)]
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means over the languages; on how many the multilingual model is better, and how many there are."""
+
+    bilingual: float
+    multilingual: float
+    num_better: int
+    num_languages: int
+
+
+def pair_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
+    """Return the bilingual and the multilingual model by setting, seed and language.
+
+    Only languages that both have with the same seed are in it.
+    """
+    multilingual = {(one.setting, one.run.seed): one for one in multilingual_trainings(records)}
+    found: dict[str, dict[int, dict[str, tuple[Trained, Trained]]]] = {}
+    for one in trainings(records, BILINGUAL):
+        other = multilingual.get((one.setting, one.run.seed))
+        if other is None or one.languages is None or len(one.languages) != 1:
+            continue
+        language = one.languages[0]
+        if None not in (LOSS.of(one, language), LOSS.of(other, language)):
+            found.setdefault(one.setting, {}).setdefault(one.run.seed, {})[language] = one, other
+    return found
+
+
+def pair_tested_models(records: Sequence[Record]) -> dict[str, dict[int, dict[str, tuple[Trained, Trained]]]]:
+    """Return the same pairs of models without the languages whose test sets are too small for a mean."""
+    found = {}
+    for setting, seeds in pair_models(records).items():
+        left_out = set(list_barely_tested(records, setting.rpartition(", ")[2]))
+        found[setting] = {
+            seed: {name: pair for name, pair in languages.items() if name not in left_out}
+            for seed, languages in seeds.items()
+        }
+    return found
+
+
+def list_languages(seeds: Mapping[int, Pairs]) -> set[str]:
+    """Return the languages of all seeds."""
+    return {language for languages in seeds.values() for language in languages}
+
+
+def find_means(languages: Pairs, figure: Figure) -> Means | None:
+    """Return the means of a figure over the languages that have it of both models, None without any."""
+    found = [(figure.of(one, language), figure.of(two, language)) for language, (one, two) in languages.items()]
+    pairs = [(one, two) for one, two in found if one is not None and two is not None]
+    if not pairs:
+        return None
+    better = sum(two < one if figure.less_is_better else two > one for one, two in pairs)
+    return Means(fmean(one for one, _ in pairs), fmean(two for _, two in pairs), better, len(pairs))
+
+
+def find_gain(seeds: Mapping[int, Pairs], figure: Figure) -> Interval | None:
+    """Return the interval of the multilingual model's gain over seeds and languages, None without any."""
+    return over_seeds_and_parts(gains_of(seeds, figure, sorted(list_languages(seeds))))
+
+
+def gains_of(seeds: Mapping[int, Pairs], figure: Figure, languages: Sequence[str]) -> dict[int, dict[str, float]]:
+    """Return the multilingual model's gain by seed and language, where both models have the figure."""
+    sign = -1 if figure.less_is_better else 1
+    gains: dict[int, dict[str, float]] = {}
+    for seed, pairs in seeds.items():
+        both = {
+            language: tuple(figure.of(one, language) for one in pairs[language])
+            for language in languages
+            if language in pairs
+        }
+        gains[seed] = {
+            language: sign * (two - one) for language, (one, two) in both.items() if one is not None and two is not None
+        }
+    return gains
+
+
+def fit_gains(records: Sequence[Record], setting: str) -> dict[str, tuple[Figure, Line | None]]:
+    """Return each figure and the line through its gains on all languages of a setting, by the figure's title."""
+    seeds = pair_models(records)[setting]
+    pairs = training_pairs(records, setting.rpartition(", ")[2])
+    languages = sorted(list_languages(seeds))
+    return {
+        figure.title: (figure, fit_line(gains_of(seeds, figure, languages), pairs))
+        for figure in list_judged_figures(seeds.values())
+    }
+
+
+def list_gains(records: Sequence[Record], setting: str, title: str) -> Gains:
+    """Return the multilingual model's gain of a setting in a figure, by seed and language."""
+    seeds = pair_models(records)[setting]
+    figure = next(figure for figure in list_judged_figures(seeds.values()) if figure.title == title)
+    return gains_of(seeds, figure, sorted(list_languages(seeds)))
