@@ -186,11 +186,12 @@ _QUESTIONS = {
 
 
 def _claim_help(what: str, gains: Mapping[str, Interval | None]) -> Claim:
-    points = [100 * gain.mean for gain in gains.values() if gain is not None]
+    points = sorted(100 * gain.mean for gain in gains.values() if gain is not None)
+    ends = dict.fromkeys(f"{value:+.1f}" for value in (*points[:1], *points[-1:]))  # one, if they are alike
     return Claim(
         f"pre-training helps {what}, at laptop scale",
         "not compared",
-        f"{min(points):+.1f} to {max(points):+.1f} points of top-1" if points else NOT_RUN,
+        f"{' to '.join(ends)} points of top-1" if points else NOT_RUN,
         verdict=format_verdicts(gains.items(), ".1%"),
     )
 

@@ -85,6 +85,7 @@ def test_whole_sets_come_last_and_are_evaluated_at_their_own_steps() -> None:
     ]
     whole, few = transfer_claims([*both_starts(None, 0.125), *both_starts(500, 0.0)])
     assert whole.verdict == "digits, all images: reproduced [+12.5%, +12.5%]"
+    assert whole.measured == "+12.5 points of top-1"
     assert few.verdict == "digits, 500 images: no difference found [+0.0%, +0.0%]"
     longer = run(None, 0, 0.5, None, 0.5, (0.5,) * 4)
     longer.config["trainer"]["max_steps"] = 1600
