@@ -130,8 +130,14 @@ def read_starts(records: Sequence[Record]) -> dict[Images, dict[str, Start]]:
 
 
 def transfers(records: Sequence[Record]) -> list[Record]:
-    """Return the records of transfers at laptop scale that images of their own chose a rate for."""
-    return [run for run in records if run.experiment in (WHOLE, FEW) and "valid" in run.results.get("evaluation", {})]
+    """Return the records of transfers at laptop scale of so many steps, with images that choose a rate."""
+    return [
+        run
+        for run in records
+        if run.experiment in (WHOLE, FEW)
+        and "valid" in run.results.get("evaluation", {})
+        and run.config["trainer"]["max_steps"] is not None
+    ]
 
 
 def find_gain(starts: Mapping[str, Start], step: int) -> Interval | None:

@@ -92,6 +92,13 @@ def test_whole_sets_come_last_and_are_evaluated_at_their_own_steps() -> None:
     assert [*read_starts([*both_starts(None, 0.0), longer])] == [Images("digits", None, n) for n in (800, 1600)]
 
 
+def test_runs_without_a_number_of_steps_or_without_images_that_choose_are_left_out() -> None:
+    endless, unchosen = (run(None, 0, 0.5, None, 0.5, (0.5,) * 4) for _ in range(2))
+    endless.config["trainer"]["max_steps"] = None
+    del unchosen.results["evaluation"]["valid"]
+    assert read_starts([endless, unchosen]) == {}
+
+
 def test_what_still_rises_between_the_last_two_numbers_of_steps_has_not_converged() -> None:
     rising = [run(50, seed, 0.5, None, 0.5, (0.25, 0.25, 0.25, 0.5)) for seed in (0, 1)]
     steady = [run(100, seed, 0.5, None, 0.5, (0.25, 0.25, 0.5, 0.5 + seed / 64)) for seed in (0, 1)]
