@@ -192,9 +192,8 @@ def draw_starts(found: Mapping[Images, Mapping[str, Start]]) -> None:
             for name, start in found[images].items():
                 draw_curve(axis, list(start.runs.values()), "test/top1", 100, *styles[name], by="step")
             axis.set_title(str(images), fontsize=9)
+            axis.set_xlabel("step")
         row[0].set_ylabel("test top-1, %")
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
     handles = [Line2D([], [], color=color, marker=marker, label=name) for name, (color, marker) in styles.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     plt.show()
