@@ -550,8 +550,8 @@ class Pipeline:
         is in its first micro-batch, then its forward and backward are captured, for each shape of its inputs. Gradients
         and masks have the same bits. On a CPU it changes nothing.
 
-        Graphs keep their memory: up to twice that of the activations, and a copy of the inputs of each layer. What a
-        layer does in Python is done only when it is captured. Layers that change buffers other than batch norms'
+        Graphs keep their memory, and copies of each layer's inputs: see the guide. What a layer does in Python is done
+        only when it is captured. Layers that change buffers other than batch norms'
         moving averages run as they are, and so do evaluations.
 
         Raises:
