@@ -18,8 +18,9 @@ from gpipe.pipeline import batch_norm, gradient_norm
 from gpipe.pipeline.autocast import step_autocast_cache
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.gradient_scaler import GradientScaler
+from gpipe.pipeline.job.devices import Devices
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
-from gpipe.pipeline.job.topology import Devices, join_job
+from gpipe.pipeline.job.topology import join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.low_precision import wants_low_precision
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
@@ -551,8 +552,8 @@ class Pipeline:
         and masks have the same bits. On a CPU it changes nothing.
 
         Graphs keep their memory, and copies of each layer's inputs: see the guide. What a layer does in Python is done
-        only when it is captured. Layers that change buffers other than batch norms'
-        moving averages run as they are, and so do evaluations.
+        only when it is captured. Layers that change buffers other than batch norms' moving averages run as they are,
+        and so do evaluations.
 
         Raises:
             ValueError: the layers are compiled, or exchange among replicas in the midst of a step.

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gpipe.pipeline._compat import open_store
 from gpipe.pipeline.job.activity import Activity
 from gpipe.pipeline.job.device_work import DeviceWork
+from gpipe.pipeline.job.devices import Devices, choose_device, choose_devices
 from gpipe.pipeline.job.errors import LostPeer, NonFiniteError, PeerFailure, PipelineError, StepAbandoned
 from gpipe.pipeline.job.messages import CONTROL_TAG, Messenger
 from gpipe.pipeline.job.watch import Watch
@@ -37,9 +38,6 @@ from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from gpipe.pipeline.transfer import LocalTransfer
 from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
-
-Devices: TypeAlias = "Sequence[torch.device | str] | torch.device | str | None"
-"""One per stage, or one for all; None for the default."""
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _CONNECT_SECONDS = 0.1  # between two looks at the others while NCCL connects
@@ -60,8 +58,8 @@ def join_job(
         ValueError: the devices or the mesh do not fit the number of stages.
     """
     if mesh is not None:
-        return MeshJob(mesh, placement, _choose_device(devices, mesh), timeout_seconds)
-    return Job(_choose_devices(devices, layers, len(placement)), timeout_seconds)
+        return MeshJob(mesh, placement, choose_device(devices, mesh), timeout_seconds)
+    return Job(choose_devices(devices, layers, len(placement)), timeout_seconds)
 
 
 class Job:
@@ -464,33 +462,3 @@ def _check_mesh(mesh: DeviceMesh, num_devices: int, stages_per_device: int) -> N
             f"the mesh has {mesh.mesh.shape[-1]} stages, but {num_devices * stages_per_device} partitions need "
             f"{num_devices} with stages_per_device={stages_per_device}; make them equal"
         )
-
-
-def _choose_devices(devices: Devices, layers: nn.Module, num_stages: int) -> dict[int, torch.device]:
-    """Return the device of each stage in a process that plays all of them; by default where the layers are."""
-    if devices is None:
-        first = next(layers.parameters(), torch.empty(0))
-        devices = "cpu" if first.is_meta else first.device
-    if isinstance(devices, str | torch.device):
-        devices = [devices] * num_stages
-    if len(devices) != num_stages:
-        raise ValueError(
-            f"{len(devices)} devices for {num_stages} stages; give one per stage (the same one may appear several "
-            "times), or a single one for all"
-        )
-    return {stage: _with_index(torch.device(device)) for stage, device in enumerate(devices)}
-
-
-def _choose_device(devices: Devices, mesh: DeviceMesh) -> torch.device:
-    """Return the device of one process of a mesh; by default the current one of the mesh's type."""
-    if devices is None:
-        devices = mesh.device_type
-    if isinstance(devices, str | torch.device):
-        return _with_index(torch.device(devices))
-    raise ValueError(f"{len(devices)} devices for one process of a mesh; give the device of this process alone")
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
