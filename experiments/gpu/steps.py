@@ -12,6 +12,7 @@ _CLONE = "torchgpipe"
 _PYTEST = "-m", "pytest", "-p", "no:cacheprovider", "-k"
 _STEPS, _KERNELS = "tests/simulated_cuda/test_steps.py", "tests/pipeline/test_first_forward.py"
 _GRAPHS = "tests/simulated_cuda/test_cuda_graphs.py"  # not for the sanitizer, which takes a capture for the work itself
+_THREADS = "tests/simulated_cuda/test_device_threads.py"  # which need several GPUs
 # It takes what any GPU computes for work of the current one.
 _SANITIZER = {"TORCH_CUDA_SANITIZER": "1", "CUDA_VISIBLE_DEVICES": "0"}
 _TABLES = "train.py", "-m"
@@ -69,7 +70,7 @@ def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list
     sizes = _SMALL_LAYERS if small else ()
     rounds = ("--rounds", "1") if small else ()
     return [
-        Step("tests", (*tests, _GRAPHS, _KERNELS), 3),
+        Step("tests", (*tests, _GRAPHS, _THREADS, _KERNELS), 3),
         Step("tests_with_sanitizer", tests, 3, variables=_SANITIZER),
         _study("table1_capacity", "table1_model_size", 9, "--measure-only", *(["--small"] if small else [])),
         _study("transformer_utilization", "table2_throughput", 4, *sizes),

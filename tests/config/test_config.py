@@ -138,6 +138,13 @@ def test_batch_norm_is_synchronised_where_there_is_one() -> None:
     assert "pipeline.synchronize_batch_norm is true, expected false with model.family=transformer_lm" in message
 
 
+def test_device_threads_are_refused_beside_another_way_to_run_layers() -> None:
+    assert run_of("launch.device_threads=true").launch.device_threads
+    for name in ("compile", "cuda_graphs"):
+        message = refusal_of("launch.device_threads=true", f"trainer.{name}=true")
+        assert f"launch.device_threads is true, expected false with trainer.{name}=true" in message
+
+
 def test_cuda_graphs_are_refused_beside_what_cannot_be_captured() -> None:
     assert run_of("trainer.cuda_graphs=true", "pipeline.synchronize_batch_norm=true").trainer.cuda_graphs
     message = refusal_of("trainer.cuda_graphs=true", "trainer.compile=true")

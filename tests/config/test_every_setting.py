@@ -69,7 +69,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "yes or no, for which YAML has numbers too",
         (
             r"model\.(auxiliary_head|scale_feedforward|soft_limit)|data\.(flip|keep_aspect)|model\.pretrained|pipeline\.synchronize_batch_norm"
-            r"|pipeline\.check_recomputation|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|cuda_graphs|deterministic|dry_run|evaluation\.raw)|launch\.(pin_cores|debug|shard_optimizer)"
+            r"|pipeline\.check_recomputation|optimizer\.times_batch_size|ema\.warm_up|trainer\.(channels_last|compile|cuda_graphs|deterministic|dry_run|evaluation\.raw)|launch\.(pin_cores|debug|shard_optimizer|device_threads)"
             r"|data\.several_labels|calibrate|debug"
         ),
         (*ZERO, *NEGATIVE, OF_64_BITS, BEYOND),
@@ -96,7 +96,7 @@ FINE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             r"|pipeline\.(memory_limit_bytes|partitions)|optimizer\.clip_norm|schedule\.warm_up_steps|ema\.decay"
             r"|trainer\.(max_steps|timeline_every_steps|overfit_batches|profile_step|max_hours|resume_from|channels_last|cuda_graphs|deterministic|float32_matmul_precision)|pipeline\.check_recomputation"
             r"|trainer\.evaluation\.(every_epochs|every_steps|max_batches|statistics_batches|patience|raw)"
-            r"|trainer\.checkpoints\.(every_steps|keep)|launch\.(num_threads|gpus_per_node)"
+            r"|trainer\.checkpoints\.(every_steps|keep)|launch\.(num_threads|gpus_per_node|device_threads)"
             r"|TextFolderConfig: data\.vocabulary_size|data\.several_labels"
             r"|memory_gib|link_gb_per_second|find|num_devices|output|grid|file"
         ),

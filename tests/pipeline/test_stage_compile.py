@@ -300,8 +300,12 @@ def test_compiled_layers_do_not_run_as_cuda_graphs() -> None:
     pipeline = pipeline_of(compilable())
     pipeline.use_cuda_graphs()  # changes nothing on a CPU
     pipeline.compile(backend="eager")
-    with pytest.raises(ValueError, match=r"^the layers are compiled; use either torch\.compile or CUDA graphs$"):
+    with pytest.raises(
+        ValueError, match=r"^the layers already run with torch\.compile; use either torch\.compile or CUDA "
+    ):
         pipeline.use_cuda_graphs()
+    with pytest.raises(ValueError, match=r"; use either torch\.compile or a thread per device$"):
+        pipeline.use_device_threads()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <array>
 #include <mutex>
 #include <unordered_set>
 #include <utility>
@@ -13,6 +14,7 @@
 namespace {
 constexpr c10::DeviceIndex kNumDevices = 8;
 thread_local c10::DeviceIndex current_device = 0;
+thread_local std::array<c10::StreamId, kNumDevices> current_streams{};  // 0 is the default one
 
 std::mutex pinned_mutex;
 std::unordered_set<const void*> pinned;
@@ -40,7 +42,10 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = c10::DeviceType::CUDA;
   Guard() = default;
   explicit Guard(c10::DeviceType) {}
-  static c10::Stream stream_of(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, device); }
+  // Autograd asks in the forward, and lets its own thread work on that stream in the backward.
+  static c10::Stream stream_of(c10::Device device) {
+    return c10::Stream(c10::Stream::UNSAFE, device, current_streams.at(device.index()));
+  }
   c10::DeviceType type() const override { return static_type; }
   c10::Device getDevice() const override { return c10::Device(static_type, current_device); }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -49,9 +54,13 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device device) const override { current_device = device.index(); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
   c10::Stream getStream(c10::Device device) const override { return stream_of(device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return stream_of(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream_of(stream.device()); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto before = stream_of(stream.device());
+    current_streams.at(stream.device_index()) = stream.id();
+    return before;
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
@@ -95,6 +104,10 @@ struct Hooks final : public at::CUDAHooksInterface {
 
 // The device of this thread, as autograd sets it in its own.
 extern "C" int get_current_device() { return current_device; }
+
+// The number of this thread's stream of a device: autograd's threads have that of the forward.
+extern "C" void set_current_stream(int device, long number) { current_streams.at(device) = number; }
+extern "C" long get_current_stream(int device) { return current_streams.at(device); }
 
 // cudaHostRegister and cudaHostUnregister.
 extern "C" void register_host_memory(void* data) {

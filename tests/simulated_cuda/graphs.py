@@ -58,12 +58,12 @@ class CUDAGraph:
             default_generators[stream.device.index].get_state(),
         )
         stream.orders_allocations = True  # memory of a graph is taken back when the device has done all of its work
-        streams.start_capture(stream, self)
+        stream.capture = self
 
     def capture_end(self) -> None:
         stream, self._stream = self._stream, None
         assert stream is not None
-        streams.end_capture(stream)
+        stream.capture = None
         default_generators[stream.device.index].set_state(self._state)
         for memory in self._made:  # nothing has been computed; integers may be indices, in a graph to come
             memory.fill_(float("nan") if memory.dtype.is_floating_point else 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gpipe
 from gpipe.pipeline.gradient_norm import local_part
@@ -29,7 +31,7 @@ CUTS = {1: (13,), 2: (6, 7), 3: (3, 4, 6), 4: (1, 5, 5, 2), 6: (2, 2, 2, 2, 2, 3
 STATE_WAITS = "operations waited for blindly for the optimizer's state"
 SYNCHRONISATIONS, WAITS, BLIND = "host synchronisations", "waits of default streams", "operations waited for blindly"
 PLACES, BLIND_EXCHANGES = "places of host synchronisations", "exchanges waited for blindly"
-GRAPHS = "graphs launched"
+GRAPHS, THREADS = "graphs launched", "threads that ran layers"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Setting:
         shards_replicas: whether they share out the weights too.
         checks_recomputation: whether recomputations are compared with forwards.
         cuda_graphs: whether layers run as CUDA graphs.
+        device_threads: whether each device has a launching thread; all then works on streams of its own.
     """
 
     num_stages: int = 1
@@ -62,13 +65,15 @@ class Setting:
     shards_replicas: bool = False
     checks_recomputation: bool = False
     cuda_graphs: bool = False
+    device_threads: bool = False
 
     def one_stage(self) -> Setting:
         """Return the same training without a pipeline: interleaving has the order of 1F1B in each stage."""
         schedule = "gpipe" if self.schedule in ("gpipe", "split_gpipe") else "1f1b"
         return replace(
-            self, num_stages=1, rematerialize="never", schedule=schedule, stages_per_device=1, cuda_graphs=False
-        )
+            self, num_stages=1, rematerialize="never", schedule=schedule, stages_per_device=1, cuda_graphs=False,
+            device_threads=False,
+        )  # fmt: skip
 
 
 def train(rank: int, setting: Setting) -> dict[str, Any]:
@@ -76,6 +81,13 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
 
     The first step records its timeline, the last one's loss is not finite.
     """
+    with ExitStack() as streams:
+        for index in range(torch.cuda.device_count() if setting.device_threads else 0):
+            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(index)))
+        return _train(rank, setting)
+
+
+def _train(rank: int, setting: Setting) -> dict[str, Any]:
     num_devices = setting.num_stages // setting.stages_per_device
     world, mesh = dist.get_world_size() if dist.is_initialized() else 1, None
     if world > 1:
@@ -85,15 +97,10 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         layers[10].module.weight = layers[0].module.weight
     if setting.idle_norm and rank == 1:
         layers[8].module.forward = lambda x: x
-    pipeline = gpipe.Pipeline(
-        layers, nn.functional.cross_entropy, CUTS[setting.num_stages], setting.num_microbatches,
-        rematerialize=setting.rematerialize, schedule=setting.schedule, stages_per_device=setting.stages_per_device,
-        devices=_choose_devices(setting, world), mesh=mesh, seed=3, timeout_seconds=10,
-        synchronize_batch_norm=setting.synchronize_batch_norm, check_recomputation=setting.checks_recomputation,
-        shard_replicas=setting.shards_replicas,
-    )  # fmt: skip
-    if setting.cuda_graphs:
-        pipeline.use_cuda_graphs()
+    pipeline = _build_pipeline(layers, setting, world, mesh)
+    threads = set[str]()
+    for layer in pipeline.layers.values():
+        layer.register_forward_pre_hook(lambda *_: threads.add(threading.current_thread().name))
     nothing = torch.zeros(1, requires_grad=True)  # torch's optimizers refuse a stage without parameters
     optimizer: torch.optim.Optimizer
     if setting.shards_optimizer:
@@ -142,8 +149,24 @@ def train(rank: int, setting: Setting) -> dict[str, Any]:
         found[BLIND] = num_blind + ledger.counts[BLIND]
     after = [one.get_state() for one in (torch.default_generator, *torch.cuda.default_generators)]
     assert all(map(torch.equal, states, after)), "the user's generators were disturbed"
+    found[THREADS] = len(threads)
     pipeline.close()
     return found
+
+
+def _build_pipeline(layers: nn.Sequential, setting: Setting, world: int, mesh: DeviceMesh | None) -> gpipe.Pipeline:
+    pipeline = gpipe.Pipeline(
+        layers, nn.functional.cross_entropy, CUTS[setting.num_stages], setting.num_microbatches,
+        rematerialize=setting.rematerialize, schedule=setting.schedule, stages_per_device=setting.stages_per_device,
+        devices=_choose_devices(setting, world), mesh=mesh, seed=3, timeout_seconds=10,
+        synchronize_batch_norm=setting.synchronize_batch_norm, check_recomputation=setting.checks_recomputation,
+        shard_replicas=setting.shards_replicas,
+    )  # fmt: skip
+    if setting.cuda_graphs:
+        pipeline.use_cuda_graphs()
+    if setting.device_threads:
+        pipeline.use_device_threads()
+    return pipeline
 
 
 def count_transfers(rank: int, kinds: tuple[str, ...], num_microbatches: int) -> int:
@@ -194,6 +217,6 @@ def _numbers(tensor: Tensor | None) -> np.ndarray | None:
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
     """Compare all that one process found; it knows only its own layers."""
     for name, value in found.items():
-        if name not in (SYNCHRONISATIONS, PLACES, WAITS, BLIND, BLIND_EXCHANGES, STATE_WAITS, GRAPHS):
+        if name not in (SYNCHRONISATIONS, PLACES, WAITS, BLIND, BLIND_EXCHANGES, STATE_WAITS, GRAPHS, THREADS):
             assert name in expected, f"{what}: {name} is new"
             assert np.array_equal(value, expected[name]), f"{what}: {name} differs"  # type: ignore[arg-type]

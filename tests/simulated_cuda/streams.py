@@ -31,12 +31,11 @@ _host: Clock = {}
 _lessons = 0  # how often the host learned
 _local = threading.local()
 _NONE: dict[int, Stream] = {}
-_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # by number
 _default_streams: dict[int, Stream] = {}
 _unfinished: dict[tuple[int, int], threading.Event] = {}  # operations that have not ended: of hanging kernels, receives
 _deferred: list[tuple[int, int, Callable[[], None]]] = []  # copies to the host's memory, done when the host waits
 exchanging: set[int] = set()  # the numbers of NCCL's streams
-_capturing: dict[int, Stream] = {}  # by device
 _broken: set[int] = set()  # devices on which a kernel failed
 
 
@@ -53,7 +52,7 @@ class Stream:
         with lock:
             Stream._count += 1
             self.number = Stream._count
-            _streams.add(self)
+            _streams[self.number] = self
         self.device = as_device(device)
         # Torch's fully_shard makes its streams wait for the computing one before it asks for memory on them again.
         self.orders_allocations = "/fsdp/" in sys._getframe(1).f_code.co_filename
@@ -281,21 +280,9 @@ def default_stream(device: Any = None) -> Stream:
 def current_stream(device: Any = None) -> Stream:
     device = as_device(device)
     chosen: Stream | None = getattr(_local, "streams", _NONE).get(device.index)
-    if chosen is None and _capturing and isinstance(threading.current_thread(), threading._DummyThread):
-        chosen = _capturing.get(device.index)  # autograd's own threads work on the stream of the forward
+    if chosen is None and isinstance(threading.current_thread(), threading._DummyThread):
+        chosen = _streams.get(int(device_threads.find_library().get_current_stream(device.index)))
     return chosen or default_stream(device)
-
-
-def start_capture(stream: Stream, graph: Any) -> None:
-    """Let a graph get what a stream is told to do."""
-    stream.capture = graph
-    _capturing[stream.device.index] = stream
-
-
-def end_capture(stream: Stream) -> None:
-    """Let the device get it again."""
-    stream.capture = None
-    del _capturing[stream.device.index]
 
 
 @contextmanager
@@ -308,11 +295,19 @@ def stream(chosen: Stream | None) -> Iterator[None]:
         _local.streams = {}
     index, device_before = chosen.device.index, current_device()
     stream_before = _local.streams.get(index)
-    _local.streams[index], _local.device = chosen, index
+    _set_stream(index, chosen)
+    _local.device = index
     try:
         yield
     finally:
-        _local.streams[index], _local.device = stream_before, device_before
+        _set_stream(index, stream_before)
+        _local.device = device_before
+
+
+def _set_stream(index: int, chosen: Stream | None) -> None:
+    """Make a stream this thread's, for torch's C++ side too; None is the default one."""
+    _local.streams[index] = chosen
+    device_threads.find_library().set_current_stream(index, 0 if chosen is None else chosen.cuda_stream)
 
 
 def synchronize(device: Any = None) -> None:
@@ -320,5 +315,5 @@ def synchronize(device: Any = None) -> None:
     device = as_device(device)
     trace.DeviceSynchronizationCallbacks.fire_callbacks()
     with lock:
-        clocks = [one.clock for one in _streams if one.device == device]
+        clocks = [one.clock for one in _streams.values() if one.device == device]
     wait_on_host(clocks, device)

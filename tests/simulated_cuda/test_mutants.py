@@ -50,6 +50,7 @@ SCENARIOS = (
     Scenario(2, train, (Setting(1, "always", idle_norm=True),)),
     Scenario(2, train, (Setting(1, shards_optimizer=True),)),
     Scenario(1, train, (Setting(2, "always", checks_recomputation=True, cuda_graphs=True),)),
+    Scenario(1, train, (Setting(2, "always", device_threads=True),)),
     Scenario(1, compute, ("cuda",)),
     Scenario(1, name_place, hangs=True),
     Scenario(2, name_link, hangs=True),

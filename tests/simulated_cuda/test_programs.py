@@ -33,7 +33,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [["launch=one_process", "trainer.cuda_graphs=true"], ["launch=process_per_stage"]],
+    [["launch=one_process", "launch.device_threads=true"], ["launch=process_per_stage", "trainer.cuda_graphs=true"]],
     ids=" ".join,
 )
 def test_a_run_on_two_gpus_is_the_one_on_the_cpu(settings: list[str], on_cpu: Path, tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ class LaunchConfig:
             process runs as a child.
         shard_optimizer: each replica keeps the optimiser's state of some parameters, and updates these for all: with R
             replicas an R-th of the memory. Checkpoints and results are the same. With one replica it changes nothing.
+        device_threads: start the work of each GPU by a thread of its own, where one process has several, in training;
+            null is false.
         gpus_per_node: how many GPUs a node of the cluster has, which hydra/launcher=slurm must know; null is enough.
         debug: print the whole traceback of an error instead of one message.
     """
@@ -150,6 +152,7 @@ class LaunchConfig:
     device: Device = MISSING
     max_restarts: int = MISSING
     shard_optimizer: bool = MISSING
+    device_threads: bool | None = MISSING
     gpus_per_node: int | None = MISSING
     debug: bool = False
 

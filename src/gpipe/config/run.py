@@ -116,6 +116,13 @@ class RunConfig:
                 "trainer.cuda_graphs is true, expected false with pipeline.synchronize_batch_norm=true and "
                 f"launch.num_replicas={replicas}, whose layers exchange statistics: set one of the three."
             )
+        for name in ("compile", "cuda_graphs"):
+            require(
+                not (self.launch.device_threads and getattr(self.trainer, name)),
+                "launch.device_threads",
+                "true",
+                f"false with trainer.{name}=true",
+            )
         stages, per_device = self.pipeline.num_stages, self.pipeline.stages_per_device
         expected = stages // per_device * replicas
         if processes not in (1, expected):

@@ -33,6 +33,7 @@ Beside them, for when you need them:
     initialization.py      weights of layers on the meta device
     compilation.py         layers through torch.compile
     cuda_graphs.py         layers as CUDA graphs
+    device_threads.py      a launching thread per GPU of a process
     entry.py               where a stage's autograd graph begins
     structure.py           which layers do the same work
     low_precision.py       what travels in 16 bits

@@ -7,7 +7,8 @@ end of the step               `commit`: combine `seen`, move running_mean and ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _OUTSIDE, _FORWARD, _RECOMPUTE, _REPEAT = "outside", "forward", "recompute", "repeat"
 _phase = _OUTSIDE
 _synchronized: SynchronizedMicroBatch | None = None  # the micro-batch whose statistics are those of all replicas
+_phases: dict[int, str] = {}  # of each GPU, while these have launching threads; autograd's own threads know the GPU too
 
 
 class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
@@ -53,17 +55,37 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
         self._synchronized = synchronized
 
     def __enter__(self) -> None:
-        global _phase, _synchronized
-        self._before = _phase, _synchronized
-        _phase, _synchronized = self._phase, self._synchronized
+        self._before = _find_phase(), _synchronized
+        _set_phase(self._phase, self._synchronized)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        global _phase, _synchronized
-        _phase, _synchronized = self._before
+        _set_phase(*self._before)
         if kind is None and self._phase is _FORWARD:
             for norm in self._norms:
                 if norm.fresh:
                     norm.__dict__.update(seen=norm.seen + norm.fresh, fresh=())
+
+
+@contextmanager
+def phase_per_gpu(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Let each of some GPUs have a phase of its own in the body, which several threads may then set."""
+    _phases.update((device.index, _OUTSIDE) for device in devices)
+    try:
+        yield
+    finally:
+        _phases.clear()
+
+
+def _find_phase() -> str:
+    return _phases[torch.cuda.current_device()] if _phases else _phase
+
+
+def _set_phase(phase: str, synchronized: SynchronizedMicroBatch | None) -> None:
+    global _phase, _synchronized
+    if _phases:
+        _phases[torch.cuda.current_device()] = phase
+    else:
+        _phase, _synchronized = phase, synchronized
 
 
 def is_recomputing() -> bool:
@@ -71,7 +93,7 @@ def is_recomputing() -> bool:
 
     For layers that count or remember something outside of their buffers, which must happen once.
     """
-    return _phase is _RECOMPUTE or _phase is _REPEAT
+    return _find_phase() in (_RECOMPUTE, _REPEAT)
 
 
 class MicroBatchNorm(AnyBatchNorm):
@@ -98,7 +120,8 @@ class MicroBatchNorm(AnyBatchNorm):
         if _synchronized is not None and self.training:
             normalized: Tensor = _synchronized.forward(self, input, *args)
             return normalized
-        if _phase is _OUTSIDE or not self.training or running_mean is None or running_var is None:
+        phase = _find_phase()
+        if phase is _OUTSIDE or not self.training or running_mean is None or running_var is None:
             unchanged: Tensor = super().forward(input, *args)
             return unchanged
         # With a momentum of 1 and buffers of zeros, the plain layer's own update writes the micro-batch's mean and
@@ -106,7 +129,7 @@ class MicroBatchNorm(AnyBatchNorm):
         # type alone tells torch in which one to compute.
         statistics, mean, variance = None, None, None
         weight, bias = parameters["weight"], parameters["bias"]
-        if _phase is not _RECOMPUTE or weight is None or not self.is_torchs_own:
+        if phase is not _RECOMPUTE or weight is None or not self.is_torchs_own:
             statistics = running_mean.new_zeros(2, running_mean.numel())
             mean, variance = statistics.unbind()
         if self.is_torchs_own:
@@ -114,7 +137,7 @@ class MicroBatchNorm(AnyBatchNorm):
             output = functional.batch_norm(input, mean, variance, weight, bias, True, 1.0, self.eps)
         else:  # the forward of any subclass
             output = self.forward_with(mean, variance, input, *args)
-        if _phase is _FORWARD:
+        if phase is _FORWARD:
             attributes["fresh"] = (*self.fresh, statistics, input.numel() // input.shape[1])
         return output
 

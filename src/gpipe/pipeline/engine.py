@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from gpipe.pipeline import batch_norm, gradient_norm
 from gpipe.pipeline.autocast import step_autocast_cache
 from gpipe.pipeline.compilation import Compilation
+from gpipe.pipeline.device_threads import DeviceThreads
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.devices import Devices
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
@@ -35,6 +36,7 @@ from gpipe.pipeline.refusals import (
     refuse_own_behaviour,
     refuse_parameters_of_loss,
     refuse_replaced_layers,
+    refuse_second_way,
     refuse_sharded,
     refuse_to_capture,
     refuse_to_shard,
@@ -171,6 +173,7 @@ class Pipeline:
         self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight, prepare_inputs
         self._is_loss_known = False  # whether the graph of one was looked through
         self._compilation: Compilation | None = None
+        self._device_threads: DeviceThreads | None = None
 
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
         settings = {
@@ -303,7 +306,7 @@ class Pipeline:
                 return None
 
             with torch.enable_grad():
-                self._run(tasks, parts, train, clock)
+                self._run(tasks, parts, train, clock, threads=self._device_threads)
             self._is_loss_known = True
             self._finish_gradients()
             if scaler is not None:
@@ -531,8 +534,7 @@ class Pipeline:
             ValueError: the options ask for CUDA graphs, or the replicas share out their weights.
         """
         refuse_cuda_graphs(options)
-        if any(stage.graphs is not None for stage in self.stages.values()):
-            raise ValueError("the layers run as CUDA graphs; use either torch.compile or CUDA graphs")
+        refuse_second_way("torch.compile", self._find_way())
         if self.shards_replicas:
             raise ValueError(
                 "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
@@ -559,13 +561,44 @@ class Pipeline:
             ValueError: the layers are compiled, or exchange among replicas in the midst of a step.
         """
         exchanging = {"synchronize_batch_norm": self._synchronizes, "shard_replicas": self.shards_replicas}
-        refuse_to_capture(exchanging, is_compiled=self._compilation is not None)
+        refuse_to_capture(exchanging)
+        refuse_second_way("CUDA graphs", self._find_way())
         for stage in self.stages.values():
             stage.use_cuda_graphs()
+
+    def use_device_threads(self) -> None:
+        """Launch the tasks of each GPU by a thread of its own in training, where this process has several GPUs.
+
+        For layers of many small operations, where GPUs wait for the one thread that launches for all. Gradients and
+        masks have the same bits. In one step, the next one, a single thread launches all. On one GPU or a CPU it
+        changes nothing.
+
+        Layers and the loss run in several threads at once: one object that two of them change is theirs to protect.
+        Of what surrounds `train_step`, autocast and the current streams reach the threads, and no other context. A
+        layer that draws random numbers on the host, which all threads share, is refused when it does so in that step.
+
+        Raises:
+            ValueError: the layers are compiled or run as CUDA graphs.
+        """
+        refuse_second_way("a thread per device", self._find_way())
+        devices = [self.job.devices[k] for k in sorted(self.job.devices)]
+        if len(set(devices)) > 1 and all(device.type == "cuda" for device in devices):
+            self._device_threads = DeviceThreads(devices)
+
+    def _find_way(self) -> str | None:
+        """Return how the layers run, in words, if not as they are and launched by one thread."""
+        if self._compilation is not None:
+            return "torch.compile"
+        if self._device_threads is not None:
+            return "a thread per device"
+        return "CUDA graphs" if any(stage.graphs is not None for stage in self.stages.values()) else None
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
         self._close()
+        if self._device_threads is not None:
+            self._device_threads.close()
+            self._device_threads = None
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -595,14 +628,29 @@ class Pipeline:
         return *shape, self._placement, device
 
     def _run(
-        self, tasks: Sequence[Task], parts: list[Payload], work: RunTask, clock: Clock | None = None, doing: str = ""
+        self,
+        tasks: Sequence[Task],
+        parts: list[Payload],
+        work: RunTask,
+        clock: Clock | None = None,
+        doing: str = "",
+        threads: DeviceThreads | None = None,
     ) -> None:
         """Run tasks in their order: receive, work, send.
 
         `parts` are the inputs of each micro-batch, in the first stage. Messages call a task `doing`, else by its kind.
         """
-        for task in tasks:
-            self._run_task(task, parts, work, clock, doing or task.kind.words)
+        if threads is None:
+            for task in tasks:
+                self._run_task(task, parts, work, clock, doing or task.kind.words)
+            return
+        try:
+            for stage in self.stages.values():
+                stage.seeds_host = False
+            threads.run(tasks, lambda task: self._run_task(task, parts, work, clock, doing or task.kind.words))
+        finally:
+            for stage in self.stages.values():
+                stage.seeds_host = True
 
     # A function of its own, so that what was received and sent is released before the next task.
     def _run_task(self, task: Task, parts: list[Payload], work: RunTask, clock: Clock | None, doing: str) -> None:

@@ -39,15 +39,20 @@ def mix_keys(*keys: int, state: int = _START) -> int:
     return state
 
 
-def seed_generators(seed: int, device: torch.device, *, others: bool = True) -> None:
+def seed_generators(seed: int, device: torch.device, *, host: bool = True, others: bool = True) -> None:
     """Seed the global generators that a layer on `device` draws from: torch's and, unless not wanted, the others.
 
-    others: Python's and numpy's. To seed them takes 1 % of a step of small layers.
+    Args:
+        seed: for all of them.
+        device: of the layer.
+        host: whether those of the host are seeded too, which all threads share: torch's for the CPU, and the others.
+        others: Python's and numpy's. To seed them takes 1 % of a step of small layers.
     """
-    torch.default_generator.manual_seed(seed)
+    if host:
+        torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[_index(device)].manual_seed(seed)
-    if others:
+    if host and others:
         random.seed(seed)
         if (numpy_random := _numpy_random()) is not None:
             numpy_random.seed(seed)
@@ -67,6 +72,30 @@ def _is_known(kind: type[nn.Module]) -> bool:
     takes_functions = issubclass(kind, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)  # as activations
     homes = {parent.__module__.partition(".")[0] for parent in kind.__mro__}
     return not takes_functions and homes <= {"torch", "torchvision", "timm", "gpipe", "builtins"}
+
+
+class HostGenerators:
+    """Tells whether something drew random numbers from the host's global generators, since this object was made."""
+
+    def __init__(self) -> None:
+        self._states = _read_host_states()
+
+    def find_drawn(self) -> str | None:
+        """Return the name of a generator that was drawn from, or None."""
+        now = _read_host_states()
+        return next((name for name, state in self._states.items() if now.get(name) != state), None)
+
+
+def _read_host_states() -> dict[str, Any]:
+    """Return the state of each global generator of the host, by name, as something that can be compared."""
+    states: dict[str, Any] = {
+        "torch's generator for the CPU": bytes(torch.default_generator.get_state().tolist()),
+        "Python's generator": random.getstate(),
+    }
+    if (numpy_random := _numpy_random()) is not None:
+        kind, keys, *rest = numpy_random.get_state()
+        states["numpy's generator"] = kind, keys.tobytes(), *rest
+    return states
 
 
 @contextmanager

@@ -145,8 +145,8 @@ def refuse_cuda_graphs(options: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_to_capture(exchanging: Mapping[str, bool], *, is_compiled: bool) -> None:
-    """Refuse to run layers as CUDA graphs where they exchange among replicas, or are compiled.
+def refuse_to_capture(exchanging: Mapping[str, bool]) -> None:
+    """Refuse to run layers as CUDA graphs where they exchange among replicas.
 
     exchanging: which settings of the pipeline let layers exchange in the midst of a step.
 
@@ -158,8 +158,16 @@ def refuse_to_capture(exchanging: Mapping[str, bool], *, is_compiled: bool) -> N
             f"{name} is True, and layers that exchange among replicas cannot be captured as CUDA graphs; do not use "
             f"CUDA graphs, or set {name}=False"
         )
-    if is_compiled:
-        raise ValueError("the layers are compiled; use either torch.compile or CUDA graphs")
+
+
+def refuse_second_way(wanted: str, found: str | None) -> None:
+    """Refuse another way to run layers than the one that was chosen before.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if found not in (None, wanted):
+        raise ValueError(f"the layers already run with {found}; use either {found} or {wanted}")
 
 
 def refuse_sharded(layers: nn.Sequential) -> None:

@@ -97,6 +97,7 @@ class Stage:
         compilation: runs the layers compiled; None runs them as they are.
         graphs: runs the layers as CUDA graphs; None runs them operation by operation.
         loss: set in the last stage for the time of a training step.
+        seeds_host: whether the host's generators are seeded before each layer, beside the device's.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Stage:
         self.graphs: LayerGraphs | None = None
         self.recomputation_check: RecomputationCheck | None = None
         self.loss: Loss | None = None
+        self.seeds_host = True
         self._loss_gradient: Tensor | None = None  # that backwards start from
         self.seed = seed
         self._lowered = lowered
@@ -403,7 +405,8 @@ class Stage:
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
         self._position = (index, layer)
         seed = derive_seed(micro_batch, index, state=self._masks)
-        seed_generators(seed, self.device, others=not self._is_torch_all_random.get(index))
+        others = not self._is_torch_all_random.get(index)
+        seed_generators(seed, self.device, host=self.seeds_host, others=others)
 
     def _announce_backward(self, outputs: Payload, passed_by: list[Node | None], index: int, layer: nn.Module) -> None:
         """Note the layer when its backward begins, so that an error in there can name it.

@@ -97,6 +97,8 @@ def build_pipeline(run: RunConfig, layers: nn.Sequential, layout: Layout, place:
         pipeline.compile(partial(stops.find_reason, run.trainer.max_hours), dynamic=dynamic)
     if run.trainer.cuda_graphs:
         pipeline.use_cuda_graphs()
+    if run.launch.device_threads:
+        pipeline.use_device_threads()
     return pipeline
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 
 class Activity:
@@ -17,17 +18,21 @@ class Activity:
 
     def __init__(self) -> None:
         self.compiling: str | None = None
-        self._task: tuple[Callable[[int, str], str], int, str] | None = None
+        self._tasks: dict[int, tuple[Callable[[int, str], str], int, str]] = {}  # by the thread
         self._outside = "between two steps"
         self._beside: str | None = None
 
     def start(self, describe: Callable[[int, str], str], micro_batch: int, doing: str) -> None:
-        """Note a task; `describe`, called with micro-batch and doing, returns the place of an error that is now."""
-        self._task = describe, micro_batch, doing
+        """Note this thread's task; `describe`, called with micro-batch and doing, returns where an error would be."""
+        self._tasks[get_ident()] = describe, micro_batch, doing
 
     def stop(self) -> None:
-        """Note that the task has finished."""
-        self._task = None
+        """Note that this thread's task has finished."""
+        self._tasks.pop(get_ident(), None)
+
+    def clear(self) -> None:
+        """Forget the tasks of all threads, after an error."""
+        self._tasks.clear()
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -47,7 +52,7 @@ class Activity:
 
     def __str__(self) -> str:
         """Return it in the words of an error's place."""
-        task, beside = self._task, self._beside
-        words = task[0](*task[1:]) if task is not None else self._outside
+        tasks, beside = list(self._tasks.values()), self._beside
+        words = " and ".join(describe(micro_batch, doing) for describe, micro_batch, doing in tasks) or self._outside
         words = words if beside in (None, words) else f"{words}, while {beside}"
         return words if self.compiling is None else f"{words}, {self.compiling}"

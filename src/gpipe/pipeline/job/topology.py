@@ -213,7 +213,7 @@ class Job:
 
         The error gets a note of the place where it happened.
         """
-        self.activity.stop()
+        self.activity.clear()
         self.device_work.clear()
         self.transfer.reset()
         for find in self.on_failure:

@@ -1,0 +1,96 @@
+"""What layers do that run in launching threads: they meet, they fail, and they draw random numbers on the host."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import gpipe
+
+SECONDS = 10.0  # after which two threads do not meet any more
+
+
+class _Calling(nn.Module):
+    """Calls a function, if it has one, and returns its input."""
+
+    call: Callable[[], Any] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.call is not None:
+            self.call()
+        return x
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand(1),
+    "Python": random.random,
+    "numpy": np.random.rand,
+}
+
+
+def _pipeline() -> tuple[gpipe.Pipeline, list[_Calling]]:
+    calling = [_Calling(), _Calling()]
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), calling[0], nn.Linear(4, 4), calling[1])
+    pipeline = gpipe.Pipeline(
+        layers, nn.functional.cross_entropy, [2, 2], 2, rematerialize="never", devices=["cuda:0", "cuda:1"]
+    )
+    pipeline.use_device_threads()
+    return pipeline, calling
+
+
+def _train(pipeline: gpipe.Pipeline) -> float:
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(4, 4, generator=generator), torch.randint(4, (4,), generator=generator)
+    return pipeline.train_step(batch).loss
+
+
+def meet(rank: int) -> bool:
+    """Return whether the second forward of the first stage and the first one of the second stage can meet."""
+    pipeline, (first, second) = _pipeline()
+    _train(pipeline)
+    barrier, calls = threading.Barrier(2), [0, 0]
+
+    def call(stage: int, which: int) -> None:
+        calls[stage] += 1
+        if calls[stage] == which:
+            barrier.wait(SECONDS)
+
+    first.call, second.call = lambda: call(0, 2), lambda: call(1, 1)
+    _train(pipeline)
+    pipeline.close()
+    return not barrier.broken
+
+
+def fail(rank: int, stage: int) -> tuple[str, bool]:
+    """Return what is said when a layer of a stage fails in its thread, and whether the next step goes well."""
+    pipeline, calling = _pipeline()
+    loss = _train(pipeline)
+
+    def call() -> None:
+        calling[stage].call = None
+        raise ZeroDivisionError("by nobody")
+
+    calling[stage].call = call
+    try:
+        _train(pipeline)
+    except gpipe.PipelineError as error:
+        said = str(error)
+    return said, _train(pipeline) == loss
+
+
+def draw(rank: int, name: str) -> str:
+    """Return what is said when a layer draws from a generator of the host."""
+    pipeline, calling = _pipeline()
+    calling[1].call = DRAWS[name]
+    try:
+        _train(pipeline)
+    except gpipe.PipelineError as error:
+        return str(error)
+    return ""
