@@ -229,7 +229,7 @@ def ratio(value: float | None) -> str:
 
 def deviation(value: float | None, paper: float) -> str:
     """Write the relative difference from the paper's number, or nothing for None."""
-    return "" if value is None else f"{round(value / paper - 1, 2) + 0.0:+.0%}"  # never -0%
+    return "" if value is None else f"{value / paper - 1:+z.0%}"
 
 
 def breakdown(models: Models, batch: str, cut_by: str) -> str:

@@ -250,11 +250,11 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def spread(values: Iterable[float | None], form: str, sign: str = "") -> str:
-    """Write the mean of the values that are not None and, for several, their sample deviation."""
+    """Write the mean of the values that are not None and, for several, their sample deviation; zero has no minus."""
     found = [value for value in values if value is not None]
     if not found:
         return ""
-    return f"{fmean(found):{sign}{form}}" + (f" ± {stdev(found):{form}}" if len(found) > 1 else "")
+    return f"{fmean(found):{sign}z{form}}" + (f" ± {stdev(found):{form}}" if len(found) > 1 else "")
 
 
 def format_value(value: float | None, form: str) -> str:

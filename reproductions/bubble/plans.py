@@ -23,7 +23,7 @@ def planned_seconds(records: Sequence[Record]) -> str:
             case["mode"],
             f"{case['planned'] * 1e3:.1f}",
             f"{case['measured'] * 1e3:.1f}",
-            f"{case['planned'] / case['measured'] - 1:+.1%}",
+            f"{case['planned'] / case['measured'] - 1:+z.1%}",
         ]
         for case in record.results["cases"]
     ]

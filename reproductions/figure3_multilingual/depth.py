@@ -74,7 +74,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
         found = [
             (_TITLES[name], _interval(name, gains_per_doubling(depths, name, low))) for name in ("loss", "chrf", "bleu")
         ]
-        gains = "; ".join(f"{title} {interval.mean:+.2f}" for title, interval in found if interval is not None)
+        gains = "; ".join(f"{title} {interval.mean:+z.2f}" for title, interval in found if interval is not None)
         rows.append(
             Claim(
                 "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)",

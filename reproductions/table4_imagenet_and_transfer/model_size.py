@@ -108,7 +108,7 @@ def model_size(records: Sequence[Record]) -> str:
     for images, sizes in found.items():
         slope = gain_per_doubling(sizes)
         if slope is not None:
-            slopes.append([images, f"{100 * slope.mean:+.2f} points", slope.describe(".2%")])
+            slopes.append([images, f"{100 * slope.mean:+z.2f} points", slope.describe(".2%")])
     lines = markdown(["each doubling of the parameters adds", "top-1", "larger is better"], slopes)
     return markdown(["model", "parameters", *header], rows) + (f"\n{lines}" if slopes else "")
 
@@ -116,7 +116,7 @@ def model_size(records: Sequence[Record]) -> str:
 def size_claims(records: Sequence[Record]) -> list[Claim]:
     """Return whether larger models are more accurate, on the photographs and after the transfer."""
     slopes = {images: gain_per_doubling(tuned_sizes(records, experiment)) for images, experiment in TRAINED.items()}
-    points = [f"{images} {100 * slope.mean:+.2f}" for images, slope in slopes.items() if slope is not None]
+    points = [f"{images} {100 * slope.mean:+z.2f}" for images, slope in slopes.items() if slope is not None]
     return [
         Claim(
             "larger models are more accurate, at laptop scale (figure 1a)",

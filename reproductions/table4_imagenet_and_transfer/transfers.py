@@ -193,7 +193,7 @@ _QUESTIONS = {
 
 def _claim_help(what: str, gains: Mapping[str, Interval | None]) -> Claim:
     points = sorted(100 * gain.mean for gain in gains.values() if gain is not None)
-    ends = dict.fromkeys(f"{value:+.1f}" for value in (*points[:1], *points[-1:]))  # one, if they are alike
+    ends = dict.fromkeys(f"{value:+z.1f}" for value in (*points[:1], *points[-1:]))  # one, if they are alike
     return Claim(
         f"pre-training helps {what}, at laptop scale",
         "not compared",
@@ -218,7 +218,7 @@ def _compare(images: Images, starts: Mapping[str, Start]) -> list[str] | None:
     gains = [find_gain(starts, images.steps_of(share)) for share in SHARES]
     if gains[-1] is None:
         return None
-    points = ["" if gain is None else f"{100 * gain.mean:+.1f}" for gain in gains]
+    points = ["" if gain is None else f"{100 * gain.mean:+z.1f}" for gain in gains]
     return [*_name(images), "gain", "", *points, gains[-1].describe(".1%")]
 
 

@@ -103,7 +103,8 @@ def test_without_autocast_nothing_is_converted() -> None:
     pipeline.train_step(batch())
     plain = build()
     outputs = pipeline.evaluate(batch()[0])
-    assert torch.equal(outputs, plain(batch()[0]))
+    # Micro-batch by micro-batch: some processors multiply a taller matrix in another order.
+    assert torch.equal(outputs, torch.cat([plain(part) for part in batch()[0].chunk(2)]))
 
 
 def with_hook(layer: nn.Module) -> nn.Module:
