@@ -82,14 +82,17 @@ def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list
             "image_throughput", "table4_imagenet_and_transfer", 7, "--no-compile", "--torchgpipe",
             f"{{steps}}/{_CLONE}/clone", *(["--small", "--warm-up", "0"] if small else []), *rounds,
         ),
+        _study(
+            "device_threads", "bubble", 5, *(["--layers", "3", "--filters", "8"] if small else []), *rounds, num_gpus=2
+        ),
         *_list_sweeps(small=small),
     ]  # fmt: skip
 
 
-def _study(name: str, claim: str, minutes: float, *options: str) -> Step:
+def _study(name: str, claim: str, minutes: float, *options: str, num_gpus: int = 1) -> Step:
     """Return the step of one of the other studies of this folder."""
     words = "-m", f"experiments.{name}", "--record", "{folder}", *options
-    return Step(name, words, minutes, claim)
+    return Step(name, words, minutes, claim, num_gpus=num_gpus)
 
 
 def _list_sweeps(*, small: bool) -> list[Step]:

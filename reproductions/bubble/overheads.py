@@ -7,9 +7,10 @@ from gpipe.records import Record
 from reproductions.table import markdown, newest, not_run, provenance
 
 HAND_WRITTEN = "hand-written loop"
-REPLICA_WAIT, LAUNCHING_THREADS = "replica_wait", "launching_threads"
+REPLICA_WAIT, LAUNCHING_THREADS, DEVICE_THREADS = "replica_wait", "launching_threads", "device_threads"
 _REPLICA_WAIT_PROGRAM = f"python -m experiments.{REPLICA_WAIT}"
 _LAUNCHING_THREADS_PROGRAM = f"python -m experiments.{LAUNCHING_THREADS}"
+_DEVICE_THREADS_PROGRAM = "make gpu, on a machine with several GPUs"
 _WAITS = ("spinning", "sleeping")  # how threads wait for each other
 _ONE_STAGE = {
     "hand_written": "hand-written loop",
@@ -139,3 +140,25 @@ def launching_threads(records: Sequence[Record]) -> str:
 def launching_threads_run(records: Sequence[Record]) -> str:
     """Return the command, date and hardware of the newest run."""
     return provenance(newest(records, LAUNCHING_THREADS), _LAUNCHING_THREADS_PROGRAM)
+
+
+def device_threads(records: Sequence[Record]) -> str:
+    """Return the time of a step in one process of several GPUs, with one launching thread and one per GPU."""
+    record = newest(records, DEVICE_THREADS)
+    if record is None:
+        return not_run(_DEVICE_THREADS_PROGRAM)
+    model, seconds = record.config["model"], record.results["seconds"]
+    one, each = seconds.values()
+    row = [
+        f"AmoebaNet-D ({model['num_layers']},{model['num_filters']}), {record.config['image_size']} px",
+        str(record.config["num_stages"]),
+        str(record.config["num_microbatches"]),
+        f"{1000 * median(one):.1f}",
+        f"{median(new / old for new, old in zip(each, one, strict=True)):.2f}",
+    ]
+    return markdown(["model", "GPUs", "M", "ms per step, one thread", "a thread per device, of that"], [row])
+
+
+def device_threads_run(records: Sequence[Record]) -> str:
+    """Return the command, date and hardware of the newest run."""
+    return provenance(newest(records, DEVICE_THREADS), _DEVICE_THREADS_PROGRAM)

@@ -5,6 +5,8 @@ from typing import Any
 
 from gpipe.records import Record
 from reproductions.bubble.overheads import (
+    device_threads,
+    device_threads_run,
     engine_overhead,
     engine_overhead_run,
     launching_threads,
@@ -139,6 +141,8 @@ TABLES = (
     replica_wait_run,
     launching_threads,
     launching_threads_run,
+    device_threads,
+    device_threads_run,
     schedule_memory,
     schedule_memory_run,
     checkpoint_cost,

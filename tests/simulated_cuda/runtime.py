@@ -1,4 +1,4 @@
-"""Put the simulation in the place of torch.cuda's runtime. Import it after `device_threads.load()`."""
+"""Put the simulation in the place of torch.cuda's runtime. Import it after `hooks.load()`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated_cuda import allocator, device_threads, generators, graphs, ledger, nccl, streams, tensors
+from tests.simulated_cuda import allocator, generators, graphs, hooks, ledger, nccl, streams, tensors
 from tests.simulated_cuda.ledger import lock
 
 _kept: list[Any] = []
@@ -68,14 +68,14 @@ def _count_devices() -> int:
 def _register(address: int, num_bytes: int, flags: int) -> int:
     with lock:
         ledger.registered[address] = num_bytes
-        device_threads.find_library().register_host_memory(ctypes.c_void_p(address))
+        hooks.find_library().register_host_memory(ctypes.c_void_p(address))
     return 0
 
 
 def _unregister(address: int) -> int:
     with lock:
         del ledger.registered[address]
-        device_threads.find_library().unregister_host_memory(ctypes.c_void_p(address))
+        hooks.find_library().unregister_host_memory(ctypes.c_void_p(address))
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.cuda import _gpu_trace as trace  # tells torch's own sanitizer what happens
 
-from tests.simulated_cuda import device_threads, ledger
+from tests.simulated_cuda import hooks, ledger
 from tests.simulated_cuda.ledger import lock
 
 NUM_DEVICES = 8
@@ -259,7 +259,7 @@ def as_device(device: Any) -> torch.device:
 
 def current_device() -> int:
     device: int | None = getattr(_local, "device", None)
-    return int(device_threads.find_library().get_current_device()) if device is None else device
+    return int(hooks.find_library().get_current_device()) if device is None else device
 
 
 def set_device(device: Any) -> None:
@@ -281,7 +281,7 @@ def current_stream(device: Any = None) -> Stream:
     device = as_device(device)
     chosen: Stream | None = getattr(_local, "streams", _NONE).get(device.index)
     if chosen is None and isinstance(threading.current_thread(), threading._DummyThread):
-        chosen = _streams.get(int(device_threads.find_library().get_current_stream(device.index)))
+        chosen = _streams.get(int(hooks.find_library().get_current_stream(device.index)))
     return chosen or default_stream(device)
 
 
@@ -307,7 +307,7 @@ def stream(chosen: Stream | None) -> Iterator[None]:
 def _set_stream(index: int, chosen: Stream | None) -> None:
     """Make a stream this thread's, for torch's C++ side too; None is the default one."""
     _local.streams[index] = chosen
-    device_threads.find_library().set_current_stream(index, 0 if chosen is None else chosen.cuda_stream)
+    hooks.find_library().set_current_stream(index, 0 if chosen is None else chosen.cuda_stream)
 
 
 def synchronize(device: Any = None) -> None:

@@ -6,9 +6,9 @@ So a program has them together with all processes that it starts. CUDA_VISIBLE_D
 import os
 
 if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-    from tests.simulated_cuda import device_threads
+    from tests.simulated_cuda import hooks
 
-    device_threads.load()
+    hooks.load()
 
     from tests.simulated_cuda import runtime
 
