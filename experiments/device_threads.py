@@ -9,7 +9,7 @@ of the same layers take turns of three steps. Needs two GPUs and two minutes.
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -20,32 +20,45 @@ from gpipe.models import amoebanet_d
 from gpipe.records import make_record
 from reproductions.bubble.overheads import DEVICE_THREADS, device_threads, device_threads_run
 
-NUM_LAYERS, NUM_FILTERS, IMAGE_SIZE, NUM_CLASSES, NUM_MICROBATCHES, BATCH_SIZE = 18, 64, 64, 1000, 16, 128
-MOST_GPUS, STEPS = 4, 3  # steps of each turn
+NUM_CLASSES, IMAGES_PER_MICROBATCH, MOST_GPUS = 1000, 8, 4
+STEPS = 3  # of each turn
 WAYS = "one thread", "a thread per device"
 
 
-def make_pipeline(way: str, num_layers: int, num_filters: int, num_gpus: int) -> gpipe.Pipeline:
+class Setting(NamedTuple):
+    """What is trained."""
+
+    num_layers: int
+    num_filters: int
+    image_size: int
+    num_microbatches: int
+
+
+FULL, SMALL = Setting(18, 64, 64, 16), Setting(3, 8, 32, 2)  # the small one for tests
+
+
+def make_pipeline(way: str, setting: Setting, num_gpus: int) -> gpipe.Pipeline:
     """Return a pipeline with a stage per GPU."""
     with torch.device("meta"):
-        layers = amoebanet_d(num_layers, num_filters, NUM_CLASSES)
+        layers = amoebanet_d(setting.num_layers, setting.num_filters, NUM_CLASSES)
     gpipe.convert_batch_norm(layers)
-    images = torch.empty(BATCH_SIZE // NUM_MICROBATCHES, 3, IMAGE_SIZE, IMAGE_SIZE, device="meta")
+    images = torch.empty(IMAGES_PER_MICROBATCH, 3, setting.image_size, setting.image_size, device="meta")
     costs = [cost.flops for cost in gpipe.analyze_layers(layers, images)]
     partitions = gpipe.partition_layers(costs, num_gpus)
     devices = [f"cuda:{index}" for index in range(num_gpus)]
-    pipeline = gpipe.Pipeline(layers, F.cross_entropy, partitions, NUM_MICROBATCHES, devices=devices)
+    pipeline = gpipe.Pipeline(layers, F.cross_entropy, partitions, setting.num_microbatches, devices=devices)
     pipeline.layers.to(memory_format=torch.channels_last)
     if way == WAYS[1]:
         pipeline.use_device_threads()
     return pipeline
 
 
-def measure(num_layers: int, num_filters: int, num_gpus: int, rounds: int) -> dict[str, list[float]]:
+def measure(setting: Setting, num_gpus: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds per step of each way, round by round."""
-    pipelines = {way: make_pipeline(way, num_layers, num_filters, num_gpus) for way in WAYS}
-    images = torch.randn(BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE).contiguous(memory_format=torch.channels_last)
-    batch = images, torch.randint(NUM_CLASSES, (BATCH_SIZE,))
+    pipelines = {way: make_pipeline(way, setting, num_gpus) for way in WAYS}
+    batch_size, size = IMAGES_PER_MICROBATCH * setting.num_microbatches, setting.image_size
+    images = torch.randn(batch_size, 3, size, size).contiguous(memory_format=torch.channels_last)
+    batch = images, torch.randint(NUM_CLASSES, (batch_size,))
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in track(range(rounds + 1), "rounds"):
         for way, pipeline in pipelines.items():
@@ -58,18 +71,15 @@ def measure(num_layers: int, num_filters: int, num_gpus: int, rounds: int) -> di
 def main() -> None:
     """Read the command line, measure, and record."""
     program = StudyProgram(__doc__, {"bubble": [device_threads, device_threads_run]}, rounds=9)
-    program.parser.add_argument("--layers", type=int, default=NUM_LAYERS, help="normal cells; default: %(default)s")
-    program.parser.add_argument("--filters", type=int, default=NUM_FILTERS, help="default: %(default)s")
+    program.parser.add_argument("--small", action="store_true", help="sizes that a test can afford")
     options = program.parse()
     num_gpus = min(torch.cuda.device_count(), MOST_GPUS)
     if num_gpus < 2:
         program.parser.error(f"torch finds {num_gpus} GPUs here; the study needs two.")
     torch.backends.cudnn.benchmark = True  # as in training
-    config: dict[str, Any] = {
-        "model": {"num_layers": options.layers, "num_filters": options.filters},
-        "image_size": IMAGE_SIZE,
-        "batch_size": BATCH_SIZE,
-        "num_microbatches": NUM_MICROBATCHES,
+    setting = SMALL if options.small else FULL
+    config = setting._asdict() | {
+        "images_per_microbatch": IMAGES_PER_MICROBATCH,
         "num_stages": num_gpus,
         "rounds": options.rounds,
     }
@@ -78,7 +88,7 @@ def main() -> None:
         experiment=DEVICE_THREADS,
         config=config,
         seed=0,
-        results={"seconds": measure(options.layers, options.filters, num_gpus, options.rounds)},
+        results={"seconds": measure(setting, num_gpus, options.rounds)},
         gpus=[torch.cuda.get_device_name(index) for index in range(num_gpus)],
     )
     program.publish({"bubble": [record]})

@@ -82,9 +82,7 @@ def list_steps(*, small: bool, torchgpipe: tuple[str, str] = TORCHGPIPE) -> list
             "image_throughput", "table4_imagenet_and_transfer", 7, "--no-compile", "--torchgpipe",
             f"{{steps}}/{_CLONE}/clone", *(["--small", "--warm-up", "0"] if small else []), *rounds,
         ),
-        _study(
-            "device_threads", "bubble", 5, *(["--layers", "3", "--filters", "8"] if small else []), *rounds, num_gpus=2
-        ),
+        _study("device_threads", "bubble", 5, *(["--small"] if small else []), *rounds, num_gpus=2),
         *_list_sweeps(small=small),
     ]  # fmt: skip
 

@@ -147,12 +147,12 @@ def device_threads(records: Sequence[Record]) -> str:
     record = newest(records, DEVICE_THREADS)
     if record is None:
         return not_run(_DEVICE_THREADS_PROGRAM)
-    model, seconds = record.config["model"], record.results["seconds"]
-    one, each = seconds.values()
+    config = record.config
+    one, each = record.results["seconds"].values()
     row = [
-        f"AmoebaNet-D ({model['num_layers']},{model['num_filters']}), {record.config['image_size']} px",
-        str(record.config["num_stages"]),
-        str(record.config["num_microbatches"]),
+        f"AmoebaNet-D ({config['num_layers']},{config['num_filters']}), {config['image_size']} px",
+        str(config["num_stages"]),
+        str(config["num_microbatches"]),
         f"{1000 * median(one):.1f}",
         f"{median(new / old for new, old in zip(each, one, strict=True)):.2f}",
     ]

@@ -16,7 +16,8 @@ def test_the_table_has_the_median_of_the_rounds_ratios() -> None:
         kind="measured",
         experiment="device_threads",
         config={
-            "model": {"num_layers": 3, "num_filters": 8},
+            "num_layers": 3,
+            "num_filters": 8,
             "image_size": 64,
             "num_stages": 2,
             "num_microbatches": 4,

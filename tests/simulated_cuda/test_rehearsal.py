@@ -80,7 +80,7 @@ def test_all_steps_run_to_the_end_and_what_is_killed_goes_on(tmp_path: Path) -> 
     page = (pages / FOLDER / "table4_imagenet_and_transfer" / "README.md").read_text()
     assert "| torchgpipe | 4 |" in page
     page = (pages / FOLDER / "bubble" / "README.md").read_text()
-    assert "| Transformer-2 | 2 | 2 | 33.3% |" in page and "| AmoebaNet-D (3,8), 64 px | 4 | 16 |" in page
+    assert "| Transformer-2 | 2 | 2 | 33.3% |" in page and "| AmoebaNet-D (3,8), 32 px | 4 | 2 |" in page
 
     again = run_on_gpus(MAKE_GPU, *options, folder=tmp_path, cwd=ROOT)
     assert again.returncode == 0 and again.stdout.count("done before") == len(STEPS)
