@@ -298,7 +298,8 @@ def test_cuda_graphs_are_refused_by_name(options: dict[str, Any]) -> None:
 
 def test_compiled_layers_do_not_run_as_cuda_graphs() -> None:
     pipeline = pipeline_of(compilable())
-    pipeline.use_cuda_graphs()  # changes nothing on a CPU
+    pipeline.use_cuda_graphs()  # changes nothing on a CPU, and neither does the next one
+    pipeline.use_device_threads()
     pipeline.compile(backend="eager")
     with pytest.raises(
         ValueError, match=r"^the layers already run with torch\.compile; use either torch\.compile or CUDA "

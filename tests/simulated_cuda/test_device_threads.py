@@ -48,7 +48,17 @@ def test_autocast_reaches_every_thread(machine: Machine) -> None:
 
 @on_several
 def test_tasks_of_two_devices_run_at_the_same_time(machine: Machine) -> None:
-    assert machine.run(1, threaded.meet) == [True]
+    assert machine.run(1, threaded.meet) == [(True, 0)]
+
+
+@on_several
+def test_a_signals_error_ends_the_step_and_the_next_one_goes_well(machine: Machine) -> None:
+    assert machine.run(1, threaded.interrupt) == [True]
+
+
+@on_several
+def test_the_threads_end_with_the_pipeline(machine: Machine) -> None:
+    assert machine.run(1, threaded.release) == [0]
 
 
 @on_several

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 import gpipe
 
 SECONDS = 10.0  # after which two threads do not meet any more
+NAME = "gpipe-launches-"  # of launching threads
 
 
 class _Calling(nn.Module):
@@ -51,8 +56,8 @@ def _train(pipeline: gpipe.Pipeline) -> float:
     return pipeline.train_step(batch).loss
 
 
-def meet(rank: int) -> bool:
-    """Return whether the second forward of the first stage and the first one of the second stage can meet."""
+def meet(rank: int) -> tuple[bool, int]:
+    """Return whether a forward of the first stage and an earlier one of the second can meet, and the threads left."""
     pipeline, (first, second) = _pipeline()
     _train(pipeline)
     barrier, calls = threading.Barrier(2), [0, 0]
@@ -65,7 +70,7 @@ def meet(rank: int) -> bool:
     first.call, second.call = lambda: call(0, 2), lambda: call(1, 1)
     _train(pipeline)
     pipeline.close()
-    return not barrier.broken
+    return not barrier.broken, _count_launching()
 
 
 def fail(rank: int, stage: int) -> tuple[str, bool]:
@@ -83,6 +88,41 @@ def fail(rank: int, stage: int) -> tuple[str, bool]:
     except gpipe.PipelineError as error:
         said = str(error)
     return said, _train(pipeline) == loss
+
+
+def interrupt(rank: int) -> bool:
+    """Return whether the next step goes well after a signal's handler raised an error while threads launched."""
+
+    def give_up(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pipeline, (_, second) = _pipeline()
+    loss = _train(pipeline)
+    signal.signal(signal.SIGUSR1, give_up)
+    second.call = lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    with suppress(KeyboardInterrupt):
+        _train(pipeline)
+        return False
+    second.call = None
+    return _train(pipeline) == loss
+
+
+def release(rank: int) -> int:
+    """Return how many launching threads are left once nobody has the pipeline any more."""
+    pipeline, _ = _pipeline()
+    for _ in range(2):
+        _train(pipeline)
+    threads = [one for one in threading.enumerate() if one.name.startswith(NAME)]
+    assert len(threads) == 2
+    del pipeline
+    gc.collect()
+    for thread in threads:
+        thread.join(SECONDS)
+    return _count_launching()
+
+
+def _count_launching() -> int:
+    return sum(one.name.startswith(NAME) for one in threading.enumerate())
 
 
 def draw(rank: int, name: str) -> str:
