@@ -6,12 +6,13 @@ python -m reproductions faults faults.jsonl              makes the record of the
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gpipe.records import Record, make_record
-from reproductions.table import markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import markdown
 
 EXPERIMENT = "faults"
 RECORDS = Path("tests/reliability/runs.jsonl")
@@ -28,13 +29,12 @@ _FAULTS = {
     "full disk": "the disk is full",
 }
 _WHERE = {"loading": "loading data", "worker": "a worker that loads data", "log": "metrics.jsonl"}
+_STUDY = Study(EXPERIMENT, _COMMAND)
 
 
-def faults(records: Sequence[Record]) -> str:
+@_STUDY.table
+def faults(record: Record) -> str:
     """Return, for each fault and place, how long until all had ended, what the user saw, and what was lost."""
-    record = newest(records, EXPERIMENT)
-    if record is None:
-        return not_run(_COMMAND)
     ordered = sorted(record.results["rows"], key=lambda row: (list(_FAULTS).index(row["fault"]), _get_order(row)))
     rows = [
         [
@@ -51,11 +51,9 @@ def faults(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def faults_in_short(records: Sequence[Record]) -> str:
+@_STUDY.table
+def faults_in_short(record: Record) -> str:
     """Return the same in one row per fault and time-out: places, seconds, and one message."""
-    record = newest(records, EXPERIMENT)
-    if record is None:
-        return not_run(_COMMAND)
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in sorted(record.results["rows"], key=_get_order):
         groups.setdefault((list(_FAULTS).index(row["fault"]), row["timeout_seconds"]), []).append(row)
@@ -71,9 +69,7 @@ def faults_in_short(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def faults_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest record."""
-    return provenance(newest(records, EXPERIMENT), _COMMAND)
+faults_run = _STUDY.run()
 
 
 def read_record(path: Path) -> Record:

@@ -1,16 +1,13 @@
 """What the engine costs beside the work: other engines, other work on the machine, replicas, launches."""
 
-from collections.abc import Sequence
 from statistics import median
 
 from gpipe.records import Record
-from reproductions.table import markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import markdown
 
 HAND_WRITTEN = "hand-written loop"
 REPLICA_WAIT, LAUNCHING_THREADS, DEVICE_THREADS = "replica_wait", "launching_threads", "device_threads"
-_REPLICA_WAIT_PROGRAM = f"python -m experiments.{REPLICA_WAIT}"
-_LAUNCHING_THREADS_PROGRAM = f"python -m experiments.{LAUNCHING_THREADS}"
-_DEVICE_THREADS_PROGRAM = "make gpu, on a machine with several GPUs"
 _WAITS = ("spinning", "sleeping")  # how threads wait for each other
 _ONE_STAGE = {
     "hand_written": "hand-written loop",
@@ -19,13 +16,17 @@ _ONE_STAGE = {
     "checkpoint_reentrant": "the same, reentrant: its first forward may run other kernels",
     "ours_rematerialized": "ours, K = 1, rematerialize='always'",
 }
+_ENGINE_OVERHEAD = Study("engine_overhead")
+_ONE_STAGE_OVERHEAD = Study("one_stage_overhead")
+_THREADS_UNDER_LOAD = Study("threads_under_load")
+_REPLICA_WAIT = Study(REPLICA_WAIT)
+_LAUNCHING_THREADS = Study(LAUNCHING_THREADS)
+_DEVICE_THREADS = Study(DEVICE_THREADS, "make gpu, on a machine with several GPUs")
 
 
-def engine_overhead(records: Sequence[Record]) -> str:
+@_ENGINE_OVERHEAD.table
+def engine_overhead(record: Record) -> str:
     """Return the share of the bubble formula's throughput that each engine reached with layers that sleep."""
-    record = newest(records, "engine_overhead")
-    if record is None:
-        return not_run("python -m experiments.engine_overhead")
     grids = {"idle": record.results["grid"], "busy": record.results.get("busy_grid", [])}
     loops = {
         (machine, row["num_stages"]): row["step_seconds"]
@@ -54,16 +55,12 @@ def engine_overhead(records: Sequence[Record]) -> str:
     return markdown([*header, "formula / step", "loop / step"], rows)
 
 
-def engine_overhead_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, "engine_overhead"), "python -m experiments.engine_overhead")
+engine_overhead_run = _ENGINE_OVERHEAD.run()
 
 
-def one_stage_overhead(records: Sequence[Record]) -> str:
+@_ONE_STAGE_OVERHEAD.table
+def one_stage_overhead(record: Record) -> str:
     """Return the time of a one-stage pipeline beside a hand-written loop."""
-    record = newest(records, "one_stage_overhead")
-    if record is None:
-        return not_run("python -m experiments.one_stage_overhead")
     results, config = record.results, record.config
     model = f"AmoebaNet-D ({config['num_layers']},{config['num_filters']})"
     setting = f"{model}, {config['batch_size']} images of {config['image_size']} px, M = {config['num_microbatches']}"
@@ -80,11 +77,9 @@ def one_stage_overhead(records: Sequence[Record]) -> str:
     return markdown([setting, "ms per step", "of the loop, median of pairs"], rows)
 
 
-def threads_under_load(records: Sequence[Record]) -> str:
+@_THREADS_UNDER_LOAD.table
+def threads_under_load(record: Record) -> str:
     """Return how long a step takes with a thread per core, beside one thread, on an idle and on a busy machine."""
-    record = newest(records, "threads_under_load")
-    if record is None:
-        return not_run("python -m experiments.threads_under_load")
     num_cores, config, results = record.hardware["num_cores"], record.config, record.results
     rows = [
         [
@@ -104,11 +99,9 @@ def threads_under_load(records: Sequence[Record]) -> str:
     return markdown(header, rows) + ends
 
 
-def replica_wait(records: Sequence[Record]) -> str:
+@_REPLICA_WAIT.table
+def replica_wait(record: Record) -> str:
     """Return how long a stage waits for gradients, with and without replicas."""
-    record = newest(records, REPLICA_WAIT)
-    if record is None:
-        return not_run(_REPLICA_WAIT_PROGRAM)
     waits = record.results["wait_seconds"]
     (alone, *_) = waits.values()
     rows = []
@@ -118,16 +111,12 @@ def replica_wait(records: Sequence[Record]) -> str:
     return markdown(["pipelines", "wait for gradients, ms per step", "of that of one replica, median of pairs"], rows)
 
 
-def replica_wait_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, REPLICA_WAIT), _REPLICA_WAIT_PROGRAM)
+replica_wait_run = _REPLICA_WAIT.run()
 
 
-def launching_threads(records: Sequence[Record]) -> str:
+@_LAUNCHING_THREADS.table
+def launching_threads(record: Record) -> str:
     """Return how much more often two threads, or two processes, run small layers than one thread does."""
-    record = newest(records, LAUNCHING_THREADS)
-    if record is None:
-        return not_run(_LAUNCHING_THREADS_PROGRAM)
     rows = []
     for row in record.results["rows"]:
         alone, *others = row["per_second"].values()
@@ -137,16 +126,12 @@ def launching_threads(records: Sequence[Record]) -> str:
     return markdown(["pass", "per second, one thread", *(f"{name}, of that" for name in names)], rows)
 
 
-def launching_threads_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, LAUNCHING_THREADS), _LAUNCHING_THREADS_PROGRAM)
+launching_threads_run = _LAUNCHING_THREADS.run()
 
 
-def device_threads(records: Sequence[Record]) -> str:
+@_DEVICE_THREADS.table
+def device_threads(record: Record) -> str:
     """Return the time of a step in one process of several GPUs, with one launching thread and one per GPU."""
-    record = newest(records, DEVICE_THREADS)
-    if record is None:
-        return not_run(_DEVICE_THREADS_PROGRAM)
     config = record.config
     one, each = record.results["seconds"].values()
     row = [
@@ -159,6 +144,4 @@ def device_threads(records: Sequence[Record]) -> str:
     return markdown(["model", "GPUs", "M", "ms per step, one thread", "a thread per device, of that"], [row])
 
 
-def device_threads_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, DEVICE_THREADS), _DEVICE_THREADS_PROGRAM)
+device_threads_run = _DEVICE_THREADS.run()

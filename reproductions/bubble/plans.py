@@ -1,20 +1,17 @@
 """Plans beside what they plan: seconds of steps, and what `pipeline=auto` chooses."""
 
-from collections.abc import Sequence
-
 from gpipe.records import Record
-from reproductions.table import markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import markdown
 
 PLANNED_SECONDS, AUTOMATIC_PLANS = "planned_seconds", "automatic_plans"
-_PLANNED_SECONDS_PROGRAM = f"python -m experiments.{PLANNED_SECONDS}"
-_AUTOMATIC_PLANS_PROGRAM = f"python -m experiments.{AUTOMATIC_PLANS}"
+_PLANNED_SECONDS = Study(PLANNED_SECONDS)
+_AUTOMATIC_PLANS = Study(AUTOMATIC_PLANS)
 
 
-def planned_seconds(records: Sequence[Record]) -> str:
+@_PLANNED_SECONDS.table
+def planned_seconds(record: Record) -> str:
     """Return the planned and the measured seconds of each step."""
-    record = newest(records, PLANNED_SECONDS)
-    if record is None:
-        return not_run(_PLANNED_SECONDS_PROGRAM)
     rows = [
         [
             case["model"],
@@ -31,16 +28,12 @@ def planned_seconds(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def planned_seconds_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, PLANNED_SECONDS), _PLANNED_SECONDS_PROGRAM)
+planned_seconds_run = _PLANNED_SECONDS.run()
 
 
-def automatic_plans(records: Sequence[Record]) -> str:
+@_AUTOMATIC_PLANS.table
+def automatic_plans(record: Record) -> str:
     """Return how long pipeline=auto searched, and what it chose."""
-    record = newest(records, AUTOMATIC_PLANS)
-    if record is None:
-        return not_run(_AUTOMATIC_PLANS_PROGRAM)
     rows = [
         [
             row["model"],
@@ -56,6 +49,4 @@ def automatic_plans(records: Sequence[Record]) -> str:
     return markdown(["model", "search, s", "R x K", "chosen", "step, s, planned", "peak", "bubble"], rows)
 
 
-def automatic_plans_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, AUTOMATIC_PLANS), _AUTOMATIC_PLANS_PROGRAM)
+automatic_plans_run = _AUTOMATIC_PLANS.run()

@@ -1,20 +1,19 @@
 """The schedules beside each other: their steps, simulated and measured, what a split backward costs, and memory."""
 
-from collections.abc import Sequence
-
 from gpipe.records import Record
-from reproductions.table import markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import markdown
 
 ZERO_BUBBLE, SPLIT_COST = "zero_bubble", "split_cost"
-_ZERO_BUBBLE_PROGRAM = f"python -m experiments.{ZERO_BUBBLE}"
-_SPLIT_COST_PROGRAM = f"python -m experiments.{SPLIT_COST}"
+_SCHEDULE_SIMULATION = Study("schedule_simulation")
+_ZERO_BUBBLE = Study(ZERO_BUBBLE)
+_SPLIT_COST = Study(SPLIT_COST)
+_SCHEDULE_MEMORY = Study("schedule_memory")
 
 
-def schedule_simulation(records: Sequence[Record]) -> str:
+@_SCHEDULE_SIMULATION.table
+def schedule_simulation(record: Record) -> str:
     """Return the time of each schedule's steps with layers that sleep, beside the simulator's."""
-    record = newest(records, "schedule_simulation")
-    if record is None:
-        return not_run("python -m experiments.schedule_simulation")
     rows = [
         [
             f"{row['schedule']}, {row['rematerialize']}",
@@ -45,16 +44,12 @@ def schedule_simulation(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def schedule_simulation_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, "schedule_simulation"), "python -m experiments.schedule_simulation")
+schedule_simulation_run = _SCHEDULE_SIMULATION.run()
 
 
-def zero_bubble(records: Sequence[Record]) -> str:
+@_ZERO_BUBBLE.table
+def zero_bubble(record: Record) -> str:
     """Return the time of each split schedule's steps with layers that sleep, beside torch's."""
-    record = newest(records, ZERO_BUBBLE)
-    if record is None:
-        return not_run(_ZERO_BUBBLE_PROGRAM)
     grid = record.results["grid"]
     baseline = {
         (row["num_devices"], row["num_microbatches"]): row["step_seconds"]
@@ -89,11 +84,9 @@ def zero_bubble(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def zero_bubble_exact(records: Sequence[Record]) -> str:
+@_ZERO_BUBBLE.table
+def zero_bubble_exact(record: Record) -> str:
     """Return by how much gradients in two processes differ from those in one, with dropout."""
-    record = newest(records, ZERO_BUBBLE)
-    if record is None:
-        return not_run(_ZERO_BUBBLE_PROGRAM)
     rows = [
         [
             f"{row['engine']}: {row['schedule']}",
@@ -104,11 +97,9 @@ def zero_bubble_exact(records: Sequence[Record]) -> str:
     return markdown(["schedule", "largest difference of a gradient, of the largest gradient"], rows)
 
 
-def zero_bubble_models(records: Sequence[Record]) -> str:
+@_ZERO_BUBBLE.table
+def zero_bubble_models(record: Record) -> str:
     """Return the time of real models' steps under each schedule, on two cores."""
-    record = newest(records, ZERO_BUBBLE)
-    if record is None:
-        return not_run(_ZERO_BUBBLE_PROGRAM)
     models = record.results["models"]
     baseline = {row["model"]: row["step_seconds"] for row in models if row["schedule"] == "1f1b"}
     rows = [
@@ -124,16 +115,12 @@ def zero_bubble_models(records: Sequence[Record]) -> str:
     return markdown(["model", "schedule", "layers of each stage", "ms per step", "1F1B / step"], rows)
 
 
-def zero_bubble_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, ZERO_BUBBLE), _ZERO_BUBBLE_PROGRAM)
+zero_bubble_run = _ZERO_BUBBLE.run()
 
 
-def split_cost(records: Sequence[Record]) -> str:
+@_SPLIT_COST.table
+def split_cost(record: Record) -> str:
     """Return what both parts of a backward take beside a whole one."""
-    record = newest(records, SPLIT_COST)
-    if record is None:
-        return not_run(_SPLIT_COST_PROGRAM)
     rows = [
         [
             row["name"],
@@ -146,16 +133,12 @@ def split_cost(records: Sequence[Record]) -> str:
     return markdown(["layer", "whole backward, ms", "both parts / whole", "first part / both"], rows)
 
 
-def split_cost_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest run."""
-    return provenance(newest(records, SPLIT_COST), _SPLIT_COST_PROGRAM)
+split_cost_run = _SPLIT_COST.run()
 
 
-def schedule_memory(records: Sequence[Record]) -> str:
+@_SCHEDULE_MEMORY.table
+def schedule_memory(record: Record) -> str:
     """Return each schedule's planned bubble, time and memory, one row per schedule and mode of re-materialisation."""
-    record = newest(records, "schedule_memory")
-    if record is None:
-        return not_run("python -m experiments.schedule_memory")
     rows = [
         [
             f"{row['schedule']}, {row['rematerialize']}",
@@ -178,6 +161,4 @@ def schedule_memory(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def schedule_memory_run(records: Sequence[Record]) -> str:
-    """Return the command, date and hardware of the newest plan."""
-    return provenance(newest(records, "schedule_memory"), "python -m experiments.schedule_memory")
+schedule_memory_run = _SCHEDULE_MEMORY.run()

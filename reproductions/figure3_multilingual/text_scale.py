@@ -1,14 +1,13 @@
 """The table of a corpus's memory and time until the first mini-batch, from python -m experiments.text_scale."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from gpipe.records import Record
-from reproductions.table import markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import markdown
 
 EXPERIMENT = "text_scale"
 BUILD, START, RESUME = "build", "start", "resume"
-_PROGRAM = f"python -m experiments.{EXPERIMENT}"
 _MOST = 1.2  # times the least of all sizes
 _NAMES = ("seconds", "seconds_of_work", "private_bytes", "seconds_from_disk")
 _FIGURES = [*((what, name) for what in (START, RESUME) for name in _NAMES), (RESUME, "resident_bytes")]
@@ -24,13 +23,12 @@ _HEADER = [
     ),
     "the same with mapped pages, MB",
 ]
+_STUDY = Study(EXPERIMENT)
 
 
-def text_scale(records: Sequence[Record]) -> str:
+@_STUDY.table
+def text_scale(record: Record) -> str:
     """Return a row per size of the corpus, and how much each figure of a ready cache changes with the size."""
-    record = newest(records, EXPERIMENT)
-    if record is None:
-        return not_run(_PROGRAM)
     rows = record.results["rows"]
     ratios = [max(values) / min(values) for values in ([row[what][name] for row in rows] for what, name in _FIGURES)]
     verdicts = [f"{ratio:.2f}, {'flat' if ratio <= _MOST else 'not flat'}" for ratio in ratios]
@@ -56,9 +54,7 @@ def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.0f}"
 
 
-def text_scale_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the measurement."""
-    return provenance(newest(records, EXPERIMENT), _PROGRAM)
+text_scale_run = _STUDY.run()
 
 
 TABLES = (

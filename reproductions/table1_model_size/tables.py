@@ -10,6 +10,7 @@ from typing import Any
 
 from gpipe.records import Record
 from reproductions.claims import COUNTED, NOT_RUN, Claim
+from reproductions.study import Study
 from reproductions.table import Paper, as_number, as_printed, markdown, newest, not_run, provenance
 
 EXPERIMENT = "table1_capacity"
@@ -18,6 +19,7 @@ ON_GPU = f"{PROGRAM} on a machine with a GPU"
 CUTS = {"variance of FLOPs": "the paper's cut", "memory": "cut by memory"}
 MEASURED_CUT = "memory"
 _GIB = 2**30
+_STUDY = Study("planned_memory")
 
 
 def table1_parameters(records: Sequence[Record], paper: Paper) -> str:
@@ -236,11 +238,9 @@ def _measured_peak(column: Mapping[str, Any] | None) -> list[str]:
     return ["out of memory" if peak == inf else _gibibytes(peak), fit(peak, column["memory_bytes"])]
 
 
-def planned_memory(records: Sequence[Record]) -> str:
+@_STUDY.table
+def planned_memory(record: Record) -> str:
     """Return planned and measured peaks in MiB, for the runs with the most stages."""
-    record = newest(records, "planned_memory")
-    if record is None:
-        return not_run("python -m experiments.planned_memory")
     rows = record.results["rows"]
     most = max(row["num_stages"] for row in rows)
     shown = [
@@ -258,11 +258,9 @@ def planned_memory(records: Sequence[Record]) -> str:
     return markdown(header, shown)
 
 
-def planned_memory_deviations(records: Sequence[Record]) -> str:
+@_STUDY.table
+def planned_memory_deviations(record: Record) -> str:
     """Return how far the plans of all runs are from the measurement, one row per model and number of stages."""
-    record = newest(records, "planned_memory")
-    if record is None:
-        return not_run("python -m experiments.planned_memory")
     groups: dict[tuple[str, ...], list[float]] = {}
     for row in record.results["rows"]:
         stages = f"{row['num_stages']}, two per device" if row["stages_per_device"] == 2 else str(row["num_stages"])
@@ -304,9 +302,7 @@ def _spread(header: Sequence[str], groups: Mapping[tuple[str, ...], Sequence[flo
     return markdown([*header, "devices measured", "median, either way", "furthest below", "furthest above"], rows)
 
 
-def planned_memory_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the measurement."""
-    return provenance(newest(records, "planned_memory"), "python -m experiments.planned_memory")
+planned_memory_run = _STUDY.run()
 
 
 def _deviations(row: Mapping[str, Any], planned: str = "planned_bytes") -> list[float]:

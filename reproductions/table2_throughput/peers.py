@@ -1,23 +1,22 @@
 """Tables of our engine beside its peers, from the record that python -m experiments.peers makes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from gpipe.records import Record
-from reproductions.table import markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import markdown
 
 EXPERIMENT = "peers"
-_PROGRAM = f"python -m experiments.{EXPERIMENT}"
 OURS = "ours"
 _SETTING = ("model", "num_stages", "num_microbatches")
 Row = dict[str, Any]
+_STUDY = Study(EXPERIMENT)
 
 
-def peers_throughput(records: Sequence[Record]) -> str:
+@_STUDY.table
+def peers_throughput(record: Record) -> str:
     """Return one row per model, K and M: each engine's examples per second, and how far ours is ahead."""
-    record = newest(records, EXPERIMENT)
-    if record is None:
-        return not_run(_PROGRAM)
     grid = record.results["grid"]
     engines = _engines(grid)
     peers = [name for name in engines if name != OURS]
@@ -33,11 +32,9 @@ def peers_throughput(records: Sequence[Record]) -> str:
     return markdown(["model", "K", "M", *(f"{name}, examples/s" for name in engines), *ratios], rows)
 
 
-def peers_speed_up(records: Sequence[Record]) -> str:
+@_STUDY.table
+def peers_speed_up(record: Record) -> str:
     """Return each engine's speed-up with K stages over one stage."""
-    record = newest(records, EXPERIMENT)
-    if record is None:
-        return not_run(_PROGRAM)
     grid = record.results["grid"]
     engines = _engines(grid)
     speeds = {
@@ -57,22 +54,18 @@ def peers_speed_up(records: Sequence[Record]) -> str:
     return markdown(["model", "K", "M", *(f"{name}, of its K = 1" for name in engines)], rows)
 
 
-def peers_memory(records: Sequence[Record]) -> str:
+@_STUDY.table
+def peers_memory(record: Record) -> str:
     """Return the growth of each engine's largest process."""
-    record = newest(records, EXPERIMENT)
-    if record is None:
-        return not_run(_PROGRAM)
     grid = record.results["grid"]
     engines = _engines(grid)
     rows = [[*_setting(cell), *(_mebibytes(cell[name]) for name in engines)] for cell in _cells(grid)]
     return markdown(["model", "K", "M", *(f"{name}, MiB" for name in engines)], rows)
 
 
-def peers_partitions(records: Sequence[Record]) -> str:
+@_STUDY.table
+def peers_partitions(record: Record) -> str:
     """Return how each package cuts the models, and its slowest stage over the optimum."""
-    record = newest(records, EXPERIMENT)
-    if record is None:
-        return not_run(_PROGRAM)
     rows = [
         [
             row["model"],
@@ -86,9 +79,7 @@ def peers_partitions(records: Sequence[Record]) -> str:
     return markdown(["model", "K", "chosen by", "layers of each stage", "slowest stage / optimum"], rows)
 
 
-def peers_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the newest record."""
-    return provenance(newest(records, EXPERIMENT), _PROGRAM)
+peers_run = _STUDY.run()
 
 
 def _cells(grid: Iterable[Row]) -> list[dict[str, Row]]:

@@ -28,7 +28,8 @@ from reproductions.speed_ups import (
     ratio_claim,
     with_batch,
 )
-from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import Paper, markdown, not_run
 from reproductions.table2_throughput import peers
 
 GRID = "table2_throughput_grid"
@@ -39,12 +40,17 @@ _TIMELINE_PROGRAM = f"python -m experiments.{TIMELINE}"
 NOISE = 0.05  # by how much a measured speed-up may exceed the law, whose B = 2F is an estimate
 LOSS_BYTES, LOSS_SECONDS = "loss_bytes", "loss_seconds"
 WEIGHT_COPIES = "weight_copies"
-_COPIES_PROGRAM = f"python -m experiments.{WEIGHT_COPIES}"
 DEVICE_WORK = "device_work"
-_WORK_PROGRAM = f"python -m experiments.{DEVICE_WORK}"
 _LOSS_PROGRAM = "python -m experiments.loss_cost"
-_UTILIZATION_PROGRAM = "python -m experiments.transformer_utilization, which needs a GPU"
 _LEAST_UTILIZATION = 0.4  # of the peak, without recomputation and compiled
+_STEP_TIMELINE = Study(TIMELINE)
+_TRANSFORMER_UTILIZATION = Study(
+    "transformer_utilization", "python -m experiments.transformer_utilization, which needs a GPU"
+)
+_LOSS_BYTES = Study(LOSS_BYTES, _LOSS_PROGRAM)
+_LOSS_SECONDS = Study(LOSS_SECONDS, _LOSS_PROGRAM)
+_WEIGHT_COPIES = Study(WEIGHT_COPIES)
+_DEVICE_WORK = Study(DEVICE_WORK)
 
 
 def table2(records: Sequence[Record], paper: Paper) -> str:
@@ -214,16 +220,12 @@ def step_timeline(records: Sequence[Record]) -> str:
     return markdown(["model", "K", "M", "layers of each stage", "first to last task, ms", "bubble"], rows)
 
 
-def step_timeline_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the measured steps."""
-    return provenance(newest(records, TIMELINE), _TIMELINE_PROGRAM)
+step_timeline_run = _STEP_TIMELINE.run()
 
 
-def transformer_utilization(records: Sequence[Record]) -> str:
+@_TRANSFORMER_UTILIZATION.table
+def transformer_utilization(record: Record) -> str:
     """Return one row per setting: tokens per second, and the model's FLOPs as a share of the maker's peak."""
-    record = newest(records, "transformer_utilization")
-    if record is None:
-        return not_run(_UTILIZATION_PROGRAM)
     rows = []
     for row in record.results["rows"]:
         share = row["utilization"]
@@ -243,16 +245,12 @@ def transformer_utilization(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def transformer_utilization_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the utilisation."""
-    return provenance(newest(records, "transformer_utilization"), _UTILIZATION_PROGRAM)
+transformer_utilization_run = _TRANSFORMER_UTILIZATION.run()
 
 
-def loss_bytes(records: Sequence[Record]) -> str:
+@_LOSS_BYTES.table
+def loss_bytes(record: Record) -> str:
     """Return what a loss over a large vocabulary moves and allocates, in one pass and by single operations."""
-    record = newest(records, LOSS_BYTES)
-    if record is None:
-        return not_run(_LOSS_PROGRAM)
     rows = []
     for row in record.results["rows"]:
         passes = row["forward"], row["backward"]
@@ -264,11 +262,9 @@ def loss_bytes(records: Sequence[Record]) -> str:
     return markdown([*header, "planned GB in forward", "planned GB in backward", "operations"], rows)
 
 
-def loss_seconds(records: Sequence[Record]) -> str:
+@_LOSS_SECONDS.table
+def loss_seconds(record: Record) -> str:
     """Return what the same takes on one core."""
-    record = newest(records, LOSS_SECONDS)
-    if record is None:
-        return not_run(_LOSS_PROGRAM)
     rows = [
         [row["what"], row["dtype"], f"{1e3 * row['one_by_one_seconds']:.0f}", f"{row['one_pass_of_it']:.2f}"]
         for row in record.results["rows"]
@@ -276,16 +272,12 @@ def loss_seconds(records: Sequence[Record]) -> str:
     return markdown(["micro-batch of", "logits in", "one by one, ms", "one pass / one by one"], rows)
 
 
-def loss_seconds_run(records: Sequence[Record]) -> str:
-    """Return the provenance of the seconds."""
-    return provenance(newest(records, LOSS_SECONDS), _LOSS_PROGRAM)
+loss_seconds_run = _LOSS_SECONDS.run()
 
 
-def weight_copies(records: Sequence[Record]) -> str:
+@_WEIGHT_COPIES.table
+def weight_copies(record: Record) -> str:
     """Return what steps under autocast convert, move, hold and send: a copy of each weight per use or per step."""
-    record = newest(records, WEIGHT_COPIES)
-    if record is None:
-        return not_run(_COPIES_PROGRAM)
     sizes = "converted_bytes_moved", "bytes_moved", "peak_bytes", "sent_bytes"
     rows = []
     for row in record.results["rows"]:
@@ -296,16 +288,12 @@ def weight_copies(records: Sequence[Record]) -> str:
     return markdown([*header, "MB moved by all", "peak MB beside weights", "MB over the boundary"], rows)
 
 
-def weight_copies_run(records: Sequence[Record]) -> str:
-    """Return the provenance of those counts."""
-    return provenance(newest(records, WEIGHT_COPIES), _COPIES_PROGRAM)
+weight_copies_run = _WEIGHT_COPIES.run()
 
 
-def device_work(records: Sequence[Record]) -> str:
+@_DEVICE_WORK.table
+def device_work(record: Record) -> str:
     """Return what steps and losses ask of GPUs and their host, as they were and as they are."""
-    record = newest(records, DEVICE_WORK)
-    if record is None:
-        return not_run(_WORK_PROGRAM)
     names = "host_synchronisations", "stream_waits", "nccl_operations", "averages_before_gradients"
     rows = []
     for row in record.results["rows"]:
@@ -319,9 +307,7 @@ def device_work(records: Sequence[Record]) -> str:
     return markdown(header + waits, rows)
 
 
-def device_work_run(records: Sequence[Record]) -> str:
-    """Return the provenance of those counts."""
-    return provenance(newest(records, DEVICE_WORK), _WORK_PROGRAM)
+device_work_run = _DEVICE_WORK.run()
 
 
 TABLES = (

@@ -10,7 +10,8 @@ from reproductions import paper_scale
 from reproductions.claims import NOT_RUN, Claim, format_verdicts
 from reproductions.commands import Cell, commands_table
 from reproductions.design import Arm, count_images, design_table
-from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import Paper, markdown, not_run, provenance
 from reproductions.table4_imagenet_and_transfer.model_size import (
     TRAINED,
     model_size,
@@ -33,6 +34,8 @@ PAPER_SCALE = (PRE_TRAINING, *TRANSFERS)
 SHORT_RUNS = "short_runs_laptop"
 EVALUATED = {"averages": "top1", "weights themselves": "raw_top1"}
 MARGIN = 0.005  # of the accuracy: what ours may lack and still be the paper's, which prints no deviation
+_INPUT_PIPELINE = Study("input_pipeline")
+_IMAGE_THROUGHPUT = Study("image_throughput")
 
 
 def table4(records: Sequence[Record], paper: Paper) -> str:
@@ -260,11 +263,9 @@ def image_runs_from(records: Sequence[Record]) -> str:
     return provenance(max(runs, key=lambda run: run.date, default=None), "train.py")
 
 
-def input_pipeline(records: Sequence[Record]) -> str:
+@_INPUT_PIPELINE.table
+def input_pipeline(record: Record) -> str:
     """Return how many images per second are decoded and augmented, by our loader and by torchvision's."""
-    record = newest(records, "input_pipeline")
-    if record is None:
-        return not_run("python -m experiments.input_pipeline")
     rows = [
         [
             str(row["image_size"]),
@@ -285,11 +286,9 @@ def input_pipeline(records: Sequence[Record]) -> str:
     return markdown(header, rows)
 
 
-def image_throughput(records: Sequence[Record]) -> str:
+@_IMAGE_THROUGHPUT.table
+def image_throughput(record: Record) -> str:
     """Return how many images per second one GPU trains on, beside torchgpipe's model at the same batch size."""
-    record = newest(records, "image_throughput")
-    if record is None:
-        return not_run("python -m experiments.image_throughput")
     grid = record.results["grid"]
     setting = ("variant", "image_size", "rematerialize", "batch_size")
     theirs = {

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from gpipe.records import Record
 from reproductions.claims import NO_TEST, NOT_RUN, Claim
-from reproductions.table import Paper, markdown, newest, not_run, provenance
+from reproductions.study import Study
+from reproductions.table import Paper, markdown, newest, not_run
 
 EXPERIMENT = "traced_models"
 STAGES = (2, 4, 8)
@@ -14,6 +15,9 @@ PLANNED_STAGES = (1, 2, 4, 8)
 _PROGRAM = "python -m experiments.traced_models"
 _PLANNED_PROGRAM = "python -m experiments.planned_models"
 _SPEED_PROGRAM = "python -m experiments.traced_speed"
+_TRACED_MODELS = Study(EXPERIMENT)
+_TRACED_SPEED = Study(SPEED_EXPERIMENT)
+_PLANNED_MODELS = Study(PLANNED_EXPERIMENT)
 
 
 def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG001 - every page's claims take both
@@ -60,9 +64,7 @@ def traced_models(records: Sequence[Record]) -> str:
     return markdown(["model", "layers", "same bits", *(f"balance, K = {k}" for k in STAGES)], rows)
 
 
-def traced_models_run(records: Sequence[Record]) -> str:
-    """Return where the record comes from."""
-    return provenance(newest(records, EXPERIMENT), _PROGRAM)
+traced_models_run = _TRACED_MODELS.run()
 
 
 def traced_speed(records: Sequence[Record]) -> str:
@@ -84,9 +86,7 @@ def traced_speed(records: Sequence[Record]) -> str:
     return markdown(["model", "schedule", *heads], rows)
 
 
-def traced_speed_run(records: Sequence[Record]) -> str:
-    """Return where the record of the speed comes from."""
-    return provenance(newest(records, SPEED_EXPERIMENT), _SPEED_PROGRAM)
+traced_speed_run = _TRACED_SPEED.run()
 
 
 def planned_models(records: Sequence[Record]) -> str:
@@ -102,9 +102,7 @@ def planned_models(records: Sequence[Record]) -> str:
     return markdown(["model", "parameters", "pixels", *(f"images/s; peak, K = {k}" for k in PLANNED_STAGES)], rows)
 
 
-def planned_models_run(records: Sequence[Record]) -> str:
-    """Return where the record of the plans comes from."""
-    return provenance(newest(records, PLANNED_EXPERIMENT), _PLANNED_PROGRAM)
+planned_models_run = _PLANNED_MODELS.run()
 
 
 TABLES = (
