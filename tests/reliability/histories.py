@@ -9,6 +9,7 @@ a count of how the starts ended, as JSON; exits with status 1 where a history we
 """
 
 import json
+import math
 import shutil
 import signal
 import sys
@@ -30,6 +31,7 @@ from tests.support import program_server
 DEAF_SECONDS = 6.0
 ORPHAN_SECONDS = 10.0
 STOPPED = 75
+TIMED = "trained on"  # the settings whose undisturbed runs are timed
 _DIFFERING = ("seed", "data.num_train", "trainer.num_epochs", "optimizer.learning_rate", "trainer.resume_from")
 _REASONS = ("finished", "trainer.resume", *_DIFFERING)
 _OUTCOMES = ("num_steps", "num_epochs", "top1", "top5", "best_top1", "evaluation", "least_loss", "parameters")
@@ -95,17 +97,18 @@ class Run:
 class World:
     """What is known before the histories: undisturbed runs, by the names of their settings, and how long they take.
 
-    start_up, whole: seconds until a run has its folder, and until its end; launched: those of a process per stage.
+    start_up, whole: seconds until a run has its folder, and until its end, the least of several: what shall happen in a
+        run would come after its end where something else had slowed down the one that was timed.
     """
 
     folder: Path
-    start_up: float = 0.0
-    whole: float = 0.0
+    start_up: float = math.inf
+    whole: float = math.inf
     references: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Let the undisturbed runs run, the first of them twice: it loads what no other has to."""
-        for name in ["plain", *SETTINGS]:
+        for name in ["plain", *SETTINGS, *[TIMED] * 2]:
             if name != "endless":
                 shutil.rmtree(self.folder / name, ignore_errors=True)
                 self.references[name] = self._train(name)
@@ -141,7 +144,9 @@ class World:
             time.sleep(0.002)
         assert start.status == 0, start.said
         assert start.listened is not None and begun is not None
-        self.start_up, self.whole = begun - start.listened, time.monotonic() - start.listened
+        if name == TIMED:
+            self.start_up = min(self.start_up, begun - start.listened)
+            self.whole = min(self.whole, time.monotonic() - start.listened)
         return run_folder(folder)
 
 
