@@ -73,7 +73,7 @@ class DeviceThreads:
         settings = _ThreadSettings(self._threads)
 
         def launch(device: torch.device) -> None:
-            with settings.adopted(device), launched.stopping_all():
+            with launched.stopping_all(), settings.adopted(device):
                 for task in (task for task in tasks if self._devices[task.stage] == device):
                     if not launched.await_sender(task, len(self._devices)):
                         return
