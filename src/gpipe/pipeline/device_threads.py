@@ -22,7 +22,7 @@ import torch
 from gpipe.pipeline.batch_norm import phase_per_gpu
 from gpipe.pipeline.job.errors import PipelineError
 from gpipe.pipeline.randomness import HostGenerators
-from gpipe.pipeline.schedule import Kind, Task
+from gpipe.pipeline.schedule import Task, dependencies
 
 
 class DeviceThreads:
@@ -75,7 +75,7 @@ class DeviceThreads:
         def launch(device: torch.device) -> None:
             with launched.stopping_all(), settings.adopted(device):
                 for task in (task for task in tasks if self._devices[task.stage] == device):
-                    if not launched.await_sender(task, len(self._devices)):
+                    if not launched.await_all(dependencies(task, len(self._devices))):
                         return
                     run_task(task)
                     launched.add(task)
@@ -110,16 +110,10 @@ class _Launched:
         self._is_stopped = False
         self._changed = threading.Condition()
 
-    def await_sender(self, task: Task, num_stages: int) -> bool:
-        """Wait for the task that sends what a task takes; return False where none is to be run any more."""
-        kind, stage, micro_batch = task
-        sender: Task | None = None
-        if kind is Kind.FORWARD and stage > 0:
-            sender = Task(kind, stage - 1, micro_batch)
-        elif kind.makes_gradients and stage < num_stages - 1:
-            sender = Task(kind, stage + 1, micro_batch)
+    def await_all(self, needed: Iterable[Task]) -> bool:
+        """Wait until some tasks have been launched; return False where none is to be run any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or sender is None or sender in self._tasks)
+            self._changed.wait_for(lambda: self._is_stopped or self._tasks.issuperset(needed))
             return not self._is_stopped
 
     def add(self, task: Task) -> None:
