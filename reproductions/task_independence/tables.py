@@ -5,16 +5,13 @@ from collections.abc import Sequence
 from gpipe.records import Record
 from reproductions.claims import NO_TEST, NOT_RUN, Claim
 from reproductions.study import Study
-from reproductions.table import Paper, markdown, newest, not_run
+from reproductions.table import Paper, markdown, newest
 
 EXPERIMENT = "traced_models"
 STAGES = (2, 4, 8)
 SPEED_EXPERIMENT = "traced_speed"
 PLANNED_EXPERIMENT = "planned_models"
 PLANNED_STAGES = (1, 2, 4, 8)
-_PROGRAM = "python -m experiments.traced_models"
-_PLANNED_PROGRAM = "python -m experiments.planned_models"
-_SPEED_PROGRAM = "python -m experiments.traced_speed"
 _TRACED_MODELS = Study(EXPERIMENT)
 _TRACED_SPEED = Study(SPEED_EXPERIMENT)
 _PLANNED_MODELS = Study(PLANNED_EXPERIMENT)
@@ -32,27 +29,23 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG
     return [Claim(text, "any", measured, verdict=NO_TEST)]
 
 
-def traced_share(records: Sequence[Record]) -> str:
+@_TRACED_MODELS.table
+def traced_share(record: Record) -> str:
     """Return how many models of each library became layers, and how many of those have the same bits."""
-    found = newest(records, EXPERIMENT)
-    if found is None:
-        return not_run(_PROGRAM)
     rows = []
     for library in ("timm", "torchvision", "transformers"):
-        models = [model for model in found.results["models"] if model["library"] == library]
+        models = [model for model in record.results["models"] if model["library"] == library]
         traced = [model for model in models if "refused" not in model]
         exact = [model for model in traced if model["differs"] == ""]
         rows.append([library, *(str(len(part)) for part in (models, traced, exact))])
     return markdown(["library", "architectures", "became layers", "same bits"], rows)
 
 
-def traced_models(records: Sequence[Record]) -> str:
+@_TRACED_MODELS.table
+def traced_models(record: Record) -> str:
     """Return each architecture, the number of layers, whether it has the same bits, and the balance."""
-    found = newest(records, EXPERIMENT)
-    if found is None:
-        return not_run(_PROGRAM)
     rows = []
-    for model in found.results["models"]:
+    for model in record.results["models"]:
         name = f"{model['library']}: {model['model']}"
         if "refused" in model:
             rows.append([name, "refused", "", *[""] * len(STAGES)])
@@ -67,11 +60,9 @@ def traced_models(records: Sequence[Record]) -> str:
 traced_models_run = _TRACED_MODELS.run()
 
 
-def traced_speed(records: Sequence[Record]) -> str:
+@_TRACED_SPEED.table
+def traced_speed(record: Record) -> str:
     """Return what the layers cost beside the plain model, and what a second stage gains."""
-    found = newest(records, SPEED_EXPERIMENT)
-    if found is None:
-        return not_run(_SPEED_PROGRAM)
     rows = [
         [
             model["model"],
@@ -80,7 +71,7 @@ def traced_speed(records: Sequence[Record]) -> str:
             f"{model['cost']:.3f}",
             f"{model['speedup']:.2f}",
         ]
-        for model in found.results["models"]
+        for model in record.results["models"]
     ]
     heads = ["plain loop, s", "K = 1 beside it, s", "K = 1 alone, s", "K = 2, s", "layers over plain", "K = 2 gains"]
     return markdown(["model", "schedule", *heads], rows)
@@ -89,13 +80,11 @@ def traced_speed(records: Sequence[Record]) -> str:
 traced_speed_run = _TRACED_SPEED.run()
 
 
-def planned_models(records: Sequence[Record]) -> str:
+@_PLANNED_MODELS.table
+def planned_models(record: Record) -> str:
     """Return the planned speed and the fullest device's memory of well-known models, for each K."""
-    found = newest(records, PLANNED_EXPERIMENT)
-    if found is None:
-        return not_run(_PLANNED_PROGRAM)
     rows = []
-    for model in found.results["models"]:
+    for model in record.results["models"]:
         plans = [model["plans"][str(k)] for k in PLANNED_STAGES]
         cells = [f"{plan['images_per_second']:,.0f}; {plan['peak_bytes'] / 2**30:.1f} GiB" for plan in plans]
         rows.append([model["model"], f"{model['parameters'] / 1e6:.0f}M", str(model["image_size"]), *cells])
