@@ -61,6 +61,7 @@ class AwaitedInBackward(Averaging):
         """Average, and wait."""
         with super().reducing(awaited):
             yield
+        self.reduce_all()
         self.wait()
 
 

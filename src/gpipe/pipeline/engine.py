@@ -208,13 +208,8 @@ class Pipeline:
         self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
         self._synchronizes = False
         if self.job.num_replicas > 1:
-            share: type[Averaging | Sharding] = Averaging
-            if self.shards_replicas:
-                from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
-
-                share = Sharding
-            for stage in self.stages.values():
-                stage.averaging = share(stage.layers, self.job.replicas)
+            for k, stage in self.stages.items():
+                stage.averaging = self._share(stage.layers, is_awaited=k > 0)
             self._synchronizes = synchronize_batch_norm and bool(batch_norm.converted_batch_norms(layers))
         if self._synchronizes:
             from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
@@ -593,6 +588,13 @@ class Pipeline:
             return "a thread per device"
         return "CUDA graphs" if any(stage.graphs is not None for stage in self.stages.values()) else None
 
+    def _share(self, layers: Mapping[int, nn.Module], *, is_awaited: bool) -> Averaging | Sharding:
+        if not self.shards_replicas:
+            return Averaging(layers, self.job.replicas, is_awaited=is_awaited)
+        from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
+
+        return Sharding(layers, self.job.replicas)
+
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
         self._close()
@@ -677,6 +679,8 @@ class Pipeline:
         job.device_work.add(stage.device, doing, k, micro_batch)
         if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
             job.transfer.send(task, result)
+        if kind is Kind.BACKWARD or kind is Kind.WEIGHT_GRADIENTS:
+            stage.finish_gradients(micro_batch)
 
     @torch.no_grad()
     def _move(self, inputs: Payload, device: torch.device) -> Payload:

@@ -245,6 +245,7 @@ class Stage:
             Likewise the gradients of the input's tensors.
         """
         kept = self._kept.pop(micro_batch)
+        averaged = NOTHING if splits else self._averaged(micro_batch)
         splits = splits and self.graphs is None  # a graph makes all gradients of a layer at once
         # Checkpoints inside of layers recompute in backward.
         if kept.synchronized is not None:
@@ -252,7 +253,6 @@ class Stage:
         again = microbatch_phase(
             self._batch_norms, recompute=True, synchronized=kept.synchronized, of_forward=kept.is_of_forward
         )
-        averaged = NOTHING if splits else self._averaged(micro_batch)
         with self._buffers.replaced(kept.buffers), again, without_autocast(self.device), averaged:
             self._run_backward(kept, gradients, micro_batch if splits else None)
         found = iter(kept.gradients if self.graphs is None else map(_copy, kept.gradients))
@@ -268,6 +268,11 @@ class Stage:
         with without_autocast(self.device), self._averaged(micro_batch, waiting):
             if waiting is not None:
                 waiting.compute(self._note_position)
+
+    def finish_gradients(self, micro_batch: int) -> None:
+        """Begin to average over the replicas what is left to average, if this micro-batch's gradients were the last."""
+        if self.averaging is not None and micro_batch == self._final_micro_batch:
+            self.averaging.reduce_all()
 
     def _averaged(self, micro_batch: int, waiting: WeightGradients | None = None) -> AbstractContextManager[None]:
         """Average gradients over the replicas where the body makes the last of them, or those that are `waiting`."""

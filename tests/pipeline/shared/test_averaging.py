@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
+from gpipe.pipeline.schedule import Task
 from gpipe.pipeline.shared import averaging
 from gpipe.pipeline.shared.averaging import BUCKET_BYTES, Averaging
 from gpipe.pipeline.shared.replicas import Replicas
@@ -44,11 +45,12 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def run_backward(layers: nn.Sequential, inputs: Tensor, awaited: list[nn.Parameter] | None = None) -> Averaging:
-    found = Averaging(dict(enumerate(layers)), TwoReplicas())
+def run_backward(layers: nn.Sequential, inputs: Tensor, *, is_awaited: bool = False) -> Averaging:
+    found = Averaging(dict(enumerate(layers)), TwoReplicas(), is_awaited=is_awaited)
     found.start_step()
-    with found.reducing(awaited):
+    with found.reducing():
         layers(inputs).sum().backward()
+    found.reduce_all()
     return found
 
 
@@ -65,14 +67,17 @@ class Noting(nn.Module):
         return x
 
 
-def test_a_bucket_is_reduced_while_backward_goes_on(reduced: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_buckets_are_reduced_while_a_backward_goes_on_unless_a_stage_waits_for_it(
+    is_awaited: bool, reduced: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(averaging, "BUCKET_BYTES", 4 * 4 * 4)
     noting = Noting(reduced)
     layers = nn.Sequential(nn.Linear(4, 4, bias=False), noting, nn.Linear(4, 4, bias=False))
     expected = [torch.autograd.grad(layers(torch.ones(2, 4)).sum(), parameter)[0] for parameter in layers.parameters()]
     noting.counts.clear()
-    run_backward(layers, torch.ones(2, 4))
-    assert noting.counts == [1] and len(reduced) == 2
+    run_backward(layers, torch.ones(2, 4), is_awaited=is_awaited)
+    assert noting.counts == [0 if is_awaited else 1] and len(reduced) == 2
     for parameter, gradient in zip(layers.parameters(), expected, strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
 
@@ -98,6 +103,7 @@ def test_types_have_buckets_of_their_own(reduced: list[Tensor]) -> None:
     found.start_step()
     with found.reducing():
         layers[1](layers[0](torch.ones(1, 4)).double()).sum().backward()
+    found.reduce_all()
     assert [flat.dtype for flat in reduced] == [torch.float64, torch.float32]
 
 
@@ -123,7 +129,7 @@ def test_of_a_split_backward_only_the_gradients_that_wait_are_awaited(
     for parameter in layers[3].parameters():
         parameter.grad = torch.ones(4)
         parameter.requires_grad_()
-    found = Averaging(dict(enumerate(layers)), TwoReplicas())
+    found = Averaging(dict(enumerate(layers)), TwoReplicas(), is_awaited=True)  # but not for gradients of weights
     found.start_step()
     with found.reducing([first, second]):
         assert len(reduced) == 2, "those of the norm are there"
@@ -193,8 +199,17 @@ def hand_over(rank: int, schedule: str) -> list[Tensor]:
 
         stage.backward = note  # type: ignore[method-assign]
     inputs = torch.arange(16.0).view(4, 4) / 16 + rank // 2
+    (stage,), send, begun = pipeline.stages.values(), pipeline.job.transfer.send, list[bool]()
+
+    def watch(task: Task, result: Any) -> None:
+        if task.kind.makes_gradients:
+            begun.extend(bucket._work is not None for bucket in stage.averaging._buckets)  # type: ignore[union-attr]
+        send(task, result)
+
+    pipeline.job.transfer.send = watch  # type: ignore[method-assign]
     pipeline.train_step((inputs, inputs.flip(0)))
     pipeline.close()
+    assert begun == ([False, False] if rank % 2 else [])
     return [parameter.grad for parameter in pipeline.parameters() if parameter.grad is not None]
 
 

@@ -1,11 +1,14 @@
-"""The averaging of gradients over the replicas: started within the last backward of a step, awaited at its end.
+"""The averaging of gradients over the replicas: started at the end of a stage's last backward, awaited at the step's.
 
-    last backward of a stage       layer 3        layer 2        layer 1        gradient to the stage before
-    buckets of gradients              [3, 2 -- reduced ------]      [1 -- reduced ------]
-    end of the step                                                                      wait   next work
+    last backward of stage 1      layer 5   layer 4   layer 3   gradient to stage 0
+    its buckets of gradients                                                       [5, 4, 3 -- reduced ---]
+    last backward of stage 0                                                       layer 2   layer 1   layer 0
+    its buckets of gradients                                                            [2, 1 -- reduced ---] [0 -- ...]
+    end of the step                                                                               wait        next work
 
-The gradient of the boundary does not wait for the averages. Torch's DistributedDataParallel waits for them within the
-backward: every stage before would wait too, once per stage.
+The gradient of the boundary waits neither for the averages nor for the copies that buckets are: the stage before has
+nothing else to do. Torch's DistributedDataParallel waits for the averages within the backward: every stage before would
+wait too, once per stage. Where no stage waits, buckets are reduced as soon as their gradients are made.
 """
 
 from __future__ import annotations
@@ -86,10 +89,16 @@ class Averaging:
 
     Every replica averages its stages in the same order, for their last backwards follow each other down the stages, and
     the buckets of each in theirs. The layers' weights and buffers become those of replica 0.
+
+    Args:
+        layers: of the stage, by index.
+        replicas: at least two.
+        is_awaited: whether a stage before waits for what the last backward makes beside gradients of weights.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas, *, is_awaited: bool = False) -> None:
         self.replicas = replicas
+        self._is_awaited = is_awaited
         self._layers = list(layers.values())
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Parameter, _Bucket] = {}
@@ -122,12 +131,15 @@ class Averaging:
 
     @contextmanager
     def reducing(self, awaited: Iterable[Parameter] | None = None) -> Iterator[None]:
-        """Average in a stage's last task that makes gradients of weights: each bucket as soon as they are there.
+        """Begin in a stage's last task that makes gradients of weights: each bucket as soon as they are there.
 
-        After the body no gradient is missing: what has none in this replica has it from others, or nowhere.
+        Where a stage before waits for the body, `reduce_all` begins.
 
-        awaited: the parameters whose gradients the body makes; None: any.
+        awaited: the parameters whose gradients the body makes, and nothing else; None: any, and the boundary's.
         """
+        if awaited is None and self._is_awaited:
+            yield
+            return
         awaited = self._bucket_of if awaited is None else awaited
         with ExitStack() as hooks:
             for parameter in awaited:
@@ -136,9 +148,16 @@ class Averaging:
                     hooks.callback(parameter.register_post_accumulate_grad_hook(self._note).remove)
             self._reduce_complete()
             yield
+
+    def reduce_all(self) -> None:
+        """Begin with all other buckets, once the last task has been done.
+
+        No gradient is missing: what has none in this replica has it from others, or nowhere.
+        """
         for bucket in self._buckets:
             bucket.missing.clear()
-        self._reduce_complete()
+        with self.replicas.waiting():
+            self._reduce_complete()
 
     def _note(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[parameter]  # type: ignore[index]

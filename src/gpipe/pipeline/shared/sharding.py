@@ -94,6 +94,9 @@ class Sharding:
         self._set(is_last_backward=True)
         yield
 
+    def reduce_all(self) -> None:
+        """Do nothing: the last backward averages."""
+
     def wait(self) -> None:
         """Do nothing: a backward returns when its averages are there."""
 
