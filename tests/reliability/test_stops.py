@@ -159,9 +159,9 @@ def test_a_tee_that_dies_ends_nothing_and_a_stop_is_one(begin: Callable[..., Ses
 @pytest.mark.parametrize("to_all", [False, True], ids=["to one", "to all"])
 def test_a_second_interrupt_ends_it_at_once(begin: Callable[..., Session], launch: str, to_all: bool) -> None:
     session = begin(
-        launch, "data.max_images=1000", "trainer.batch_size=1000", "pipeline.num_microbatches=1", "data.num_workers=1"
+        launch, "data.max_images=1400", "trainer.batch_size=700", "pipeline.num_microbatches=1", "data.num_workers=1"
     )
-    session.wait_for(lambda run: (run / "config.yaml").exists())
+    session.wait_for(lambda run: last_step(run) >= 1)  # the second one, with many images, is under way
     session.send(signal.SIGINT, to_all=to_all)
     session.wait_for(lambda _: not session.is_pending(signal.SIGINT))
     session.send(signal.SIGINT, to_all=to_all)
