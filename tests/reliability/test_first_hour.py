@@ -91,7 +91,7 @@ def resume_it(home: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "going on after step 1" in done.stdout + done.stderr
     assert newest_run(home) == folder, "it goes on in its folder"
-    assert "without averaging the weights" in done.stdout and " left" in done.stdout + done.stderr
+    assert "without averaging the weights" in done.stdout
     evaluation = json.loads((folder / "record.json").read_text())["results"]["evaluation"]["test"]
     assert evaluation["top1"] > 0.3, "forty steps are enough to see that it learns"
 
