@@ -90,7 +90,7 @@ _G = 1e9
 # without which small layers of many operations, such as AmoebaNet's last cells, look much too cheap: of the measured
 # times of the layers of amoebanet_imagenet_laptop and transformer_multilingual_laptop this explains most. Between two
 # tasks of two processes lies a millisecond, as `train_step(record_timeline=True)` shows: a message is packed, sent and
-# unpacked, and threads have to be woken up. A task takes a quarter of a millisecond beside its layers: autograd is
+# unpacked, and a process has to be woken up. A task takes a quarter of a millisecond beside its layers: autograd is
 # called, randomness and buffers are kept. A processor that slept while it waited takes two or three times as long
 # (`experiments.schedule_simulation`); a calibration measures it after layers that compute.
 # Starting operations: XLA compiles what a TPU runs into one program, so starting takes nothing. A GPU's operations are

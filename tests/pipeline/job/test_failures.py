@@ -23,6 +23,7 @@ import gpipe
 from gpipe.pipeline.job import watch
 from tests.pipeline.job import fresh_processes
 from tests.support.calling_backward import CallingBackward
+from tests.support.hosts import host_of_its_own
 from tests.support.process_pool import ProcessPool
 
 pytestmark = pytest.mark.alone
@@ -157,6 +158,15 @@ def train(
     return None
 
 
+def train_apart(*args: Any) -> Event | None:
+    """Train likewise, as if each process had a host of its own: messages go over Gloo, and not over sockets."""
+    with host_of_its_own():
+        return train(*args)
+
+
+WIRES = pytest.mark.parametrize("run", [train, train_apart], ids=["one host", "hosts"])
+
+
 def _event(pipeline: gpipe.Pipeline, error: Exception) -> Event:
     end = time.monotonic()
     again = ""
@@ -203,10 +213,13 @@ def assert_all_stopped(events: list[Event | None], culprit: int, seconds: float 
     return found
 
 
+@WIRES
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("where", ["forward", "recompute", "backward"])
-def test_an_error_in_a_layer_ends_all_processes_with_its_place(where: str, culprit: int, pool: ProcessPool) -> None:
-    for rank, event in enumerate(assert_all_stopped(pool.run(3, train, 3, culprit, where), culprit)):
+def test_an_error_in_a_layer_ends_all_processes_with_its_place(
+    where: str, culprit: int, run: Callable[..., Any], pool: ProcessPool
+) -> None:
+    for rank, event in enumerate(assert_all_stopped(pool.run(3, run, 3, culprit, where), culprit)):
         assert event.is_ours == (rank == culprit), "the user's own type can be caught where it was raised"
         assert (event.stage, event.micro_batch, event.layer) == (culprit, 2, culprit), event
         place = f"rank {culprit}, stage {culprit}, micro-batch 2, layer {culprit} (Layer), {where}: Broken: on purpose"
@@ -298,9 +311,10 @@ def assert_named(events: dict[int, Event], others: set[int], stage: int | None, 
         assert event.text in event.again
 
 
+@WIRES
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_process_that_is_killed_is_named(culprit: int, tmp_path: Path) -> None:
-    events = fresh_processes.run(3, train, 3, culprit, "forward", partial(note_and_kill, tmp_path / "time"))
+def test_a_process_that_is_killed_is_named(culprit: int, run: Callable[..., Any], tmp_path: Path) -> None:
+    events = fresh_processes.run(3, run, 3, culprit, "forward", partial(note_and_kill, tmp_path / "time"))
     assert_named(events, {0, 1, 2} - {culprit}, culprit, "is gone without a word")
     assert all(f"stage {culprit} (rank {culprit}, process " in event.text for event in events.values())
     assert all("last seen in " in event.text for event in events.values())
@@ -354,12 +368,14 @@ def test_a_process_that_never_comes_to_the_pipeline_is_named(action: Callable[[]
 
 
 @pytest.mark.parametrize("action", [hang, stop])
-@pytest.mark.parametrize(("where", "culprit"), [("forward", 3), ("backward", 1)])
+@pytest.mark.parametrize(
+    ("where", "culprit", "run"), [("forward", 3, train), ("backward", 1, train), ("backward", 1, train_apart)]
+)
 def test_a_process_that_hangs_is_named_also_by_those_far_away(
-    action: Callable[[], None], where: str, culprit: int
+    action: Callable[[], None], where: str, culprit: int, run: Callable[..., Any]
 ) -> None:
     start = time.monotonic()
-    events = fresh_processes.run(4, train, 4, culprit, where, action, SILENT_SECONDS, mute=culprit)
+    events = fresh_processes.run(4, run, 4, culprit, where, action, SILENT_SECONDS, mute=culprit)
     assert_named(events, {0, 1, 2, 3} - {culprit}, culprit, "does not answer: stage")
     assert max(event.time for event in events.values()) - start < SILENT_SECONDS + 2 * SECONDS
 

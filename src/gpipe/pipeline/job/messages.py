@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections import deque
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -95,6 +96,10 @@ class Messenger:
     def rank_in_job(self, peer: int) -> int:
         """Return the rank in the job of a rank of the group."""
         return self._ranks[peer]
+
+    def guard(self, connection: socket.socket) -> None:
+        """Let the watch end waits for a connection with a rank of the group, as it does with those of the group."""
+        self._watch.guard_connection(connection)
 
     def report(self, what: str) -> None:
         """Let the watch tell all processes what went wrong in this one."""

@@ -36,6 +36,7 @@ from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
 from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from gpipe.pipeline.transfer import LocalTransfer
+from gpipe.pipeline.wire.local import connect
 from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
 
@@ -392,11 +393,16 @@ class MeshJob(Job):
                 continue
             pairs = [[row[sender], row[receiver]] for row in self._rows]
             nccl = self._make_groups(pairs, "nccl", is_link=True) if self._device.type == "cuda" else None
-            ends = nccl, self._device, self.device_work
-            if self.process == sender:
-                outgoing[kind, source] = Link(self._messenger, receiver, tag, *ends)
-            if self.process == receiver:
-                incoming[kind, target] = Link(self._messenger, sender, tag, *ends)
+            if self.process not in (sender, receiver):
+                continue
+            sends = self.process == sender
+            peer = receiver if sends else sender
+            connection = connect(self._messenger, peer, sends=sends) if nccl is None else None
+            link = Link(self._messenger, peer, tag, nccl, self._device, self.device_work, connection)
+            if sends:
+                outgoing[kind, source] = link
+            else:
+                incoming[kind, target] = link
         return ProcessTransfer(outgoing, incoming, LocalTransfer([self._device] * len(self._placement)))
 
     def _make_groups(self, members: list[list[int]], backend: str, *, is_link: bool = False) -> Any:

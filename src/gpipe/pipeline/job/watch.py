@@ -94,6 +94,7 @@ class Watch:
         self._failure: PeerFailure | None = None
         self._failure_seen = 0.0
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
+        self._connections: list[socket.socket] = []
         self._whole_steps: list[dist.ProcessGroup] = []  # NCCL's, that wait for another process's whole step
         self._retired: float | None = None
         self._closed = threading.Event()
@@ -123,6 +124,10 @@ class Watch:
         else:
             set_timeout(group, timedelta(seconds=max(net_seconds, _LEAST_SECONDS)))
             self._whole_steps.append(group)
+
+    def guard_connection(self, connection: socket.socket) -> None:
+        """Likewise for a socket; the time-outs are this object's alone."""
+        self._connections.append(connection)
 
     def expect_compiling(self) -> None:
         """Let a process wait for another one that compiles, however long that takes."""
@@ -206,6 +211,7 @@ class Watch:
         """End the threads."""
         self._closed.set()
         self._groups.clear()
+        self._connections.clear()
 
     def give_up(self) -> None:
         """Cut this process's connections once the others have heard why it stops, and end the threads."""
@@ -383,6 +389,9 @@ class Watch:
 
     def _cut(self) -> None:
         """End all waits of this process."""
+        for connection in self._connections:
+            with suppress(OSError):  # it is closed
+                connection.shutdown(socket.SHUT_RDWR)
         for group, backend in self._groups:
             if backend != "gloo":
                 with suppress(RuntimeError):

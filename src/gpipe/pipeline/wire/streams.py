@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ class Link:
             direction's transfers are ordered by micro-batch on both ends, so they cannot block each other.
         device: where this end computes.
         device_work: notes what the device waits for.
+        connection: to the other end, where both are processors of one host; else None.
     """
 
     messenger: Messenger
@@ -53,6 +55,7 @@ class Link:
     nccl: dist.ProcessGroup | None
     device: torch.device
     device_work: DeviceWork
+    connection: socket.socket | None = None
 
     def exchange(self, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
         """Send (dist.isend) or receive (dist.irecv) tensors over NCCL, all at once, on the device's current stream."""
@@ -61,6 +64,11 @@ class Link:
         operations = [dist.P2POp(operation, tensor, group=self.nccl, group_peer=other) for tensor in tensors]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()  # the stream waits, not the host
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one; what was sent can still be read."""
+        if self.connection is not None:
+            self.connection.close()
 
     def message_bytes(self, format_: MessageFormat) -> int:
         """Return the size of a message of a format: at least that of a text's first message."""
@@ -98,8 +106,9 @@ class _End(ABC):
         self._formats = Formats()
         self._stream = torch.cuda.Stream(link.device) if link.nccl is not None else None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"gpipe-{name}-{link.peer}", daemon=True)
-        self.thread.start()
+        thread = threading.Thread(target=self._run, name=f"gpipe-{name}-{link.peer}", daemon=True)
+        thread.start()
+        self.threads = (thread,)
 
     def end(self) -> None:
         """End the thread after its work; one that waits for a message in vain ends with the connection."""
@@ -109,7 +118,9 @@ class _End(ABC):
         """End the thread, and wait until its work is done."""
         self.end()
         with self.link.messenger.waiting_for(self.link.peer):
-            self.thread.join()
+            for thread in self.threads:
+                thread.join()
+        self.link.disconnect()
 
     def _run(self) -> None:
         if self._stream is not None:

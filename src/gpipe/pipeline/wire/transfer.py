@@ -8,9 +8,10 @@ sends the payload in the next message. So shapes may change at any time, and nob
     sender     F0 [format][data]  F1 [data]  F2 [data] ...     the first step: formats are new
     sender     F0 [data]          F1 [data]  F2 [data] ...     every step after it
 
-Each end of a stream has a thread, which packs, sends, asks for and unpacks messages while the stage computes.
+Between processors of one host the messages go over a socket, written and read by the stages themselves: local.py.
 
-The messages go over Gloo from host to host. Between GPUs they carry no data: the tensors follow over NCCL.
+All others go over Gloo, and each end of a stream has a thread, which packs, sends, asks for and unpacks messages while
+the stage computes: streams.py. Between GPUs they carry no data: the tensors follow over NCCL.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gpipe.pipeline.job.watch import join_threads
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, Task
 from gpipe.pipeline.transfer import LocalTransfer, MiniBatch
+from gpipe.pipeline.wire.local import LocalReceiver, LocalSender
 from gpipe.pipeline.wire.streams import Link, Receiver, Sender
 
 
@@ -42,8 +44,8 @@ class ProcessTransfer:
         local: LocalTransfer,
     ) -> None:
         self._local = local
-        self._senders = {end: Sender(link) for end, link in outgoing.items()}
-        self._receivers = {end: Receiver(link) for end, link in incoming.items()}
+        self._senders = {end: _make_sender(link) for end, link in outgoing.items()}
+        self._receivers = {end: _make_receiver(link) for end, link in incoming.items()}
         self._batch = MiniBatch(0, 0)
 
     def start(self, batch: MiniBatch | None, *, training: bool) -> MiniBatch:
@@ -82,7 +84,10 @@ class ProcessTransfer:
 
     def join(self) -> None:
         """Wait until the threads have ended, after `fail` and when the connections are cut."""
-        join_threads(end.thread for end in (*self._senders.values(), *self._receivers.values()))
+        ends = [*self._senders.values(), *self._receivers.values()]
+        join_threads(thread for end in ends for thread in end.threads)
+        for end in ends:
+            end.link.disconnect()
 
     def reset(self) -> None:
         """Drop what was under way here; the streams are out of step for good, and the engine refuses to go on."""
@@ -92,3 +97,11 @@ class ProcessTransfer:
         """Wait until everything sent has arrived, and end the threads."""
         for end in (*self._senders.values(), *self._receivers.values()):
             end.close()
+
+
+def _make_sender(link: Link) -> Sender | LocalSender:
+    return Sender(link) if link.connection is None else LocalSender(link)
+
+
+def _make_receiver(link: Link) -> Receiver | LocalReceiver:
+    return Receiver(link) if link.connection is None else LocalReceiver(link)

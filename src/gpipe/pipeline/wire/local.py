@@ -1,0 +1,193 @@
+"""Streams between two processes of one host: a Unix socket for each direction of a boundary.
+
+The stage's own thread writes a payload into the socket, and reads from it: nothing lies between the two stages but the
+kernel. Messages and their formats are those of streams.py; each begins with its mark and the number of bytes behind its
+prefix. What a socket has no room for is left to a thread, so a stage never waits for its neighbour to read.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import torch
+
+from gpipe.pipeline.job.errors import LostPeer, PeerFailure
+from gpipe.pipeline.job.messages import Messenger
+from gpipe.pipeline.microbatch import Payload
+from gpipe.pipeline.transfer import MiniBatch
+from gpipe.pipeline.wire.format import PREFIX_BYTES, MessageFormat
+from gpipe.pipeline.wire.streams import Formats, Link, Mark, Sender
+
+_HEADER = struct.Struct("<BQ")
+
+
+def connect(messenger: Messenger, peer: int, *, sends: bool) -> socket.socket | None:
+    """Return this end of a new connection with a rank of a group; None where the two are on different hosts.
+
+    sends: whether this is the end that sends; the other one receives.
+    """
+    connection = _offer(messenger, peer) if sends else _accept(messenger, peer)
+    if connection is not None:
+        messenger.guard(connection)
+    return connection
+
+
+def _offer(messenger: Messenger, peer: int) -> socket.socket | None:
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
+        path = ""
+        with suppress(OSError):  # such as a path that is too long: nobody can connect then
+            # A folder that nobody else can enter, and which is gone when the two have met.
+            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")) + "/wire"
+            listener.bind(path)
+            listener.listen(1)
+        messenger.send(path, peer)
+        return listener.accept()[0] if messenger.receive(peer) else None
+
+
+def _accept(messenger: Messenger, peer: int) -> socket.socket | None:
+    path, connection = messenger.receive(peer), socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:  # the path is one of another host
+        connection.close()
+        messenger.send(False, peer)
+        return None
+    messenger.send(True, peer)
+    return connection
+
+
+@contextmanager
+def _naming(link: Link) -> Iterator[None]:
+    """Raise a LostPeer in place of what a socket raises when the other end is gone."""
+    try:
+        yield
+    except OSError as error:
+        raise LostPeer([link.messenger.rank_in_job(link.peer)], str(error)) from None
+
+
+class LocalSender(Sender):
+    """Sends payloads one after the other."""
+
+    def __init__(self, link: Link) -> None:
+        assert link.connection is not None
+        self._connection = link.connection
+        self._num_left, self._num_sent = 0, 0  # messages left to the thread, and those of them that it has sent
+        super().__init__(link)
+
+    def start(self, *, training: bool) -> None:
+        """Begin a step."""
+        self._formats.start(training=training)
+
+    def send(self, payload: Payload, batch: MiniBatch) -> None:
+        """Send a payload, without waiting for anything.
+
+        Raises:
+            LostPeer: the connection is gone.
+        """
+        if self._error is not None:
+            raise self._error
+        found = MessageFormat.of(payload, batch)
+        if found is not (predicted := self._formats.predict()) and found != predicted:
+            self._deliver_at_once(_frame(Mark.FORMAT, found.to_json()))
+        message = torch.empty(found.offsets[-1], dtype=torch.uint8)
+        found.pack(payload, message)
+        view = message.numpy().data
+        _HEADER.pack_into(view, 0, Mark.DATA, len(view) - PREFIX_BYTES)
+        self._deliver_at_once(view)
+        self._formats.advance(found)
+
+    def _deliver_at_once(self, message: memoryview) -> None:
+        if self._num_left == self._num_sent:
+            with _naming(self.link), suppress(BlockingIOError):
+                message = message[self._connection.send(message, socket.MSG_DONTWAIT) :]
+        if message:
+            self._num_left += 1
+            self._work.put(lambda: self._send_rest(message))
+
+    def _send_rest(self, message: memoryview) -> None:
+        with _naming(self.link):
+            self._connection.sendall(message)
+        self._num_sent += 1
+
+    def _send_text(self, mark: Mark, text: bytes) -> None:
+        self._send_rest(_frame(mark, text))
+
+
+class LocalReceiver:
+    """Receives payloads one after the other."""
+
+    threads: tuple[threading.Thread, ...] = ()
+
+    def __init__(self, link: Link) -> None:
+        assert link.connection is not None
+        self.link = link
+        self._connection = link.connection
+        self._formats = Formats()
+        self._first: tuple[Payload, MiniBatch] | None = None
+
+    def start(self, *, training: bool, num_payloads: int | None) -> None:
+        """Begin a step."""
+        self._formats.start(training=training)
+
+    def first(self) -> MiniBatch:
+        """Wait for the first payload of a step, and return the mini-batch that it belongs to."""
+        self._first = self._next()
+        return self._first[1]
+
+    def receive(self) -> Payload:
+        """Wait for the next payload.
+
+        Raises:
+            PeerFailure: the sender sent the cause of its failure instead.
+            LostPeer: the connection is gone.
+        """
+        (payload, _), self._first = self._first or self._next(), None
+        return payload
+
+    def end(self) -> None:
+        """Do nothing: there is no thread."""
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.link.disconnect()
+
+    def _next(self) -> tuple[Payload, MiniBatch]:
+        found = self._formats.predict()
+        with self.link.messenger.waiting_for(self.link.peer), _naming(self.link):
+            message = torch.empty(found.offsets[-1], dtype=torch.uint8)
+            view = message.numpy().data
+            mark, size = self._read_header(view)
+            if mark != Mark.DATA:
+                text = bytearray(size)
+                self._read(memoryview(text))
+                if mark == Mark.FAILURE:
+                    raise PeerFailure(**json.loads(text))
+                found = MessageFormat.from_json(bytes(text))
+                message = torch.empty(found.offsets[-1], dtype=torch.uint8)
+                view = message.numpy().data
+                self._read_header(view)
+            self._read(view[PREFIX_BYTES:])
+        self._formats.advance(found)
+        return found.unpack(message), found.batch
+
+    def _read_header(self, view: memoryview) -> tuple[int, int]:
+        self._read(view[:PREFIX_BYTES])
+        mark, size = _HEADER.unpack_from(view)
+        return mark, size
+
+    def _read(self, view: memoryview) -> None:
+        while view:
+            count = self._connection.recv_into(view, len(view), socket.MSG_WAITALL)
+            if count == 0:
+                raise ConnectionResetError("the connection was closed at its other end")
+            view = view[count:]
+
+
+def _frame(mark: Mark, text: bytes) -> memoryview:
+    return memoryview(_HEADER.pack(mark, len(text)).ljust(PREFIX_BYTES, b"\0") + text)
