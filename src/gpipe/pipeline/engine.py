@@ -669,18 +669,18 @@ class Pipeline:
         try:
             with job.replicas.waiting() if self.shards_replicas else NOTHING:
                 result = work(stage, task, received)
+            if clock is not None:
+                clock.stop(task, stage.device, mark)
+            job.activity.stop()
+            job.device_work.add(stage.device, doing, k, micro_batch)
+            if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
+                job.transfer.send(task, result)
+            if kind is Kind.BACKWARD or kind is Kind.WEIGHT_GRADIENTS:
+                stage.finish_gradients(micro_batch)
         except (PipelineError, LostPeer):
             raise
         except Exception as error:
             raise stage.locate(error, micro_batch, doing) from error
-        if clock is not None:
-            clock.stop(task, stage.device, mark)
-        job.activity.stop()
-        job.device_work.add(stage.device, doing, k, micro_batch)
-        if (kind is Kind.FORWARD and k < self.num_stages - 1) or (kind.makes_gradients and k > 0):
-            job.transfer.send(task, result)
-        if kind is Kind.BACKWARD or kind is Kind.WEIGHT_GRADIENTS:
-            stage.finish_gradients(micro_batch)
 
     @torch.no_grad()
     def _move(self, inputs: Payload, device: torch.device) -> Payload:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import deque
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -13,18 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure
+from gpipe.pipeline.job.sockets import Connection, connect
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
 FRAME_BYTES = 512  # of the first message of a text
-_HEADER_BYTES = 9  # in it, before the text: a mark and the text's length
+_LENGTH_BYTES = 8
+_HEADER_BYTES = 1 + _LENGTH_BYTES  # in it, before the text: a mark and the text's length
 CONTROL_TAG = 1  # of this module's messages; those of boundaries have higher ones
 
 
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
 
-    `send` does not block; what it sends is kept until it has surely arrived. All methods that send, receive or wait
-    raise LostPeer where the connection is gone.
+    What `send` sends over Gloo is kept until it has surely arrived. Between the first rank and those of its host, where
+    most is said, it goes over sockets instead. All methods that send, receive or wait raise LostPeer where the
+    connection is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
@@ -33,11 +35,36 @@ class Messenger:
         self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), group.size()
         self._others = [peer for peer in range(self.size) if peer != self.rank]
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
+        self._connections: dict[int, Connection] = {}
+
+    def connect_to_first(self) -> None:
+        """Let what the first rank and the others of its host say go over sockets from now on; all ranks call it."""
+        first = self.rank == 0
+        for peer in self._others if first else [0]:
+            if (connection := self.connect(peer, offers=first)) is not None:
+                self._connections[peer] = connection
+
+    def connect(self, peer: int, *, offers: bool) -> Connection | None:
+        """Return a new connection with a rank of the group, as `sockets.connect`; the watch ends waits for it."""
+        connection = connect(self, peer, offers=offers)
+        if connection is not None:
+            self._watch.guard_connection(connection)
+        return connection
+
+    def close(self) -> None:
+        """Close the sockets; what was sent over them can still be received."""
+        for connection in self._connections.values():
+            connection.close()
 
     def send(self, value: Any, *peers: int) -> None:
-        """Start sending a value to ranks of the group."""
-        messages = frame_text(json.dumps(value, separators=(",", ":")).encode())
+        """Send a value to ranks of the group, without waiting for more than room in a socket."""
+        text = json.dumps(value, separators=(",", ":")).encode()
+        messages = [] if self._connections.keys() >= set(peers) else frame_text(text)
         for peer in peers:
+            if (connection := self._connections.get(peer)) is not None:
+                with self.waiting_for(peer):
+                    connection.send(memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
+                continue
             with LostPeer.named([self._ranks[peer]]):
                 for message in messages:
                     self._sent.append((peer, self.group.send([message], peer, CONTROL_TAG), message))
@@ -62,11 +89,20 @@ class Messenger:
             PeerFailure: the peer sent the cause of its failure instead.
         """
         with self.waiting_for(peer):
-            text = self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
+            text = self._receive_text(peer)
         value = json.loads(text)
         if isinstance(value, dict) and "failure" in value:
             raise PeerFailure(**value["failure"])
         return value
+
+    def _receive_text(self, peer: int) -> bytes:
+        if (connection := self._connections.get(peer)) is None:
+            return self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
+        length = bytearray(_LENGTH_BYTES)
+        connection.receive(memoryview(length))
+        text = bytearray(int.from_bytes(length, "little"))
+        connection.receive(memoryview(text))
+        return bytes(text)
 
     def send_bytes(self, message: Tensor, peer: int, tag: int) -> None:
         """Send a contiguous CPU tensor, and wait until it has arrived."""
@@ -96,10 +132,6 @@ class Messenger:
     def rank_in_job(self, peer: int) -> int:
         """Return the rank in the job of a rank of the group."""
         return self._ranks[peer]
-
-    def guard(self, connection: socket.socket) -> None:
-        """Let the watch end waits for a connection with a rank of the group, as it does with those of the group."""
-        self._watch.guard_connection(connection)
 
     def report(self, what: str) -> None:
         """Let the watch tell all processes what went wrong in this one."""

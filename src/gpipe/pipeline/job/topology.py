@@ -36,7 +36,6 @@ from gpipe.pipeline.schedule import Kind, name_stages
 from gpipe.pipeline.shared.replicas import ReplicaGroup, Replicas
 from gpipe.pipeline.shared.tied_parameters import TiedProcesses
 from gpipe.pipeline.transfer import LocalTransfer
-from gpipe.pipeline.wire.local import connect
 from gpipe.pipeline.wire.streams import Link
 from gpipe.pipeline.wire.transfer import ProcessTransfer
 
@@ -281,9 +280,11 @@ class MeshJob(Job):
         own = settings()
         self._require_agreement(own, self._messenger, "stage")
         if self._num_processes > 1:
+            self._messenger.connect_to_first()
             self.transfer = self._connect_stages()
         if len(self._rows) > 1:
             self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
+            self._replica_messenger.connect_to_first()
             self.replicas = self.connect_replicas()
             compared = own if among_replicas is None else {name: own[name] for name in among_replicas}
             self._require_agreement(compared, self._replica_messenger, "replica")
@@ -362,6 +363,8 @@ class MeshJob(Job):
                     messenger.flush()
             self.transfer.close()
             self._watch.close()
+        for messenger in filter(None, (self._messenger, self._replica_messenger)):
+            messenger.close()
         self._watch.join()
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
@@ -397,7 +400,7 @@ class MeshJob(Job):
                 continue
             sends = self.process == sender
             peer = receiver if sends else sender
-            connection = connect(self._messenger, peer, sends=sends) if nccl is None else None
+            connection = self._messenger.connect(peer, offers=sends) if nccl is None else None
             link = Link(self._messenger, peer, tag, nccl, self._device, self.device_work, connection)
             if sends:
                 outgoing[kind, source] = link

@@ -25,6 +25,7 @@ from gpipe.pipeline._compat import set_timeout
 from gpipe.pipeline.job.board import Board
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
+from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.schedule import name_stages
 
 _LOOK_SECONDS = 0.5
@@ -94,7 +95,7 @@ class Watch:
         self._failure: PeerFailure | None = None
         self._failure_seen = 0.0
         self._groups: list[tuple[dist.ProcessGroup, str]] = []  # with their backends
-        self._connections: list[socket.socket] = []
+        self._connections: list[Connection] = []
         self._whole_steps: list[dist.ProcessGroup] = []  # NCCL's, that wait for another process's whole step
         self._retired: float | None = None
         self._closed = threading.Event()
@@ -125,8 +126,8 @@ class Watch:
             set_timeout(group, timedelta(seconds=max(net_seconds, _LEAST_SECONDS)))
             self._whole_steps.append(group)
 
-    def guard_connection(self, connection: socket.socket) -> None:
-        """Likewise for a socket; the time-outs are this object's alone."""
+    def guard_connection(self, connection: Connection) -> None:
+        """Likewise for a connection of this host."""
         self._connections.append(connection)
 
     def expect_compiling(self) -> None:
@@ -390,8 +391,7 @@ class Watch:
     def _cut(self) -> None:
         """End all waits of this process."""
         for connection in self._connections:
-            with suppress(OSError):  # it is closed
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.cut()
         for group, backend in self._groups:
             if backend != "gloo":
                 with suppress(RuntimeError):

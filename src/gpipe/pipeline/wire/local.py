@@ -1,4 +1,4 @@
-"""Streams between two processes of one host: a Unix socket for each direction of a boundary.
+"""Streams between two processes of one host: a socket for each direction of a boundary.
 
 The stage's own thread writes a payload into the socket, and reads from it: nothing lies between the two stages but the
 kernel. Messages and their formats are those of streams.py; each begins with its mark and the number of bytes behind its
@@ -8,67 +8,18 @@ prefix. What a socket has no room for is left to a thread, so a stage never wait
 from __future__ import annotations
 
 import json
-import socket
 import struct
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
-from gpipe.pipeline.job.errors import LostPeer, PeerFailure
-from gpipe.pipeline.job.messages import Messenger
+from gpipe.pipeline.job.errors import PeerFailure
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import PREFIX_BYTES, MessageFormat
 from gpipe.pipeline.wire.streams import Formats, Link, Mark, Sender
 
 _HEADER = struct.Struct("<BQ")
-
-
-def connect(messenger: Messenger, peer: int, *, sends: bool) -> socket.socket | None:
-    """Return this end of a new connection with a rank of a group; None where the two are on different hosts.
-
-    sends: whether this is the end that sends; the other one receives.
-    """
-    connection = _offer(messenger, peer) if sends else _accept(messenger, peer)
-    if connection is not None:
-        messenger.guard(connection)
-    return connection
-
-
-def _offer(messenger: Messenger, peer: int) -> socket.socket | None:
-    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
-        path = ""
-        with suppress(OSError):  # such as a path that is too long: nobody can connect then
-            # A folder that nobody else can enter, and which is gone when the two have met.
-            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")) + "/wire"
-            listener.bind(path)
-            listener.listen(1)
-        messenger.send(path, peer)
-        return listener.accept()[0] if messenger.receive(peer) else None
-
-
-def _accept(messenger: Messenger, peer: int) -> socket.socket | None:
-    path, connection = messenger.receive(peer), socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-    except OSError:  # the path is one of another host
-        connection.close()
-        messenger.send(False, peer)
-        return None
-    messenger.send(True, peer)
-    return connection
-
-
-@contextmanager
-def _naming(link: Link) -> Iterator[None]:
-    """Raise a LostPeer in place of what a socket raises when the other end is gone."""
-    try:
-        yield
-    except OSError as error:
-        raise LostPeer([link.messenger.rank_in_job(link.peer)], str(error)) from None
 
 
 class LocalSender(Sender):
@@ -104,15 +55,13 @@ class LocalSender(Sender):
 
     def _deliver_at_once(self, message: memoryview) -> None:
         if self._num_left == self._num_sent:
-            with _naming(self.link), suppress(BlockingIOError):
-                message = message[self._connection.send(message, socket.MSG_DONTWAIT) :]
+            message = self._connection.send_at_once(message)
         if message:
             self._num_left += 1
             self._work.put(lambda: self._send_rest(message))
 
     def _send_rest(self, message: memoryview) -> None:
-        with _naming(self.link):
-            self._connection.sendall(message)
+        self._connection.send(message)
         self._num_sent += 1
 
     def _send_text(self, mark: Mark, text: bytes) -> None:
@@ -159,34 +108,27 @@ class LocalReceiver:
 
     def _next(self) -> tuple[Payload, MiniBatch]:
         found = self._formats.predict()
-        with self.link.messenger.waiting_for(self.link.peer), _naming(self.link):
+        with self.link.messenger.waiting_for(self.link.peer):
             message = torch.empty(found.offsets[-1], dtype=torch.uint8)
             view = message.numpy().data
             mark, size = self._read_header(view)
             if mark != Mark.DATA:
                 text = bytearray(size)
-                self._read(memoryview(text))
+                self._connection.receive(memoryview(text))
                 if mark == Mark.FAILURE:
                     raise PeerFailure(**json.loads(text))
                 found = MessageFormat.from_json(bytes(text))
                 message = torch.empty(found.offsets[-1], dtype=torch.uint8)
                 view = message.numpy().data
                 self._read_header(view)
-            self._read(view[PREFIX_BYTES:])
+            self._connection.receive(view[PREFIX_BYTES:])
         self._formats.advance(found)
         return found.unpack(message), found.batch
 
     def _read_header(self, view: memoryview) -> tuple[int, int]:
-        self._read(view[:PREFIX_BYTES])
+        self._connection.receive(view[:PREFIX_BYTES])
         mark, size = _HEADER.unpack_from(view)
         return mark, size
-
-    def _read(self, view: memoryview) -> None:
-        while view:
-            count = self._connection.recv_into(view, len(view), socket.MSG_WAITALL)
-            if count == 0:
-                raise ConnectionResetError("the connection was closed at its other end")
-            view = view[count:]
 
 
 def _frame(mark: Mark, text: bytes) -> memoryview:

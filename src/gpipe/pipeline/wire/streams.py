@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 from gpipe.pipeline.job.device_work import Delivery, DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
+from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
@@ -55,7 +55,7 @@ class Link:
     nccl: dist.ProcessGroup | None
     device: torch.device
     device_work: DeviceWork
-    connection: socket.socket | None = None
+    connection: Connection | None = None
 
     def exchange(self, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
         """Send (dist.isend) or receive (dist.irecv) tensors over NCCL, all at once, on the device's current stream."""

@@ -1,0 +1,98 @@
+"""Connections between two processes of one host: Unix sockets, which nobody but the kernel lies between."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+from gpipe.pipeline.job.errors import LostPeer
+
+if TYPE_CHECKING:
+    from gpipe.pipeline.job.messages import Messenger
+
+
+class Connection:
+    """One end of a connection. All methods that send or receive raise LostPeer where the other end is gone.
+
+    Args:
+        connected: a socket; this object closes it.
+        rank: of the other process, in the job.
+    """
+
+    def __init__(self, connected: socket.socket, rank: int) -> None:
+        self._socket, self._rank = connected, rank
+
+    def send(self, data: memoryview) -> None:
+        """Send bytes; wait until the socket has room for all."""
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def send_at_once(self, data: memoryview) -> memoryview:
+        """Send bytes as far as the socket has room, without waiting; return the others."""
+        try:
+            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return data
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def receive(self, data: memoryview) -> None:
+        """Wait for as many bytes as there is room for."""
+        try:
+            while data:
+                if not (count := self._socket.recv_into(data, len(data), socket.MSG_WAITALL)):
+                    raise ConnectionResetError("the connection was closed at its other end")
+                data = data[count:]
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def cut(self) -> None:
+        """End all waits at both ends."""
+        with suppress(OSError):  # it is closed, or the other end is
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this end; what was sent can still be received."""
+        self._socket.close()
+
+    def _lost(self, error: OSError) -> LostPeer:
+        return LostPeer([self._rank], str(error))
+
+
+def connect(messenger: Messenger, peer: int, *, offers: bool) -> Connection | None:
+    """Return this end of a new connection with a rank of a group; None where the two are on different hosts.
+
+    Both ends call it.
+
+    offers: whether this end offers the connection; the other one does not.
+    """
+    found = _offer(messenger, peer) if offers else _accept(messenger, peer)
+    return None if found is None else Connection(found, messenger.rank_in_job(peer))
+
+
+def _offer(messenger: Messenger, peer: int) -> socket.socket | None:
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
+        path = ""
+        with suppress(OSError):  # such as a path that is too long: nobody can connect then
+            # A folder that nobody else can enter, and which is gone when the two have met.
+            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")) + "/wire"
+            listener.bind(path)
+            listener.listen(1)
+        messenger.send(path, peer)
+        return listener.accept()[0] if messenger.receive(peer) else None
+
+
+def _accept(messenger: Messenger, peer: int) -> socket.socket | None:
+    path, found = messenger.receive(peer), socket.socket(socket.AF_UNIX)
+    try:
+        found.connect(path)
+    except OSError:  # the path is one of another host
+        found.close()
+        messenger.send(False, peer)
+        return None
+    messenger.send(True, peer)
+    return found
