@@ -1,4 +1,4 @@
-"""Between two processes of one host payloads go over sockets, as over Gloo between two hosts."""
+"""What two processes of one host send each other goes over sockets, as over Gloo between two hosts."""
 
 from __future__ import annotations
 
@@ -66,6 +66,20 @@ def test_between_hosts_everything_is_as_on_one(
 ) -> None:
     found = processes.run(num_processes, function, *arguments)
     np.testing.assert_equal(processes.run(num_processes, run_apart, function, *arguments), found)
+
+
+def gather_long_texts(rank: int) -> list[str]:
+    pipeline = gpipe.Pipeline(mixed_layers(), mean_output, (2, 2, 2), 2, mesh=stages(3), timeout_seconds=10)
+    found = [pipeline.job.gather(f"{rank}" * 500_000) for _ in range(2)]
+    told = pipeline.job.gather(rank)
+    pipeline.close()
+    return [*(text[:1] + text[-1:] + str(len(text)) for text in found[1]), *map(str, told)]
+
+
+def test_what_processes_tell_each_other_may_be_longer_than_any_message(processes: ProcessPool) -> None:
+    expected = [["00500000", "11500000", "22500000", "0", "1", "2"]] * 3
+    assert processes.run(3, gather_long_texts) == expected
+    assert processes.run(3, run_apart, gather_long_texts) == expected
 
 
 class Large(nn.Module):
