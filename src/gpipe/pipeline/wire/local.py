@@ -1,8 +1,9 @@
 """Streams between two processes of one host: a socket for each direction of a boundary.
 
 The stage's own thread writes a payload into the socket, and reads from it: nothing lies between the two stages but the
-kernel. Messages and their formats are those of streams.py; each begins with its mark and the number of bytes behind its
-prefix. What a socket has no room for is left to a thread, so a stage never waits for its neighbour to read.
+kernel. Messages and their formats are those of streams.py; a text is as long as the payload in whose place it comes, or
+longer, so that one call reads whatever comes. What a socket has no room for is left to a thread: no stage waits for its
+neighbour to read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class LocalSender(Sender):
             raise self._error
         found = MessageFormat.of(payload, batch)
         if found is not (predicted := self._formats.predict()) and found != predicted:
-            self._deliver_at_once(_frame(Mark.FORMAT, found.to_json()))
+            self._deliver_at_once(_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1]))
         message = torch.empty(found.offsets[-1], dtype=torch.uint8)
         found.pack(payload, message)
         view = message.numpy().data
@@ -65,7 +66,8 @@ class LocalSender(Sender):
         self._num_sent += 1
 
     def _send_text(self, mark: Mark, text: bytes) -> None:
-        self._send_rest(_frame(mark, text))
+        # Whatever step the receiver is in, and so predicts.
+        self._send_rest(_frame(mark, text, self._formats.longest()))
 
 
 class LocalReceiver:
@@ -111,25 +113,22 @@ class LocalReceiver:
         with self.link.messenger.waiting_for(self.link.peer):
             message = torch.empty(found.offsets[-1], dtype=torch.uint8)
             view = message.numpy().data
-            mark, size = self._read_header(view)
+            self._connection.receive(view)
+            mark, size = _HEADER.unpack_from(view)
             if mark != Mark.DATA:
-                text = bytearray(size)
-                self._connection.receive(memoryview(text))
+                text = bytearray(view[PREFIX_BYTES : PREFIX_BYTES + size])
+                rest = bytearray(size - len(text))
+                self._connection.receive(memoryview(rest))
                 if mark == Mark.FAILURE:
-                    raise PeerFailure(**json.loads(text))
-                found = MessageFormat.from_json(bytes(text))
+                    raise PeerFailure(**json.loads(text + rest))
+                found = MessageFormat.from_json(bytes(text + rest))
                 message = torch.empty(found.offsets[-1], dtype=torch.uint8)
-                view = message.numpy().data
-                self._read_header(view)
-            self._connection.receive(view[PREFIX_BYTES:])
+                self._connection.receive(message.numpy().data)
         self._formats.advance(found)
         return found.unpack(message), found.batch
 
-    def _read_header(self, view: memoryview) -> tuple[int, int]:
-        self._connection.receive(view[:PREFIX_BYTES])
-        mark, size = _HEADER.unpack_from(view)
-        return mark, size
 
-
-def _frame(mark: Mark, text: bytes) -> memoryview:
-    return memoryview(_HEADER.pack(mark, len(text)).ljust(PREFIX_BYTES, b"\0") + text)
+def _frame(mark: Mark, text: bytes, least: int) -> memoryview:
+    """Return a text as a message of at least so many bytes."""
+    message = _HEADER.pack(mark, len(text)).ljust(PREFIX_BYTES, b"\0") + text
+    return memoryview(message.ljust(least, b"\0"))

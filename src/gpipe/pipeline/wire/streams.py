@@ -92,6 +92,10 @@ class Formats:
         before = self._known.get((self._training, self.position - 1), EMPTY)
         return self._known.get((self._training, self.position), before)
 
+    def longest(self) -> int:
+        """Return the size of the longest message that any prediction could be of."""
+        return max(known.offsets[-1] for known in (EMPTY, *self._known.values()))
+
     def advance(self, found: MessageFormat) -> None:
         """Note the format that it had."""
         self._known[self._training, self.position] = found
