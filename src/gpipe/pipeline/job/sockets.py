@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpipe.pipeline.job.errors import LostPeer
@@ -82,17 +83,23 @@ def _offer(messenger: Messenger, peer: int) -> socket.socket | None:
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")) + "/wire"
             listener.bind(path)
             listener.listen(1)
-        messenger.send(path, peer)
+        messenger.send([path, _find_network()], peer)
         return listener.accept()[0] if messenger.receive(peer) else None
 
 
 def _accept(messenger: Messenger, peer: int) -> socket.socket | None:
-    path, found = messenger.receive(peer), socket.socket(socket.AF_UNIX)
+    (path, network), found = messenger.receive(peer), socket.socket(socket.AF_UNIX)
     try:
-        found.connect(path)
+        found.connect(path if network == _find_network() else "")
     except OSError:  # the path is one of another host
         found.close()
         messenger.send(False, peer)
         return None
     messenger.send(True, peer)
     return found
+
+
+def _find_network() -> str | None:
+    """Return what tells apart containers that share folders, but each have an address; None where that is unknown."""
+    link = Path("/proc/self/ns/net")
+    return str(link.readlink()) if link.is_symlink() else None
