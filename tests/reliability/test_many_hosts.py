@@ -38,7 +38,7 @@ def listened_at(programs: list[Program]) -> set[str]:
     found: set[str] = set()
     while any(program.poll() is None for program in programs):
         found |= {str(at) for program in programs for at, _ in listeners(program.pid) if not at.is_loopback}
-        time.sleep(0.5)
+        time.sleep(0.02)
     return found
 
 
