@@ -1,5 +1,6 @@
 """A signal at any moment stops a run in good order, in each launch, and the same command goes on."""
 
+import functools
 import os
 import random
 import re
@@ -74,16 +75,38 @@ def test_a_signal_to_all_processes_is_one_request(
     check_stopped(session, launch, number)
 
 
+@pytest.fixture(scope="module")
+def measure_start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], float]:
+    """Measures the seconds of a start on this machine, from the interpreter's until the settings are written down."""
+
+    @functools.cache
+    def measure(launch: str) -> float:
+        begun = time.monotonic()
+        session = Session(tmp_path_factory.mktemp("start"), launch, anew=True)
+        try:
+            session.wait_for(MOMENTS["start-up"])
+            return time.monotonic() - begun
+        finally:
+            session.close()
+
+    return measure
+
+
 @pytest.mark.alone  # five seconds are those of a machine that does nothing else
 @pytest.mark.parametrize("launch", ["one process", "launched"])
 @pytest.mark.parametrize(
-    ("seconds", "number"), [(0.0, signal.SIGTERM), (0.5, signal.SIGQUIT), (2.0, signal.SIGHUP), (3.0, signal.SIGQUIT)]
+    ("share", "number"), [(0.0, signal.SIGTERM), (0.2, signal.SIGQUIT), (0.5, signal.SIGHUP), (0.8, signal.SIGQUIT)]
 )
 def test_a_signal_before_anything_is_there_leaves_nothing(
-    begin: Callable[..., Session], launch: str, seconds: float, number: signal.Signals
+    begin: Callable[..., Session],
+    measure_start: Callable[[str], float],
+    launch: str,
+    share: float,
+    number: signal.Signals,
 ) -> None:
+    seconds = measure_start(launch)
     session = begin(launch, anew=True)
-    time.sleep(0.3 + seconds)  # Python itself starts
+    time.sleep(0.3 + share * (seconds - 0.3))  # Python itself starts
     check_stopped_before_the_start(session, number, lambda: session.send(number, to_all=number == signal.SIGHUP))
 
 
