@@ -3,7 +3,7 @@
     python -m experiments.engine_overhead
 
 The layers sleep for a set time, so K = 8 processes overlap on two cores. The engines take turns with the same stages in
-the same K processes over Gloo; torchgpipe supports only one process. All of it happens twice, on the machine as it is
+the same K processes; torchgpipe supports only one process. All of it happens twice, on the machine as it is
 and beside a process per core that computes without end. The figures are medians. Six minutes.
 """
 
