@@ -45,12 +45,13 @@ class LocalSender(Sender):
         if self._error is not None:
             raise self._error
         found = MessageFormat.of(payload, batch)
-        if found is not (predicted := self._formats.predict()) and found != predicted:
-            self._deliver_at_once(_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1]))
         message = torch.empty(found.offsets[-1], dtype=torch.uint8)
         found.pack(payload, message)
         view = message.numpy().data
         _HEADER.pack_into(view, 0, Mark.DATA, len(view) - PREFIX_BYTES)
+        # Once the format is announced, nothing can come in the payload's place any more.
+        if found is not (predicted := self._formats.predict()) and found != predicted:
+            self._deliver_at_once(_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1]))
         self._deliver_at_once(view)
         self._formats.advance(found)
 
