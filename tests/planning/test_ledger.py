@@ -36,6 +36,14 @@ def test_tensors_from_elsewhere_count_where_they_are_held() -> None:
         assert ledger.live_bytes == 2000
 
 
+def test_what_comes_after_a_tensor_from_elsewhere_is_gone_is_not_taken_for_it() -> None:
+    outside = [torch.zeros(1000)]
+    with Ledger(outside) as ledger:
+        outside.clear()
+        kept = [torch.zeros(1000) for _ in range(10)]
+        assert ledger.live_bytes == sum(tensor.nbytes for tensor in kept)
+
+
 def test_moments_are_noted_from_their_start() -> None:
     with Ledger() as ledger:
         torch.zeros(1000)

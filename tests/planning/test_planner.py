@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.exact_cut import partition_layers
+from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.planner import Planner, find_largest_size
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting
@@ -73,7 +74,19 @@ def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
 
     found = replace(planner(10, batch_size=2**20), profiler=parameters_alone)
     assert found.remedies(Setting(NUM_LAYERS, 4)) == []
-    assert len(sizes) == 3  # of the setting, of twice M, and of four times M, which is no better
+    assert len(sizes) == 4  # of the setting, of the largest M, of twice M, and of four times M, which is no better
+
+
+def test_a_search_for_micro_batches_describes_the_layers_with_two_sizes() -> None:
+    sizes = []
+
+    def noting(size: int) -> list[LayerProfile]:
+        sizes.append(size)
+        return profiler(size)
+
+    found = replace(planner(100_000, batch_size=2**14), profiler=KnownProfiles(noting, estimates=True))
+    assert found.remedies(Setting(NUM_LAYERS, 2)) == ["M = 32"]
+    assert sizes == [2**13, 1, 2]
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -50,7 +50,7 @@ def count_records(pages: Path) -> dict[str, int]:
     return {path.parent.name: len(read_records(path)) for path in pages.glob(f"{FOLDER}/*/{RUNS_FILE}")}
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.timeout(900)  # a minute and a half of computing, beside other tests
 def test_all_steps_run_to_the_end_and_what_is_killed_goes_on(tmp_path: Path) -> None:
     pages, folder = copy_pages(tmp_path / "pages"), tmp_path / "steps"

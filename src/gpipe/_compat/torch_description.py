@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy  # noqa: TID251
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig  # noqa: TID251
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: TID251
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode  # noqa: TID251
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # noqa: TID251
 
 __all__ = [
@@ -25,6 +25,14 @@ __all__ = [
 ]
 
 _Result = TypeVar("_Result")
+
+
+class TorchDispatchMode(_TorchDispatchMode):
+    """Torch's mode that sees each operation, without its wrapper against torch.compile: it never runs compiled code."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def watch_allocations(run: Callable[[], _Result]) -> tuple[_Result, list[int]]:

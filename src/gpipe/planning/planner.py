@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
@@ -134,13 +135,18 @@ class Planner:
     def _larger_num_microbatches(self, setting: Setting) -> int | None:
         """Return the smallest of 2 M, 4 M and so on that fits; None where none does."""
         least = math.inf
-        for num_microbatches in doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas):
-            larger = replace(setting, num_microbatches=num_microbatches)
+        numbers = doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas)
+        settings = [replace(setting, num_microbatches=number) for number in numbers]
+        for smallest in reversed(settings):  # first, as a profiler may know what lies between two sizes
+            with suppress(ValueError):  # such as too few examples for batch norm
+                self._profiles_for(smallest)
+                break
+        for larger in settings:
             try:
                 if self.fits(larger):
-                    return num_microbatches
+                    return larger.num_microbatches
                 peak = self._find_least_peak_bytes(larger)
-            except ValueError:  # such as too few examples for batch norm
+            except ValueError:
                 return None
             if 0.99 * least < peak:  # what is left are boundary inputs, of the mini-batch whatever M is
                 return None

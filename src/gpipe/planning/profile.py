@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gpipe._compat.torch_description import FakeTensorMode
+from gpipe._compat.fake_tensors import QuickFakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
 from gpipe.pipeline.first_forward import wants_saved_tensors, without_saved_tensors
 from gpipe.pipeline.low_precision import lower, wants_low_precision
@@ -421,7 +421,7 @@ def _profile(
     *,
     training: bool,
 ) -> list[LayerProfile]:
-    with FakeTensorMode(), preserved_generators(()), torch.device("cpu"):
+    with QuickFakeTensorMode(), preserved_generators(()), torch.device("cpu"):
         copies, constants = copy_layers(layers)
         fakes = nn.ModuleList(copies).train(training)
         with autocast():

@@ -1,0 +1,153 @@
+"""Tensors without data, quickly: what an operation returns is looked up where it is known.
+
+Torch's mode remembers operations too, but its key costs more than all else that an operation on such tensors takes: it
+is made for symbolic shapes, several devices and tensors of all kinds. What is none of the usual is left to torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from enum import Enum, auto
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (  # noqa: TID251
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+
+_DEVICE = torch.ops.prim.device.default  # C++ asks it twice per operation
+_VIEWS = frozenset(  # which torch's mode makes likewise, after some search
+    (
+        torch.ops.aten.as_strided.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.select.int,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.squeeze.dims,
+        torch.ops.aten.t.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.view.default,
+    )
+)
+_Key: TypeAlias = tuple[Any, ...]
+
+
+class _Shape(NamedTuple):
+    """A tensor that an operation returns in memory of its own."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self, mode: FakeTensorMode) -> FakeTensor:
+        with in_kernel_invocation_manager(mode):
+            found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, found, self.device)
+
+
+class _First(Enum):
+    """An operation returns its first argument."""
+
+    ARGUMENT = auto()
+
+
+_FIRST = _First.ARGUMENT
+_Known: TypeAlias = _Shape | tuple[_Shape | None, ...] | _First
+
+
+class QuickFakeTensorMode(FakeTensorMode):
+    """Torch's FakeTensorMode: the same tensors in two thirds of the time, where layers or operations are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[_Key, _Known] = {}  # of operations with their arguments
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operation torch's wrapper against torch.compile, which never sees this mode."""
+        return False
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return what an operation returns."""
+        if func is _DEVICE:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if func in _VIEWS and type(args[0]) is FakeTensor and args[0].constant is None:
+            with in_kernel_invocation_manager(self):
+                view = func(*args, **kwargs)
+            return FakeTensor(self, view, args[0].fake_device)
+        key = None if func.is_view else _make_key(func, args, kwargs)
+        if key is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        known = self._known.get(key)
+        if known is None:
+            before = dict(_find_storages((args, tuple(kwargs.values()))))
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if result is args[0]:
+                after = dict(_find_storages((args, tuple(kwargs.values()))))
+                known = _FIRST if before == after and key == _make_key(func, args, kwargs) else None
+            else:
+                known = _find_shapes(result, before)
+            if known is None:
+                return result
+            self._known[key] = known
+        # The first result too: torch holds its own one for a while, so that autograd would copy a gradient.
+        if known is _FIRST:
+            return args[0]
+        if isinstance(known, _Shape):
+            return known.make(self)
+        return tuple(None if shape is None else shape.make(self) for shape in known)
+
+
+def _make_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
+    """Return all that the result of an operation depends on, or None where that may be more than is looked at."""
+    if not args:
+        return None
+    parts = [func, torch.get_default_dtype()]
+    for value in (*args, *kwargs.items()):
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.layout is not torch.strided:
+                return None
+            parts.append((value.shape, value.stride(), value.dtype, value.fake_device))
+        elif kind is list or kind is tuple:
+            if (inner := _make_key(kind, tuple(value), {})) is None and value:
+                return None
+            parts.append(inner)
+        elif kind.__hash__ is None or isinstance(value, Tensor):
+            return None
+        else:
+            parts.append((kind, value))  # 1, 1.0 and True are equal
+    return tuple(parts)
+
+
+def _find_storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Yield the id and the bytes of each storage in a nest."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.untyped_storage()._cdata, value.untyped_storage().nbytes()
+        elif isinstance(value, list | tuple):
+            yield from _find_storages(value)
+
+
+def _find_shapes(result: Any, storages: Container[int]) -> _Shape | tuple[_Shape | None, ...] | None:
+    """Return the shapes of a result whose tensors have memory of their own, all of it; None for any other."""
+    if isinstance(result, tuple):
+        shapes = tuple(None if one is None else _find_shapes(one, storages) for one in result)
+        is_known = all(one is None or isinstance(shape, _Shape) for one, shape in zip(result, shapes, strict=True))
+        return cast(tuple[_Shape | None, ...], shapes) if is_known else None
+    if type(result) is not FakeTensor or result.layout is not torch.strided:
+        return None
+    shape = _Shape(result.shape, result.stride(), result.dtype, result.fake_device)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape.size, shape.stride, strict=True))
+    needed = reach * result.itemsize if result.numel() else 0
+    storage = result.untyped_storage()
+    return shape if storage.nbytes() == needed and storage._cdata not in storages else None
