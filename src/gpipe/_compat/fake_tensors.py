@@ -77,7 +77,7 @@ class QuickFakeTensorMode(FakeTensorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return what an operation returns."""
-        if func is _DEVICE:
+        if func is _DEVICE and not self.in_kernel_invocation:
             return args[0].fake_device
         kwargs = kwargs or {}
         if func in _VIEWS and type(args[0]) is FakeTensor and args[0].constant is None:
