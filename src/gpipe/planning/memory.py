@@ -248,14 +248,16 @@ class Walk:
         indices = torch.tensor(rows), torch.tensor(at)
         held.index_put_(indices, torch.tensor(amounts, dtype=torch.int32), accumulate=True)
         held = held.cumsum(0, dtype=torch.int32)[:-1]
-        numbers, one = torch.arange(len(tasks)), torch.ones((), dtype=torch.int32)
-        everything = held.index_put((numbers, torch.tensor(peaks_with_gradients)), one)
-        activations = held.index_put((numbers, torch.tensor(peaks)), one)
+        columns_of_peaks = torch.tensor([peaks, peaks_with_gradients], dtype=torch.int32).T
+        moments = torch.cat([held, columns_of_peaks], 1).unique(dim=0)  # most are alike
+        held, (at, at_with_gradients) = moments[:, :-2], moments[:, -2:].T.long()
+        numbers, one = torch.arange(len(moments)), torch.ones((), dtype=torch.int32)
+        everything = held.index_put((numbers, at_with_gradients), one)
+        activations = held.index_put((numbers, at), one)
         activations[:, _GRADIENT :: len(_PER_STAGE)] = 0
         stash = torch.zeros_like(held)
         stash[:, _INPUT :: len(_PER_STAGE)] = held[:, _INPUT :: len(_PER_STAGE)]
-        # Most moments are alike.
-        return cls(stages, *(rows.unique(dim=0).double() for rows in (stash, activations, everything)))
+        return cls(stages, *(rows.double() for rows in (stash, activations, everything)))
 
     def measure(self, stages: Mapping[int, StageMemory], state_ratio: float, update_ratio: float = 0.0) -> DeviceMemory:
         """Return what a device with these tasks needs at most.
