@@ -74,7 +74,7 @@ def test_micro_batches_that_free_no_memory_are_not_looked_for() -> None:
 
     found = replace(planner(10, batch_size=2**20), profiler=parameters_alone)
     assert found.remedies(Setting(NUM_LAYERS, 4)) == []
-    assert len(sizes) == 4  # of the setting, of the largest M, of twice M, and of four times M, which is no better
+    assert len(sizes) == 3  # of the setting, of twice M, and of four times M, which is no better
 
 
 def test_a_search_for_micro_batches_describes_the_layers_with_two_sizes() -> None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (  # noqa: TID251
     in_kernel_invocation_manager,
 )
 
-_DEVICE = torch.ops.prim.device.default  # C++ asks it twice per operation
+_DEVICE = torch.ops.prim.device.default  # C++ asks it during each operation
 _VIEWS = frozenset(  # which torch's mode makes likewise, after some search
     (
         torch.ops.aten.as_strided.default,
@@ -62,7 +62,7 @@ _Known: TypeAlias = _Shape | tuple[_Shape | None, ...] | _First
 
 
 class QuickFakeTensorMode(FakeTensorMode):
-    """Torch's FakeTensorMode: the same tensors in two thirds of the time, where layers or operations are alike."""
+    """Torch's FakeTensorMode: the same tensors, sooner where operations are alike."""
 
     def __init__(self) -> None:
         super().__init__()

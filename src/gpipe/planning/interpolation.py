@@ -7,14 +7,16 @@ lies between them is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from gpipe.planning.ledger import Work
-from gpipe.planning.planner import Profiler
 from gpipe.planning.profile import PASSES, Arrival, Input, LayerProfile
+
+Profiler = Callable[[int], list[LayerProfile]]
+"""Size of a micro-batch -> the profile of each layer and the loss."""
 
 
 class KnownProfiles:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from gpipe.pipeline.microbatch import microbatch_sizes
 from gpipe.planning.accelerator import Accelerator, LayerSeconds, Speed
 from gpipe.planning.cut import partition_by_memory
 from gpipe.planning.evaluation import EvaluationPlanner
+from gpipe.planning.interpolation import KnownProfiles, Profiler
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Plan, Setting, plan_memory, plan_step
 
-Profiler = Callable[[int], list[LayerProfile]]
-"""Size of a micro-batch -> the profile of each layer and the loss."""
 Cut = Callable[[Sequence[LayerProfile], Setting], list[int]]
 """(profiles, setting) -> the number of layers of each stage; raises ValueError where that cannot be."""
 
@@ -137,16 +135,15 @@ class Planner:
         least = math.inf
         numbers = doubled(2 * setting.num_microbatches, self.batch_size // setting.num_replicas)
         settings = [replace(setting, num_microbatches=number) for number in numbers]
-        for smallest in reversed(settings):  # first, as a profiler may know what lies between two sizes
-            with suppress(ValueError):  # such as too few examples for batch norm
-                self._profiles_for(smallest)
-                break
+        if isinstance(self.profiler, KnownProfiles):
+            found = map(self.find_microbatch_size, settings)
+            self.profiler.describe_ends(size for size in found if size is not None)
         for larger in settings:
             try:
                 if self.fits(larger):
                     return larger.num_microbatches
                 peak = self._find_least_peak_bytes(larger)
-            except ValueError:
+            except ValueError:  # such as too few examples for batch norm
                 return None
             if 0.99 * least < peak:  # what is left are boundary inputs, of the mini-batch whatever M is
                 return None
