@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipe.planning.ledger import Work
-from gpipe.planning.profile import Arrival, Input, LayerProfile
+from gpipe.planning.observed_model import Arrival, Input
+from gpipe.planning.profile import LayerProfile
 
 LOSS = LayerProfile(
     parameters=0,

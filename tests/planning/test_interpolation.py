@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from gpipe.models import amoebanet_b, transformer_lm
 from gpipe.planning.interpolation import KnownProfiles
 from gpipe.planning.ledger import Work
-from gpipe.planning.profile import PASSES, LayerProfile, profile_layers
+from gpipe.planning.observed_model import PASSES
+from gpipe.planning.profile import LayerProfile, profile_layers
 from tests.planning.small_profiles import LOSS, layer
 
 

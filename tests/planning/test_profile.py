@@ -14,7 +14,8 @@ import gpipe
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.structure import structure
-from gpipe.planning.profile import Arrival, Input, LayerProfile, profile_layers
+from gpipe.planning.observed_model import Arrival, Input
+from gpipe.planning.profile import LayerProfile, profile_layers
 from gpipe.planning.repeats import Shortened
 
 

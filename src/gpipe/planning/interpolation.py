@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from gpipe.planning.ledger import Work
-from gpipe.planning.profile import PASSES, Arrival, Input, LayerProfile
+from gpipe.planning.observed_model import PASSES, Arrival, Input
+from gpipe.planning.profile import LayerProfile
 
 Profiler = Callable[[int], list[LayerProfile]]
 """Size of a micro-batch -> the profile of each layer and the loss."""
