@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpipe
-from gpipe.pipeline.job.topology import Job
+from gpipe.pipeline.job.job import Job
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task, sequential
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule

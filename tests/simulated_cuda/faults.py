@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gpipe
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.writer import Snapshot, Writer
-from gpipe.pipeline.job.topology import MeshJob
+from gpipe.pipeline.job.mesh_job import MeshJob
 from gpipe.pipeline.shared.averaging import _Bucket
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.pipeline.shared.tied_parameters import TiedProcesses

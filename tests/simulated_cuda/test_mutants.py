@@ -68,7 +68,7 @@ EQUIVALENT = {
     "pipeline.timeline, Clock.events: without after.synchronize()": (
         "the step has waited for its devices when it asks for the times"
     ),
-    "pipeline.job.topology, _await_beside: without torch.cuda.set_device(device)": (
+    "pipeline.job.mesh_job, _await_beside: without torch.cuda.set_device(device)": (
         "NCCL is told the device; on a GPU it spares a context on the first one"
     ),
     "pipeline.wire.streams, _End._run: without torch.cuda.set_device(self.link.device)": (

@@ -21,7 +21,7 @@ from gpipe.pipeline.device_threads import DeviceThreads
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.devices import Devices
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
-from gpipe.pipeline.job.topology import join_job
+from gpipe.pipeline.job.mesh_job import join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.low_precision import wants_low_precision
 from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gpipe.pipeline.job.topology import Job
+from gpipe.pipeline.job.job import Job
 from gpipe.pipeline.shared.averaging import group_alike
 
 

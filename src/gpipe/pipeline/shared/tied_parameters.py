@@ -31,7 +31,7 @@ from gpipe.pipeline.job.errors import LostPeer
 from gpipe.pipeline.job.watch import FOREVER, Watch
 
 if TYPE_CHECKING:
-    from gpipe.pipeline.job.topology import Job
+    from gpipe.pipeline.job.job import Job
 
 _MARK = "_gpipe_tie"  # an attribute of all copies, so that layers that went through a pipeline are still known as tied
 _Value = TypeVar("_Value")
