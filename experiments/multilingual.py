@@ -9,7 +9,7 @@ those of the study of depth, see experiments/deep_or_wide.py. With the best reci
 translate the validation sets of these eight languages greedily and with two beams; the search with the highest chrF is
 the one of the test set. Then further seeds and languages are trained, and all translate the test set. Each core trains
 one model at a time. What the claim's records or the folders runs/multilingual and runs/deep_or_wide have is not
-repeated, so the same command goes on. About three hours on two cores.
+repeated, so the same command goes on. About five hours on two cores.
 """
 
 from __future__ import annotations

@@ -87,8 +87,9 @@ show(figure3_models(records, paper))
 # ## 2. Multilingual against bilingual
 #
 # Our corpus is the one that comes with the package: sentences of user interfaces and of the Universal Declaration of
-# Human Rights, in 102 languages. One small model learns them all. Models of the same size learn one language each,
-# from the half of the languages with the fewest sentences. Every model is evaluated at its least validation loss.
+# Human Rights, in 102 languages. One small model learns them all. Models of the same size learn one language each: the
+# half of the languages with the fewest sentences, and seven others. Every model is evaluated at its least validation
+# loss.
 #
 # **Question:** is the multilingual model better, and most so where there is little text? **Method:** models of the same
 # seed are compared, language by language.
@@ -168,7 +169,7 @@ show_answers(claims(records, paper), "deep beats wide")
 #
 # **Question:** very deep models are hard to train. The paper starts with smaller weights in the feed-forward layers,
 # and clips the logits. Is there a learning rate at which these two decide whether a deep model trains? **Method:** 64 +
-# 64 narrow layers with both measures, with one, and with neither, at several learning rates.
+# 64 narrow layers with both measures and with neither at several learning rates, at the first of them with one too.
 #
 # Left: the training loss without label smoothing, means over ten or more steps. Right: the largest gradient norm in
 # these steps, before it was clipped. A line is a seed; a cross is where a training diverged. Lines with clipped logits

@@ -141,12 +141,12 @@ def describe_gain(setting: str) -> str:
     gains = {language: fmean(of) for language, of in values.items()}
     if not gains:
         return f"**{setting}**: no language has enough test sentences."
-    better = sum(gain > 0 for gain in gains.values())
+    better, mean_gain = sum(gain > 0 for gain in gains.values()), fmean(gains.values())
     num_languages = len({language for languages in every.values() for language in languages})
     return (
         f"**{setting}**: {len(gains)} of {num_languages} languages have enough test sentences for a mean. On {better} "
         f"of them the multilingual model has the lower loss, means over {len(tested)} seeds. In the mean over them its "
-        f"loss is lower by {fmean(gains.values()):.3f} nats."
+        f"loss is {'lower' if mean_gain > 0 else 'higher'} by {abs(mean_gain):.3f} nats."
     )
 
 

@@ -1,6 +1,6 @@
 """The claims of the paper, one line each: its number beside what we measured, simulated and planned."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reproductions.table import markdown
@@ -49,12 +49,18 @@ def claims_table(pages: Iterable[tuple[str, Sequence[Claim]]], links: str | None
     return markdown(["claim", "the paper", "measured here", "simulated", "planned", "verdict"], rows)
 
 
-def format_verdicts(intervals: Iterable[tuple[str, Interval | None]], form: str) -> str:
+def format_verdicts(intervals: Iterable[tuple[str, Interval | None]], form: str | Mapping[str, str]) -> str:
     """Return the verdicts of several figures by their names, or "not run" without any.
 
     Several of one seed, which have no interval, are only counted.
+
+    form: of the numbers, or by the names of the figures.
     """
-    found = [(name, interval.describe(form)) for name, interval in intervals if interval is not None]
+    found = [
+        (name, interval.describe(form if isinstance(form, str) else form[name]))
+        for name, interval in intervals
+        if interval is not None
+    ]
     single = [name for name, text in found if text == ONE_SEED]
     if len(single) > 1:
         decided = [(name, text) for name, text in found if text != ONE_SEED]

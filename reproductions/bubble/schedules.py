@@ -152,7 +152,7 @@ def schedule_memory(record: Record) -> str:
     ]
     header = [
         "schedule, recomputation",
-        "planned bubble",
+        "planned bubble and imbalance",
         "planned s per step",
         "GiB of activations, fullest device",
         "emptiest device",

@@ -62,7 +62,7 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:  # noqa: ARG
     ours = [_compute_waiting(row) for row in rows if (row["engine"], row["rematerialize"]) == ("ours", "always")]
     others = {
         kind: [
-            f"{cell['shares']['bubble']:.1%}"
+            f"{cell['shares']['bubble']:.1%} without imbalance"
             for model in find_grid(records, GRID, kind)
             for cell in model["cells"]
             if _is_cell(cell) and (cell["batch"], cell["cut_by"]) == ("fits", "seconds")

@@ -71,16 +71,17 @@ def claims(records: Sequence[Record], paper: Paper) -> list[Claim]:
     rows = []
     for data, depths in models_by_depth(records).items():
         low = tested_groups(records, data[0])["low"]
-        found = [
-            (_TITLES[name], _interval(name, gains_per_doubling(depths, name, low))) for name in ("loss", "chrf", "bleu")
-        ]
-        gains = "; ".join(f"{title} {interval.mean:+z.2f}" for title, interval in found if interval is not None)
+        forms = {title: _FIGURES[name] for name, title in _TITLES.items()}
+        found = {title: _interval(name, gains_per_doubling(depths, name, low)) for name, title in _TITLES.items()}
+        gains = "; ".join(
+            f"{title} {interval.mean:+z{forms[title]}}" for title, interval in found.items() if interval is not None
+        )
         rows.append(
             Claim(
                 "deep beats wide at equal size on low-resource languages, at laptop scale (section 5)",
                 f"BLEU over all languages {bleu['24']} against {bleu['12']}, a third party's reading",
                 f"gain with each doubling of the depth, {len(depths)} depths: {gains}",
-                verdict=format_verdicts(found, ".2f"),
+                verdict=format_verdicts(found.items(), forms),
             )
         )
     settings = deep_trainings(records)

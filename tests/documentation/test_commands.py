@@ -228,7 +228,7 @@ TREATMENTS: list[tuple[str, Treatment]] = [
     (r"python -m gpipe\.checkpoint .*", runs()),
     (r"python translate\.py .*", runs("beam=1", "device=cpu")),
     (r"python bleu\.py .*", runs("--languages", "de", "--limit", "2", "--beam", "1", "--device", "cpu")),
-    (r"python -m reproductions[. ]faults .*", is_tested_by("tests/reproductions/test_faults.py")),
+    (r"python -m reproductions faults .*", is_tested_by("tests/reproductions/test_faults.py")),
     (r"python -m reproductions( .*)?|python docs/pictures\.py", runs()),
     # Minutes of computing; tests/experiments and tests/notebooks run the other ones with small models.
     (r"python -m experiments\.one_stage_overhead", runs("--rounds", "1", "--record")),
