@@ -362,6 +362,29 @@ def test_masks_depend_on_the_seed_the_step_the_micro_batch_and_the_layer_alone()
     assert {value for mask in first for value in mask.unique().tolist()} == {0.0, 4.0}  # two masks, not one twice
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_prepares_inputs_draws_other_numbers_in_each_step_and_micro_batch(schedule: str) -> None:
+    def draw(partitions: list[int], step: int = 0) -> list[float]:
+        drawn: list[float] = []
+
+        def prepare(x: Tensor) -> Tensor:
+            drawn.append(torch.rand(()).item())
+            return x
+
+        layers = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1), nn.Dropout(0.5))
+        pipeline = gpipe.Pipeline(
+            layers, lambda x, _: x.mean(), partitions, 2, schedule=schedule, prepare_inputs=prepare
+        )
+        pipeline.step = step
+        for _ in range(2):
+            pipeline.train_step((torch.ones(4, 4), torch.zeros(4)))
+        return drawn
+
+    drawn = draw([3])
+    assert len({*drawn}) == 4
+    assert draw([1, 2]) == drawn and draw([3], step=1)[:2] == drawn[2:]
+
+
 def test_a_resumed_training_has_the_masks_of_an_uninterrupted_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(masks(step=1)[:2], masks()[2:], strict=True))
 
@@ -452,6 +475,35 @@ def test_evaluation_gives_the_plain_models_outputs_before_any_training(partition
     outputs = pipeline_of(layers, partitions).evaluate(inputs)
     assert not outputs.requires_grad
     torch.testing.assert_close(outputs, layers.eval()(inputs), rtol=0, atol=1e-14)
+
+
+class Merging(nn.Module):
+    """Adds its second weight to the first one for evaluation, as layers with low-rank updates do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.5))
+        self.first.requires_grad_(False)
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.is_merged is mode:
+            self.first.data += -self.second.data if mode else self.second.data
+            self.is_merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.first if self.is_merged else self.first + self.second)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_layer_that_changes_itself_for_evaluation_is_changed_back(is_trained: bool) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Merging())).double()
+    layers[1][0].train(is_trained)
+    pipeline = gpipe.Pipeline(layers, nn.functional.cross_entropy, [1, 1], 2)
+    pipeline.evaluate(batch(6)[0][:, :4])
+    assert layers[1].training and layers[1][0].training is is_trained
+    assert layers[1][0].is_merged is not is_trained and layers[1][0].first == (1.0 if is_trained else 1.5)
 
 
 def test_evaluation_leaves_modes_gradients_and_the_counter_as_they_were() -> None:

@@ -58,6 +58,21 @@ def test_a_power_of_two_changes_no_bit_and_steps_add_up(partitions: list[int]) -
         assert torch.equal(scaled, plain)
 
 
+def test_steps_with_a_tied_parameter_add_up() -> None:
+    found = []
+    for scaler in (None, gpipe.GradientScaler(2.0**10)):
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        layers[0].load_state_dict(build()[3].state_dict() | {"weight": torch.eye(3)})
+        layers[2].weight = layers[0].weight
+        nn.init.zeros_(layers[2].bias)
+        pipeline = pipeline_of(layers, [2, 1])
+        for _ in range(2):
+            pipeline.train_step(batch(), scaler=scaler)
+        found.append([parameter.grad for parameter in pipeline.parameters()])
+    for scaled, plain in zip(*found, strict=True):
+        assert torch.equal(scaled, plain)
+
+
 def test_gradients_that_float16_would_lose_are_kept() -> None:
     found = []
     for scale in (1.0, 2.0**16):
@@ -137,7 +152,7 @@ def test_a_scaler_goes_on_from_its_state() -> None:
     second.load_state_dict(first.state_dict())
     for scaler in (first, second):
         scaler.update(is_skipped=False)
-        assert (scaler.scale, scaler.state_dict()) == (8.0, {"scale": 8.0, "num_steps": 0})
+        assert (scaler.scale, scaler.state_dict()) == (8.0, {"scale": 8.0, "num_steps": 0, "num_skipped": 1})
 
 
 @pytest.mark.parametrize(

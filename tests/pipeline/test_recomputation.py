@@ -193,6 +193,14 @@ def test_buffers_move_as_in_one_forward_per_micro_batch(kind: str, mode: str) ->
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
+def test_looking_for_faults_before_any_step_leaves_buffers_as_they_are(kind: str) -> None:
+    layers = build(STATEFUL[kind])
+    before = {name: buffer.clone() for name, buffer in layers.named_buffers()}
+    gpipe.Pipeline(layers, lambda outputs, _: outputs.sum(), [2, 3], 3).first_non_finite(batch())
+    assert_equal(dict(layers.named_buffers()), before)
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
 def test_buffers_of_a_step_that_failed_are_as_before(kind: str) -> None:
     layers = build(STATEFUL[kind])
     before = {name: buffer.clone() for name, buffer in layers.named_buffers()}

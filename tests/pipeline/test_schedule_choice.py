@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
+import gpipe
 from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule
 from gpipe.pipeline.schedule_choice import check_schedule, choose_schedule
 from tests.pipeline.schedule_shapes import Shape, shapes, tasks
@@ -69,6 +75,15 @@ def test_a_users_schedule_is_refused_with_the_reason(schedule: StepSchedule, mes
 def test_what_is_no_schedule_is_refused(returned: object) -> None:
     with pytest.raises(TypeError, match=r"^the schedule returned .{1,80}; it must be a list with a list of tasks "):
         choose_schedule(lambda *_: returned, 2, 2, ALWAYS, 1)
+
+
+def test_a_schedule_may_be_one_with_some_arguments_given() -> None:
+    def schedule(*shape: Any, name: str) -> StepSchedule:
+        return SCHEDULES[name](*shape)
+
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, schedule=partial(schedule, name="1f1b"))
+    assert pipeline.train_step((torch.ones(4, 2), torch.ones(4, 2))).num_microbatches == 2
 
 
 def test_an_unknown_schedule_is_refused_with_the_names_of_those_that_there_are() -> None:

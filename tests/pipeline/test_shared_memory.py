@@ -154,6 +154,25 @@ def test_a_change_of_one_received_tensor_is_none_of_another(processes: ProcessPo
         assert torch.equal(gradient, expected)
 
 
+class TakeTable(nn.Module):
+    def forward(self, payload: dict[str, Tensor]) -> Tensor:
+        return payload["table"]
+
+
+class AddInPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1.0)
+
+
+def test_a_change_of_what_all_micro_batches_share_is_refused_where_it_travels_alone() -> None:
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(TakeTable(), AddInPlace()), lambda x, _: x.mean(), [1, 1], 2, rematerialize="never"
+    )
+    inputs = {"x": torch.zeros(4, 2), "table": gpipe.replicated(torch.zeros(3))}
+    with pytest.raises(ValueError, match=r"shares memory with another one, such as .* another micro-batch"):
+        pipeline.train_step((inputs, torch.zeros(4)))
+
+
 @pytest.mark.parametrize("partitions", [[3], [1, 2], [2, 1]])
 def test_without_recomputation_a_first_layer_may_change_each_micro_batch_in_place(partitions: list[int]) -> None:
     found = []

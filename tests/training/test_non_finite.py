@@ -56,7 +56,7 @@ def test_a_skipped_mini_batch_leaves_everything_as_if_its_update_had_not_been(
     summary = trainer.train()
     assert (summary.num_steps, summary.num_skipped_steps) == (4, 1)
 
-    oracle = small_run()
+    oracle, num_updates = small_run(), 0
     for step, batch in enumerate(RandomImages()):
         set_learning_rate(oracle.optimizer, trainer.learning_rate(step))
         oracle.optimizer.zero_grad(set_to_none=True)
@@ -67,7 +67,8 @@ def test_a_skipped_mini_batch_leaves_everything_as_if_its_update_had_not_been(
         if clip is not None:
             oracle.pipeline.clip_gradients(clip)
         oracle.optimizer.step()
-        oracle.ema.update(step + 1)
+        num_updates += 1
+        oracle.ema.update(num_updates)
     found, expected = state_of(trainer), oracle.tensors()
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
@@ -114,6 +115,15 @@ def test_a_step_that_overflows_float16_updates_nothing_and_a_resumed_run_goes_on
     assert resumed.scaler is not None and resumed.scaler.scale == 2.0**9
     resumed.train()
     assert_same_state(whole, resumed)
+
+
+def test_initial_weights_have_no_part_in_the_average_after_steps_that_overflow(tmp_path: Path) -> None:
+    trainer = half(tmp_path, GradientScaler(2.0**10), max_steps=2)
+    spoil_gradients(trainer, 0)
+    trainer.train()
+    assert trainer.ema is not None
+    for name, parameter in trainer.pipeline.named_parameters():
+        assert torch.equal(trainer.ema.state()[name], parameter), name
 
 
 def test_float16_that_overflows_at_any_scale_ends_the_training(tmp_path: Path) -> None:

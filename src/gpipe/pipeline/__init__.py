@@ -36,7 +36,9 @@ Beside them, for when you need them:
     device_threads.py      a launching thread per GPU of a process
     entry.py               where a stage's autograd graph begins
     structure.py           which layers do the same work
+    autocast.py            weights are converted once per step
     low_precision.py       what travels in 16 bits
+    first_forward.py       forwards that keep no graph
     gradient_norm.py       the norm of all gradients
     gradient_scaler.py     the loss is scaled for float16
     parameter_hooks.py     users' hooks are called once per step

@@ -45,10 +45,14 @@ class Buffers:
         self._changed: set[int] = set()  # the modules, by identity, that have ever changed one
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
+        """Begin a training step with the buffers of all modules of the layers."""
+        self.find(modules)
+        self._moving, self._start = None, {}
+
+    def find(self, modules: Iterable[nn.Module]) -> None:
         """Find the buffers anew in all modules of the layers, which may have got others."""
         self._modules = {id(m): m for m in modules if m._buffers and not isinstance(m, MicroBatchNorm)}
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
-        self._moving, self._start = None, {}
 
     def moved(self, *, for_recomputation: bool) -> AbstractContextManager[BufferCopies]:
         """Let a forward in the body change buffers; give what it found in those, complete when the body has ended.

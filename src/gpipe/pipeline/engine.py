@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,6 @@ from gpipe.pipeline.step_report import StepReport, measure_peak_memory
 from gpipe.pipeline.timeline import Clock, Timeline
 from gpipe.pipeline.transfer import MiniBatch
 
-if TYPE_CHECKING:
-    from gpipe.pipeline.shared.sharding import Sharding
-
 RunTask = Callable[[Stage, Task, Any], Any]
 """What to do for a task: (stage, task, what it received) -> what it sends."""
 
@@ -72,7 +69,8 @@ class Pipeline:
     """Trains a sequence of layers, cut into partitions, by pipelined micro-batches (GPipe, section 2).
 
     Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, on whether
-    backwards are split, or on whether one process plays all stages or each stage has its own. GPipe's schedules add up
+    backwards are split, or on whether one process plays all stages or each stage has its own. R replicas of M
+    micro-batches have the masks of one pipeline of R x M. GPipe's schedules add up
     the micro-batches from the last on, the others from the first on: between the two, gradients differ by rounding.
 
     Args:
@@ -182,7 +180,7 @@ class Pipeline:
             "partitions": list(partitions),
             "num_microbatches": num_microbatches,
             "rematerialize": rematerialize if isinstance(rematerialize, str) else list(rematerialize),
-            "schedule": schedule if isinstance(schedule, str) else f"{schedule.__module__}.{schedule.__qualname__}",
+            "schedule": schedule if isinstance(schedule, str) else _name(schedule),
             "stages_per_device": stages_per_device,
             "seed": seed,
         }
@@ -191,35 +189,49 @@ class Pipeline:
         among_replicas = None if exchanges else ["synchronize_batch_norm", "shard_replicas"]
         self.job.connect(lambda: settings | tied.settings(), among_replicas)
         self.shards_replicas = shard_replicas and self.job.num_replicas > 1
+        self._given = weakref.ref(layers)  # the layers of other processes are its owner's to keep
+        self._close = weakref.finalize(self, self.job.close)
 
         ranges = partition_ranges(partitions)
-        own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)
         owners = [self.job.process_of(k) for k, part in enumerate(ranges) for _ in part]
-        self._tied = TiedGradients(tied.groups, own, owners, self.job)
-        self._own = own
-        self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
         lowered = frozenset(i for i, layer in enumerate(layers) if wants_low_precision(layer))
-        self.stages: Mapping[int, Stage] = {
-            k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered) for k, device in self.job.devices.items()
-        }
+        first = self.job.replica_index * num_microbatches
+        with self.job.guard():
+            own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)
+            self._tied = TiedGradients(tied.groups, own, owners, self.job)
+            self._own = own
+            self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
+            self.stages: Mapping[int, Stage] = {
+                k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered, first)
+                for k, device in self.job.devices.items()
+            }
+            self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
+            norms = batch_norm.converted_batch_norms(layers)
+            self._synchronizes = synchronize_batch_norm and self.job.num_replicas > 1 and bool(norms)
+            self._connect_replicas()
         if check_recomputation:
             for stage in self.stages.values():
                 stage.recomputation_check = RecomputationCheck()
-        self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
-        self._synchronizes = False
-        if self.job.num_replicas > 1:
-            for k, stage in self.stages.items():
-                stage.averaging = self._share(stage.layers, is_awaited=k > 0)
-            self._synchronizes = synchronize_batch_norm and bool(batch_norm.converted_batch_norms(layers))
+        self.job.on_failure += [weakref.WeakMethod(stage.reset) for stage in self.stages.values()]
+
+    def _connect_replicas(self) -> None:
+        """Let the stages average gradients and, where that is wanted, exchange statistics over the replicas."""
+        if self.job.num_replicas == 1:
+            return
+        if self.shards_replicas:
+            from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
         if self._synchronizes:
             from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
-
+        for k, stage in self.stages.items():
+            stage.averaging = (
+                Sharding(stage.layers, self.job.replicas)
+                if self.shards_replicas
+                else Averaging(stage.layers, self.job.replicas, is_awaited=k > 0)
+            )
+        if self._synchronizes:
             exchange = StatisticsExchange(self.job.connect_replicas(), self.layers.named_modules(prefix="layers"))
             for stage in self.stages.values():
                 stage.exchange = exchange
-        self.job.on_failure += [weakref.WeakMethod(stage.reset) for stage in self.stages.values()]
-        self._given = weakref.ref(layers)  # the layers of other processes are its owner's to keep
-        self._close = weakref.finalize(self, self.job.close)
 
     @property
     def is_first(self) -> bool:
@@ -274,16 +286,16 @@ class Pipeline:
                 processes the pipeline cannot be used any more.
         """
         begin = time.perf_counter()
-        inputs, targets = _unpack(batch)
         with self._step():
+            inputs, targets = _unpack(batch)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
             outputs: dict[int, Payload] | None = {} if return_outputs else None
             loss = self._training_loss(targets, mini_batch, scale, outputs) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
-            self._tied.start_step()
             if scaler is not None:
-                scaler.scale_earlier(self.parameters())
+                scaler.scale_earlier(self.parameters())  # all: tied parameters set theirs aside next
+            self._tied.start_step()
             clock = self._start_clock() if record_timeline else None
             for k, stage in self.stages.items():
                 stage.start_step(self.step, loss if k == self.num_stages - 1 else None, final[k])
@@ -417,9 +429,9 @@ class Pipeline:
         own = {k: {index: used[str(index)] for index in stage.layers} for k, stage in self.stages.items()}
         norms = self.batch_norms(layers) if move_statistics else []
         exchanges = move_statistics or self.shards_replicas
-        num_microbatches = self._common_num_microbatches(inputs) if exchanges else self.num_microbatches
         try:
             with self._step(), _evaluation_mode(used, norms):
+                num_microbatches = self._common_num_microbatches(inputs) if exchanges else self.num_microbatches
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
                 take, finish = begin(mini_batch)
 
@@ -454,7 +466,6 @@ class Pipeline:
             The first layer of the model with such an output, over all micro-batches and replicas, or the loss of one;
             None where all are finite.
         """
-        inputs, targets = _unpack(batch)
         found: list[FirstNonFinite] = []
 
         def probe(stage: Stage, task: Task, received: Payload) -> Payload:
@@ -470,6 +481,7 @@ class Pipeline:
             return outputs
 
         with self._step():
+            inputs, targets = _unpack(batch)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=False)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             with torch.enable_grad():
@@ -588,13 +600,6 @@ class Pipeline:
             return "a thread per device"
         return "CUDA graphs" if any(stage.graphs is not None for stage in self.stages.values()) else None
 
-    def _share(self, layers: Mapping[int, nn.Module], *, is_awaited: bool) -> Averaging | Sharding:
-        if not self.shards_replicas:
-            return Averaging(layers, self.job.replicas, is_awaited=is_awaited)
-        from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
-
-        return Sharding(layers, self.job.replicas)
-
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
         self._close()
@@ -605,13 +610,13 @@ class Pipeline:
     @contextmanager
     def _step(self) -> Iterator[None]:
         """Leave the generators alone, convert weights once; on an error clean up and tell the other processes."""
-        refuse_replaced_layers(self.layers, self._own)
-        if (given := self._given()) is not None:
-            refuse_hooks(given)
-        if self._compilation is not None:
-            self._compilation.start()
         converted = step_autocast_cache(is_kept=not self.shards_replicas)
         with self.job.guard(), preserved_generators(self.job.devices.values()), converted:
+            refuse_replaced_layers(self.layers, self._own)
+            if (given := self._given()) is not None:
+                refuse_hooks(given)
+            if self._compilation is not None:
+                self._compilation.start()
             yield
 
     def _start(self, inputs: Any, num_microbatches: int, *, training: bool) -> tuple[MiniBatch, list[Payload]]:
@@ -661,7 +666,7 @@ class Pipeline:
         job.check()
         received: Any = None
         if kind is Kind.FORWARD:
-            received = job.transfer.receive(task) if k > 0 else self._move(parts[micro_batch], stage.device)
+            received = job.transfer.receive(task) if k > 0 else self._move(parts[micro_batch], stage, micro_batch)
         elif kind.makes_gradients and k < self.num_stages - 1:
             received = job.transfer.receive(task)
         job.activity.start(stage.describe, micro_batch, doing)
@@ -683,10 +688,13 @@ class Pipeline:
             raise stage.locate(error, micro_batch, doing) from error
 
     @torch.no_grad()
-    def _move(self, inputs: Payload, device: torch.device) -> Payload:
-        """Return the inputs of a micro-batch on a device, as the first layer takes them."""
-        moved = inputs.to(device)
-        return moved if self._prepare_inputs is None else Payload.of(self._prepare_inputs(moved.value()))
+    def _move(self, inputs: Payload, stage: Stage, micro_batch: int) -> Payload:
+        """Return the inputs of a micro-batch on the first stage's device, as the first layer takes them."""
+        moved = inputs.to(stage.device)
+        if self._prepare_inputs is None:
+            return moved
+        stage.enter_inputs(micro_batch)
+        return Payload.of(self._prepare_inputs(moved.value()))
 
     def _finish_gradients(self) -> None:
         """Make each gradient that of the whole mini-batch, and call the hooks with it."""
@@ -814,6 +822,9 @@ def _evaluation_mode(module: nn.Module, but: Sequence[nn.Module]) -> Iterator[No
             yield
     finally:
         for child, training in before:
+            if type(child).train is not nn.Module.train:  # it does something of its own, such as to merge weights
+                child.train(training)
+        for child, training in before:
             child.training = training
 
 
@@ -823,6 +834,13 @@ def _unpack(batch: Any) -> tuple[Any, Any]:
         raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")
     inputs, targets = batch
     return inputs, targets
+
+
+def _name(schedule: ScheduleFunction) -> str:
+    """Return the name of a user's schedule, the same in each process; of a functools.partial, that of its function."""
+    function = getattr(schedule, "func", schedule)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None)}.{name}"
 
 
 def _check_rematerialization(value: str | Sequence[int], num_stages: int) -> Rematerialization:

@@ -52,6 +52,7 @@ class GradientScaler:
             growth_interval,
         )
         self._num_steps = 0  # in a row
+        self.num_skipped = 0
 
     def scale_earlier(self, parameters: Iterable[Tensor]) -> None:
         """Multiply the gradients of earlier steps, to which scaled ones are about to be added."""
@@ -64,6 +65,7 @@ class GradientScaler:
     def update(self, *, is_skipped: bool) -> None:
         """Adapt the scale after a step."""
         self._num_steps = 0 if is_skipped else self._num_steps + 1
+        self.num_skipped += is_skipped
         if is_skipped:
             self.scale *= self._backoff_factor
         elif self._num_steps == self._growth_interval:
@@ -71,11 +73,12 @@ class GradientScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, of JSON's types."""
-        return {"scale": self.scale, "num_steps": self._num_steps}
+        return {"scale": self.scale, "num_steps": self._num_steps, "num_skipped": self.num_skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.scale, self._num_steps = float(state["scale"]), int(state["num_steps"])
+        self.num_skipped = int(state.get("num_skipped", 0))  # which earlier versions did not count
 
 
 def _multiply(parameters: Iterable[Tensor], factor: float) -> None:

@@ -117,7 +117,7 @@ class Payload:
 
     def find_shared(self, before: Payload) -> None:
         """Look for tensors that share memory; those that passed by from the payload `before` may have done so there."""
-        if len(self.tensors) < 2:
+        if len(self.tensors) < 2 and not before.shared:
             return
         passed = {id(tensor) for tensor, is_shared in zip(before.tensors, before.shared, strict=False) if is_shared}
         shared = [id(tensor) in passed for tensor in self.tensors]

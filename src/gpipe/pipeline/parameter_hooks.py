@@ -1,4 +1,7 @@
-"""What users hang on parameters: hooks, which are called once per step, with the gradient of the whole mini-batch."""
+"""What users hang on parameters: hooks, which are called once per step, with the gradient of the whole mini-batch.
+
+With a gradient scaler it is the scaled one, as with torch's.
+"""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ class Stage:
         layers: of this stage.
         seed: of the run.
         lowered: the layers of the model, by index, that want their input in autocast's precision.
+        first_micro_batch: the number of this replica's first micro-batch among those of all replicas, for the masks.
 
     Attributes:
         averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
@@ -107,6 +108,7 @@ class Stage:
         device: torch.device,
         seed: int,
         lowered: Container[int] = (),
+        first_micro_batch: int = 0,
     ) -> None:
         self.index, self.layers, self.device = index, dict(layers), device
         self.averaging: Averaging | Sharding | None = None
@@ -117,7 +119,7 @@ class Stage:
         self.loss: Loss | None = None
         self.seeds_host = True
         self._loss_gradient: Tensor | None = None  # that backwards start from
-        self.seed = seed
+        self.seed, self.first_micro_batch = seed, first_micro_batch
         self._lowered = lowered
         self.step = 0
         self._final_micro_batch = 0
@@ -316,12 +318,17 @@ class Stage:
         """Prepare for what follows the last layer; errors then name the loss."""
         self._enter(micro_batch, self._last + 1, None)
 
+    def enter_inputs(self, micro_batch: int) -> None:
+        """Prepare for what precedes the first layer; errors then name the preparation of the inputs."""
+        self._enter(micro_batch, -1, None)
+
     def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
         """Run the forward of a training step again, with the same masks, and call `look` after each layer.
 
         The layers are not compiled: the effect of each is then seen by itself. Nothing of theirs changes.
         """
         synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
+        self._buffers.find(chain(*map(_modules_below, self.layers.values())))
         with (
             self._buffers.replaced(self._buffers.copy()),
             microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized),
@@ -409,7 +416,7 @@ class Stage:
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
         self._position = (index, layer)
-        seed = derive_seed(micro_batch, index, state=self._masks)
+        seed = derive_seed(self.first_micro_batch + micro_batch, index, state=self._masks)
         others = not self._is_torch_all_random.get(index)
         seed_generators(seed, self.device, host=self.seeds_host, others=others)
 
@@ -425,13 +432,16 @@ class Stage:
     def describe(self, micro_batch: int, doing: str) -> str:
         """Return in words where this stage is: the micro-batch, the layer under way, and what is done with it."""
         layer, module = self._position
-        name = f"layer {layer} ({type(module).__name__})" if module is not None else "the loss"
+        if module is not None:
+            name = f"layer {layer} ({type(module).__name__})"
+        else:
+            name = "the loss" if layer > 0 else "prepare_inputs"
         return f"stage {self.index}, micro-batch {micro_batch}, {name}, {doing}"
 
     def locate(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
         """Return an error that says where another one happened: in a layer or the loss."""
         layer, module = self._position
-        doing = "loss" if module is None and doing != "backward" else doing
+        doing = "loss" if module is None and layer > 0 and doing != "backward" else doing
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
         layer_index = None if module is None else layer
         return caused_by(error, text, stage=self.index, micro_batch=micro_batch, layer=layer_index)

@@ -176,7 +176,7 @@ class Plan:
     Attributes:
         setting: how the model is run, with what is recomputed decided.
         stages: K of them.
-        memory: of each device; stage s is on device s % P.
+        memory: of each device.
         timeline: the simulated tasks.
         averaging_seconds: by how much the averaging of gradients over the replicas outlasts the tasks. That of a device
             begins when its last task ends, and goes on while others work.

@@ -16,7 +16,7 @@ class Ema:
     Floating-point parameters and buffers (the moving statistics too) are averaged, integer buffers copied.
     Source: the public TPU code averages weights and moving statistics with decay 0.9999.
 
-    Deviation: the initial weights have no part in the average. After n steps, step i has its usual weight
+    Deviation: the initial weights have no part in the average. After n updates, update i has its usual weight
     (1 - decay) * decay ** (n - i), divided by the sum of them all, 1 - decay ** n. In a long run that changes nothing.
     """
 
@@ -47,9 +47,9 @@ class Ema:
         """The averaged layers, keyed like `pipeline.layers`, in evaluation mode."""
         return cast(_Named, self._average.module).layers
 
-    def update(self, num_steps: int) -> None:
-        """Move the average towards the layers as they are after `num_steps` finished steps."""
-        self._average.update(self._source, num_steps)
+    def update(self, num_updates: int) -> None:
+        """Move the average towards the layers as they are after `num_updates` steps; a skipped one is none."""
+        self._average.update(self._source, num_updates)
 
     def state(self) -> dict[str, Tensor]:
         """Return the averaged tensors by name `layers.<i>.<name>`, sharing memory with the average."""

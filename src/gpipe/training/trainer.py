@@ -315,7 +315,8 @@ class Trainer:
         self._checkpoints.wait_until_copied()
         self.optimizer.step()
         if self.ema is not None:
-            self.ema.update(self.pipeline.step)
+            num_skipped = self._totals.num_skipped_steps + (self.scaler.num_skipped if self.scaler is not None else 0)
+            self.ema.update(self.pipeline.step - num_skipped)
         return values, report
 
     def _note(self) -> dict[str, Any]:

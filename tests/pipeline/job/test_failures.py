@@ -266,6 +266,50 @@ def test_an_error_in_one_replica_ends_all(where: str, pool: ProcessPool) -> None
         assert "Broken: on purpose" in event.text or rank == 1
 
 
+class Unfillable(nn.Module):
+    """A layer on the meta device that nothing can fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+
+def fail_before_a_step(rank: int, what: str) -> Event:
+    shape = (2, 1) if what == "evaluation" else (1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "stage"))
+    layers = gpipe.convert_batch_norm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    if what == "layer":
+        layers[1] = Unfillable()
+    started = time.monotonic()
+    try:
+        pipeline = gpipe.Pipeline(
+            layers, Loss(None), [2] if what == "evaluation" else [1, 1], 2, mesh=mesh, timeout_seconds=30.0,
+            synchronize_batch_norm=True,
+        )  # fmt: skip
+        inputs = torch.ones(8, 4)
+        if what == "evaluation":
+            pipeline.evaluate((inputs, torch.ones(3, 4)) if rank == 1 else inputs, move_statistics=True)
+        else:
+            pipeline.train_step(None if what == "mini-batch" and rank == 1 else (inputs, inputs))
+    except (ValueError, TypeError, gpipe.PipelineError) as error:
+        found = (error.stage,) if isinstance(error, gpipe.PipelineError) else (None,)
+        return Event(type(error).__name__, str(error), *found, None, None, time.monotonic(), started, "", False)
+    raise AssertionError("nothing failed")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("layer", "layers.1 (Unfillable)"), ("evaluation", "the inputs have the shapes"), ("mini-batch", "NoneType")],
+)
+def test_an_error_before_the_first_task_ends_all_processes_with_the_cause(
+    what: str, said: str, pool: ProcessPool
+) -> None:
+    other, culprit = pool.run(2, fail_before_a_step, what)
+    assert said in culprit.text and said in other.text
+    assert other.kind == "PeerFailure" and culprit.kind != other.kind
+    assert other.time - culprit.time < SECONDS
+
+
 def test_an_error_reaches_a_stage_that_waits_for_nobody(pool: ProcessPool) -> None:
     # Stage 0 has 4 s of forwards ahead of it when stage 2 fails in the third.
     events = pool.run(3, train, 3, 2, "forward", raise_error, 30.0, 1, 1.0)

@@ -181,6 +181,47 @@ def _train(case: Case, mesh: Any, layout: Layout) -> Outcome:
     return outcome
 
 
+def train_dropped(rank: int, num_replicas: int) -> list[np.ndarray | None]:
+    """Train layers with dropout for two steps, with a micro-batch of 3 for each of 4 parts; return the gradients."""
+    mesh = init_device_mesh("cpu", (num_replicas, 1), mesh_dim_names=("replica", "stage")) if num_replicas > 1 else None
+    pipeline = gpipe.Pipeline(dropped(), loss, (5,), 4 // num_replicas, mesh=mesh, timeout_seconds=10)
+    for step in range(2):
+        part = (part.chunk(num_replicas)[pipeline.job.replica_index] for part in whole_batch(Case((12,)), step))
+        pipeline.train_step(tuple(part))
+    pipeline.close()
+    return [parameter.grad.numpy() for parameter in pipeline.parameters()]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_replicas_have_the_masks_of_one_pipeline_with_all_their_micro_batches(
+    num_replicas: int, processes: ProcessPool
+) -> None:
+    expected = train_dropped(0, 1)
+    for found in processes.run(num_replicas, train_dropped, num_replicas):
+        for gradient, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(gradient, other, rtol=1e-12, atol=1e-14)
+
+
+def assigned(rank: int) -> list[np.ndarray]:
+    """Train two replicas on other mini-batches, then again with other parameter objects; return the gradients."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    pipeline = gpipe.Pipeline(plain_layers(), loss, (5,), 2, mesh=mesh, timeout_seconds=10)
+    batch = tuple(part.split((3, 5))[rank] for part in whole_batch(Case((3, 5)), 0))
+    found = []
+    for _ in range(2):
+        pipeline.train_step(batch)
+        found.append(np.concatenate([p.grad.numpy().ravel() for p in pipeline.parameters() if p.grad is not None]))
+        pipeline.layers.load_state_dict({k: v.clone() for k, v in pipeline.layers.state_dict().items()}, assign=True)
+    pipeline.close()
+    return found
+
+
+def test_gradients_are_averaged_also_of_parameters_that_came_later(processes: ProcessPool) -> None:
+    (first, second), (first_of_other, second_of_other) = processes.run(2, assigned)
+    assert np.array_equal(first, second) and np.array_equal(first, first_of_other)
+    assert np.array_equal(second, second_of_other)
+
+
 def plain(case: Case) -> Outcome:
     """Train the plain model on everything at once."""
     layers = case.layers()

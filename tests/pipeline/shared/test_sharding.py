@@ -148,8 +148,9 @@ def train_alone(case: Case) -> list[dict[str, np.ndarray]]:
     inputs = torch.randn(sum(case.sizes), 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(5, (sum(case.sizes),), generator=generator)
     found = []
-    for batch in zip(inputs.split(case.sizes), targets.split(case.sizes), strict=True):
+    for replica, batch in enumerate(zip(inputs.split(case.sizes), targets.split(case.sizes), strict=True)):
         pipeline = gpipe.Pipeline(make_layers(), nn.functional.cross_entropy, [5], 4)
+        pipeline.stages[0].first_micro_batch = 4 * replica
         pipeline.train_step(batch)
         found.append({name: p.grad.numpy() for name, p in pipeline.named_parameters() if p.grad is not None})
     return found

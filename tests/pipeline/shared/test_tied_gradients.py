@@ -61,6 +61,28 @@ def run_in_processes(rank: int, cases: list[Case], num_replicas: int = 1) -> lis
     return [run(case, mesh, num_replicas) for case in cases]
 
 
+def test_the_sum_is_also_that_of_parameters_that_came_later() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    layers[2].weight = layers[0].weight
+    pipeline = gpipe.Pipeline(layers, nn.functional.mse_loss, [2, 1], 2)
+    found = []
+    for _ in range(2):
+        pipeline.train_step((torch.ones(4, 3), torch.zeros(4, 3)))
+        assert torch.equal(layers[0].weight.grad, layers[2].weight.grad)
+        found.append(layers[0].weight.grad)
+        pipeline.layers.load_state_dict({k: v.clone() for k, v in pipeline.layers.state_dict().items()}, assign=True)
+    assert torch.equal(*found)
+
+
+def test_a_tied_parameter_that_is_gone_is_named() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    layers[2].weight = layers[0].weight
+    pipeline = gpipe.Pipeline(layers, nn.functional.mse_loss, [2, 1], 2)
+    nn.utils.parametrizations.weight_norm(layers[2])
+    with pytest.raises(ValueError, match=r"^a tied parameter is gone from its layer: .* before the pipeline is built$"):
+        pipeline.train_step((torch.ones(4, 3), torch.zeros(4, 3)))
+
+
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize(("partitions", "schedule", "stages_per_device"), [((6,), "gpipe", 1), *CUTS])
 def test_gradients_and_updates_are_those_of_one_shared_parameter(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
+_BETWEEN = "between two steps"
+
 
 class Activity:
     """What one process is doing: a task of a stage, or what lies between two steps.
@@ -19,7 +21,7 @@ class Activity:
     def __init__(self) -> None:
         self.compiling: str | None = None
         self._tasks: dict[int, tuple[Callable[[int, str], str], int, str]] = {}  # by the thread
-        self._outside = "between two steps"
+        self._outside = _BETWEEN
         self._beside: str | None = None
 
     def start(self, describe: Callable[[int, str], str], micro_batch: int, doing: str) -> None:
@@ -33,6 +35,7 @@ class Activity:
     def clear(self) -> None:
         """Forget the tasks of all threads, after an error."""
         self._tasks.clear()
+        self._outside = _BETWEEN
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -119,10 +119,6 @@ class Job:
         with self._guard_exchange():
             return [value for part in self.replicas.gather(values) for value in part]
 
-    def broadcast(self, value: Any, from_stage: int) -> Any:
-        """Return, on each process, the value that the process of one stage passed; it is of JSON's types."""
-        return value
-
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one."""
 

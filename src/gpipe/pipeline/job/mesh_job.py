@@ -123,11 +123,6 @@ class MeshJob(Job):
         with self._guard_exchange():
             return self._messenger.gather(value)
 
-    def broadcast(self, value: Any, from_stage: int) -> Any:
-        """Return, on each process, the value that the process of one stage passed."""
-        with self._guard_exchange():
-            return self._messenger.broadcast(value, self.process_of(from_stage))
-
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one."""
         self._watch.check()

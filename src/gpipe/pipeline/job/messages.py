@@ -145,14 +145,8 @@ class Messenger:
             return received
         mine = json.loads(json.dumps(value))  # what the others get: tuples become lists
         values = [mine] + [self.receive(peer) for peer in self._others]
-        return list(self.broadcast(values, 0))
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        """Return the value of rank `source` on every rank."""
-        if self.rank != source:
-            return self.receive(source)
-        self.send(value, *self._others)
-        return value
+        self.send(values, *self._others)
+        return values
 
     def fail(self, failure: dict[str, Any]) -> None:
         """Tell every other rank why this one stops."""

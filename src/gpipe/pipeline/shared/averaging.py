@@ -103,16 +103,17 @@ class Averaging:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Parameter, _Bucket] = {}
         self._num_reduced = 0
-        self._trainable: list[bool] = []
+        self._parameters: list[Parameter] = []  # which are held, so that no other one gets their ids
+        self._bound: list[tuple[int, bool]] = []
 
     def start_step(self) -> None:
-        """Bind the averaging to the parameters that are trainable now."""
+        """Bind the averaging to the parameters that the layers have, and that are trainable, now."""
         parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
-        trainable = [parameter.requires_grad for parameter in parameters]
+        bound = [(id(parameter), parameter.requires_grad) for parameter in parameters]
         self._num_reduced = 0
-        if trainable == self._trainable:
+        if bound == self._bound:
             return
-        self._trainable = trainable
+        self._parameters, self._bound = parameters, bound
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = [_Bucket(group) for group in group_alike(reversed(chosen))]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}

@@ -218,12 +218,9 @@ class TiedGradients:
         connections = job.connect_tied(sorted({processes for processes in holders if len(processes) > 1}))
         own = [(group, processes) for group, processes in zip(groups, holders, strict=True) if job.process in processes]
         self._connections = {group: connections.get(processes) for group, processes in own}
-        self._copies = {
-            member: layers[member.layer].get_parameter(member.name)
-            for group in self._connections
-            for member in group
-            if owners[member.layer] == job.process
-        }
+        self._layers = layers
+        self._own = [m for group in self._connections for m in group if owners[m.layer] == job.process]
+        self._copies = self._find_copies()
         self._repeated = {name for names in self.names for name in names[1:]}
         self._earlier: dict[Member, Tensor] = {}
 
@@ -235,8 +232,9 @@ class TiedGradients:
         """Set aside the gradients of earlier steps, which are sums already.
 
         Raises:
-            ValueError: a copy has got a hook.
+            ValueError: a copy has got a hook, or its layer has it no more.
         """
+        self._copies = self._find_copies()
         self._earlier = {}
         for member, parameter in self._copies.items():
             _refuse_hooks(member, parameter)
@@ -262,6 +260,15 @@ class TiedGradients:
             parameter = self._copies[member]
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = {}
+
+    def _find_copies(self) -> dict[Member, Parameter]:
+        """Return this process's copies as they are now: `load_state_dict(..., assign=True)` puts others there."""
+        try:
+            return {member: self._layers[member.layer].get_parameter(member.name) for member in self._own}
+        except AttributeError as error:
+            raise ValueError(
+                f"a tied parameter is gone from its layer: {error}; change layers before the pipeline is built"
+            ) from None
 
     def _exchange_states(self) -> dict[Member, _State]:
         """Return the state of every copy, of all processes of the pipeline."""
