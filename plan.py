@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from gpipe.config import register_schemas, to_run
 from gpipe.config.plan import PlanConfig
-from gpipe.launch.errors import report_errors
+from gpipe.launch.errors import report_errors, report_hydra_errors
 from gpipe.programs.automatic import is_open
 
 register_schemas(PlanConfig)
@@ -25,4 +25,5 @@ def main(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with report_hydra_errors():
+        main()

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from gpipe.config.literally import take_literally
 from gpipe.config.predict import LITERAL, register_schema, to_settings
-from gpipe.launch.errors import report_errors
+from gpipe.launch.errors import report_errors, report_hydra_errors
 
 register_schema()
 
@@ -24,4 +24,5 @@ def main(composed: DictConfig) -> None:
 
 if __name__ == "__main__":
     sys.argv[1:] = take_literally(sys.argv[1:], LITERAL)
-    main()
+    with report_hydra_errors():
+        main()

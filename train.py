@@ -24,7 +24,7 @@ from gpipe.launch.errors import report_errors, report_hydra_errors
 from gpipe.programs.automatic import choose_pipeline, is_open, spell_out
 from gpipe.programs.complete import check_run_data, complete
 from gpipe.programs.resume import name_runs, resume_folder
-from gpipe.programs.sweep import run_job
+from gpipe.programs.sweep import mention_sweep, run_job
 
 register_schemas()
 
@@ -45,6 +45,7 @@ def main(composed: DictConfig) -> float | None:
             return None
         with report_errors(debug=composed.launch.debug):
             run = check_settings(composed)
+            mention_sweep(job)
             with resume_folder(run, folder, is_dated=is_dated(job)) as at:
                 train(run, at, overrides)
     finally:

@@ -6,8 +6,10 @@ FOLDER/train/<class>/<number>.png and FOLDER/val/<class>/<number>.png: 6,000 and
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
+from gpipe.config.literally import make_word
 from gpipe.data import open_image_set
 
 FOLDERS = {"train": "train", "test": "val"}
@@ -37,10 +39,9 @@ def main() -> None:
         write_photographs(options.folder)
     except FileExistsError as error:
         parser.error(f"{error.filename} exists: name another folder")
-    print(
-        f"Written to {options.folder}. Next: "
-        f"python train.py +experiment=image_classification_laptop data.root={options.folder}"
-    )
+    root = make_word("data.root", options.folder)
+    command = shlex.join(["python", "train.py", "+experiment=image_classification_laptop", root])
+    print(f"Written to {options.folder}. Next: {command}")
 
 
 if __name__ == "__main__":

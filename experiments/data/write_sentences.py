@@ -6,8 +6,10 @@ FOLDER/train/<language>.txt and FOLDER/val/<language>.txt, a sentence a line, in
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
+from gpipe.config.literally import make_word
 from gpipe.data.text.multilingual_text import list_embedded_languages, read_embedded_pairs
 
 FOLDERS = {"train": "train", "valid": "val"}
@@ -35,10 +37,9 @@ def main() -> None:
         write_sentences(options.folder)
     except FileExistsError as error:
         parser.error(f"{error.filename} exists: name another folder")
-    print(
-        f"Written to {options.folder}. Next: "
-        f"python train.py +experiment=language_model_laptop data.root={options.folder}"
-    )
+    root = make_word("data.root", options.folder)
+    command = shlex.join(["python", "train.py", "+experiment=language_model_laptop", root])
+    print(f"Written to {options.folder}. Next: {command}")
 
 
 if __name__ == "__main__":

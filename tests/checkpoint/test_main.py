@@ -85,6 +85,15 @@ def test_timm_loads_the_exported_file(tmp_path: Path) -> None:
     assert torch.equal(loaded.eval()(images), pipeline.evaluate(images))
 
 
+def test_a_name_that_nobody_would_take_for_such_a_file_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = checkpoint.parent / "model.pt"
+    assert main(["export", str(checkpoint.parents[1]), "--output", str(output)]) == 1
+    assert capsys.readouterr().err == f"error: --output is {output}, expected a name that ends with .safetensors.\n"
+    assert not output.exists()
+
+
 def test_a_tied_parameter_is_exported_under_each_of_its_names(tmp_path: Path) -> None:
     pipeline = Pipeline(tied_layers("meta"), loss, (2, 2, 2), 3, seed=3)
     pipeline.train_step(mini_batch(0))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.manifest import Manifest, Position
@@ -74,6 +75,13 @@ def test_a_file_that_does_not_fit_is_refused_as_a_checkpoint_is(checkpoint: Path
         small_run(width=6).begin(file)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"model.safetensors is not a file of a model's weights \(.*\): choose"):
+        small_run().begin(file)
+
+
+def test_a_file_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"conv1.weight": torch.ones(2)}, file)
+    with pytest.raises(CheckpointError, match=r"has the tensor conv1\.weight, which is none of .*: it is of another "):
         small_run().begin(file)
 
 

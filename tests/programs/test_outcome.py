@@ -1,5 +1,6 @@
 """The commands that a run suggests at its end do what they say."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,13 @@ def test_to_train_on_is_to_train_more(overrides: list[str], summary: Summary, le
     """Also where the epochs ended before `max_steps`, and after early stopping."""
     command = suggested(run_of(*overrides), summary, *overrides)["train on"]
     assert command == f"python train.py {lengthened} trainer.resume_from=runs/a"
+
+
+@pytest.mark.parametrize("folder", ["runs/a", "runs/ös terreich", 'runs/a, [b] "c"', "runs/{x: ${y}}"])
+def test_hydra_reads_the_folder_that_a_command_names(folder: str) -> None:
+    command = suggest(Path(folder), run_of(), summary_of(3, 3), []).partition("train on")[2].partition("\n")[0]
+    words = shlex.split(command)[2:]
+    assert compose("train", overrides=words).trainer.resume_from == folder
 
 
 def test_what_a_command_needs_to_find_its_settings_stays() -> None:

@@ -1,11 +1,13 @@
 """What the program says before it trains, and instead: the plan, warnings, and errors in one message."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.data.images.small_sets import write_oxford_pets
-from tests.support.train_program import TINY, run_folder, start, train_here
+from tests.support.program_server import run_program
+from tests.support.train_program import TINY, TRAIN, run_folder, start, train_here
 
 
 @pytest.mark.reliability
@@ -71,6 +73,9 @@ def test_the_plan_of_the_full_size_model_needs_no_data_and_no_memory(tmp_path: P
             "error: model.num_filter is unknown, expected one of auxiliary_head, ",
         ),
         ("+model.num_filter=3", "error: model.num_filter is unknown, expected one of auxiliary_head"),
+        ("experiment=transfer", "error: experiment is not chosen by default: write +experiment=..., with a plus.\n"),
+        ("data.root=grün", "error: data.root=grün has characters that Hydra takes in quotes alone: write "),
+        ("hydra.run.dir=/etc/hostname/x", "error: /etc/hostname/x cannot be made or opened (Not a directory): name "),
     ],
 )
 def test_wrong_input_is_one_message_and_status_1(tmp_path: Path, argument: str, said: str) -> None:
@@ -88,8 +93,37 @@ def test_a_model_that_cannot_be_cut_so_is_one_message_and_status_1(
         train_here(tmp_path, *TINY, "pipeline.num_stages=10")
     assert end.value.code == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: num_partitions is 10, but 9 layers can make from 1 to 9")
+    assert said.startswith("error: pipeline.num_stages is 10, but the model has 9 layers: set it to 9 or less.")
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("program", ["plan.py", "predict.py", "translate.py"])
+def test_each_program_names_a_setting_that_is_unknown(tmp_path: Path, program: str) -> None:
+    done = run_program(TRAIN.with_name(program), "devise=h100", folder=tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: devise is unknown, expected one of .*: correct its name\.\n", done.stderr)
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "trainer.dry_run=true", "launch.device=cuda")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        "error: launch.device is cuda, but torch finds no GPU here: plan for one with plan.py"
+    )
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_run_of_what_is_a_sweep_says_so(tmp_path: Path, said: bool) -> None:
+    rate = ["optimizer.learning_rate=0.1"] if said else []
+    done = start(tmp_path, *TINY, "+search=learning_rate", "trainer.dry_run=true", *rate)
+    assert done.returncode == 0
+    assert ("a sweep over optimizer.learning_rate: add -m" in done.stdout) is not said
+
+
+def test_a_loss_of_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "optimizer.learning_rate=1e9", "trainer.max_steps=2")
+    assert done.returncode == 1
+    assert re.search(r"error: the loss on test after step \d is (nan|inf): lower the learning rate", done.stderr)
 
 
 def test_a_checkpoint_that_is_not_there_is_said_before_anything_is_built(tmp_path: Path) -> None:

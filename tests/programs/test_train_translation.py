@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(
     [
         ("data.languages=[de,xx]", "data.languages has 'xx', which the corpus multilingual_embedded does not have:"),
         ("data.vocabulary_size=99", "data.vocabulary_size is 99, but the tokens of multilingual_embedded have 4000: "),
-        ("trainer.batch_size=30", "batch_size 30 tokens is less than the longest sentence of 40 tokens"),
+        ("trainer.batch_size=30", "trainer.batch_size is 30 tokens, less than the longest sentence of 40 tokens"),
     ],
 )
 def test_data_that_do_not_fit_are_one_sentence(

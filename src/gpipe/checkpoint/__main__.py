@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print("\n".join(describe(checkpoint)))
             case "export":
                 output = options.output or Path(f"{checkpoint.name}.safetensors")
+                if output.suffix != ".safetensors":  # which is how init_from and other libraries know it
+                    raise CheckpointError(f"--output is {output}, expected a name that ends with .safetensors.")
                 kind = export(checkpoint, output, averages=not options.weights)
                 what = "moving averages of the weights" if kind == "ema" else "weights"
                 print(f"{output}: the {what} of {checkpoint}")

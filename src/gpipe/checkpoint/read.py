@@ -353,6 +353,11 @@ class _ExportedFile(_Source):
                 f"{', '.join(list(model_names.values())[:2])} and so on: name a file with the weights of this model."
             )
         if not model_names:
+            if (foreign := next((name for name in found if not name.partition(".")[0].isdecimal()), None)) is not None:
+                raise CheckpointError(
+                    f"{path} has the tensor {foreign}, which is none of a sequence of layers: it is of another model; "
+                    "name a file that was exported from a model like this one."
+                )
             self._names = {f"layers.{name}": name for name in found}
         specs = {own: found[name] for own, name in self._names.items()}
         self._num_layers = 1 + max(map(parse_layer, specs), default=-1)

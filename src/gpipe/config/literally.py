@@ -17,6 +17,12 @@ def take_literally(arguments: Sequence[str], keys: Collection[str], texts: Colle
     return [_quoted(argument, keys, texts) for argument in arguments]
 
 
+def make_word(key: str, value: object) -> str:
+    """Return the word of a command line that gives a setting a text, quoted where Hydra would interpret it."""
+    word = f"{key}={value}"
+    return word if re.fullmatch(r"[\w./+:@%=-]+", word, re.ASCII) else _quoted(word, {key}, {key})
+
+
 def _quoted(argument: str, keys: Collection[str], texts: Collection[str]) -> str:
     key, equals, value = argument.partition("=")
     if key not in keys or not equals or (key not in texts and value == "null"):

@@ -47,7 +47,8 @@ class Location:
     default_root: Path | None = None
     noun: str = "image set"
     alternative: str = (
-        "data=fashion_mnist_embedded, or an experiment named ..._laptop, uses photographs that come with this package."
+        "data=fashion_mnist_embedded uses photographs that come with this package; `python -m "
+        "experiments.data.write_photographs <folder>` writes them as such a folder."
     )
 
     def find_root(self, name: str, root: str | Path | None) -> Path:

@@ -125,6 +125,8 @@ def _sentence(error: Exception) -> str:
         return (
             f"no access to {error.filename} ({error.strerror}): change its permissions, or start where you may write."
         )
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
+        return f"{error.filename} cannot be made or opened ({error.strerror}): name another file or folder."
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return (
             f"{str(error.filename)[:60]}... is too long for the name of a file: shorten the setting that it comes from."
@@ -136,7 +138,16 @@ def _sentence(error: Exception) -> str:
         return f"another process did not come in time ({error}): {remedy}."
     is_sentence = type(error) is ValueError or type(error).__module__ != "builtins"
     message = _LOG.sub(_last_line, str(error))
+    if "LexerNoViableAltException" in message:
+        word = message.partition(": ")[2].partition("\n")[0]
+        key, _, value = word.partition("=")
+        return (
+            f"{word} has characters that Hydra takes in quotes alone: write \"{key}='{value}'\", with both kinds of "
+            "quotes."
+        )
     if unknown := _UNKNOWN.match(message):
+        if "No match in the defaults list" in message:
+            return f"{unknown['key']} is not chosen by default: write +{unknown['key']}=..., with a plus."
         node = getattr(error.__cause__, "parent_node", None)
         there = f", expected one of {', '.join(sorted(map(str, node)))}" if node else ""
         return f"{unknown['key']} is unknown{there}: correct its name."

@@ -56,11 +56,14 @@ def make_transformers_config(
         special: ids of tokens by their names there, such as eos_token_id.
 
     Raises:
-        ValueError: transformers refuses it.
+        ValueError: transformers refuses it, or would only keep an argument that it does not know.
     """
     import transformers
 
     try:
+        known = transformers.AutoConfig.for_model(name)
+        if unknown := sorted(argument for argument in arguments if not hasattr(known, argument)):
+            raise TypeError(f"it has no {', '.join(unknown)}")
         return transformers.AutoConfig.for_model(
             name, **arguments, vocab_size=vocabulary_size, use_cache=False, **special
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,9 +50,21 @@ class StepReport:
 
 
 def measure_peak_memory(devices: Iterable[torch.device]) -> int:
-    """Return the most memory that this process held so far, in bytes: the sum over CUDA devices, else main memory."""
+    """Return the most memory that this process held, in bytes: the sum over CUDA devices, else main memory.
+
+    It is the most so far, or since `reset_peak_memory`.
+    """
     cuda = [device for device in devices if device.type == "cuda"]
     if cuda:
         return sum(torch.cuda.max_memory_allocated(device) for device in cuda)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_memory() -> None:
+    """Let the peak begin anew, as far as the system can: of several trainings in one process, each has its own."""
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux alone, see proc(5)

@@ -204,12 +204,17 @@ def _totals(plan: Plan) -> str:
     evaluation = f" An evaluation needs {gib(max(plan.evaluation_bytes))}." if plan.evaluation_bytes else ""
     bubble = "" if plan.bubble is None else f"{describe_bubble(plan)}, "
     return (
-        f"{_describe_parameters(plan)}. All {len(plan.memory)} devices: {gib(memory)} of parameters, gradients and "
+        f"{_describe_parameters(plan)}. {_describe_devices(plan)}: {gib(memory)} of parameters, gradients and "
         f"optimiser state; {gib(activations)} of activations.{evaluation}\n"
         f"Planned step: {seconds:.3g} s, {plan.batch_size / seconds:.3g} examples/s; {bubble}the slowest stage is "
         f"{plan.imbalance:.1%} above the mean, update {plan.update_seconds / seconds:.1%}, model FLOPs utilisation "
         f"{plan.utilization:.1%}."
     )
+
+
+def _describe_devices(plan: Plan) -> str:
+    devices = "The device" if len(plan.memory) == 1 else f"All {len(plan.memory)} devices"
+    return devices if plan.setting.num_replicas == 1 else f"{devices} of each replica"
 
 
 def describe_bubble(plan: Plan) -> str:

@@ -113,6 +113,11 @@ def _zeros(value: Any, device: torch.device) -> Any:
 def accelerator_at_hand(run: RunConfig) -> Accelerator:
     """Return what a run on this machine would compute with."""
     has_gpu = run.launch.device is not Device.cpu and torch.cuda.is_available()
+    if run.launch.device is Device.cuda and not has_gpu:
+        raise ConfigError(
+            "launch.device is cuda, but torch finds no GPU here: plan for one with plan.py device=<its name>, or set "
+            "launch.device=cpu."
+        )
     return detect_accelerator("cuda" if has_gpu else "cpu")
 
 
@@ -161,6 +166,11 @@ def build_planner(
     """
     run = settle_precision(run, accelerator)
     settings = run.pipeline
+    if settings.num_stages > (num_layers := len(workload_of(run).layers())):
+        raise ConfigError(
+            f"pipeline.num_stages is {settings.num_stages}, but the model has {num_layers} layers: set it to "
+            f"{num_layers} or less."
+        )
     partition_by = settings.partition_by.value.removeprefix("measured_")
     is_measured = partition_by != settings.partition_by.value
     if is_measured and settings.partitions is None and seconds is None and memory is None:

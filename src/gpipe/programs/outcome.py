@@ -18,6 +18,7 @@ from gpipe.config import (
     TranslationModelConfig,
     to_plain,
 )
+from gpipe.config.literally import make_word
 from gpipe.durable_files import replacing
 from gpipe.launch.processes import Place
 from gpipe.pipeline.timeline import Timeline
@@ -157,7 +158,7 @@ def suggest(folder: Path, run: RunConfig, summary: Summary, overrides: Sequence[
     """Return the names of the run's files, and commands to try next."""
     commands = {}
     if run.trainer.checkpoints.keep is not None:
-        commands["train on"] = _command(overrides, *_lengthen(run, summary), f"trainer.resume_from={folder}")
+        commands["train on"] = _command(overrides, *_lengthen(run, summary), make_word("trainer.resume_from", folder))
         if isinstance(run.model, TranslationModelConfig):
             commands["translate"] = shlex.join(["python", "translate.py", f"checkpoint={folder}", "text=Danke"])
         if isinstance(run.model, TimmConfig | TransformersConfig):

@@ -11,6 +11,7 @@
 A job that has a record of the same settings is not run again; an unfinished one continues from its last checkpoint.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any, Protocol
 
+from hydra.conf import HydraConf
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
@@ -103,6 +105,14 @@ def _run_held_job(
         record = _record(folder, run)
     write_outcome(folder, made("done"))
     return None if record is None else record.results.get("top1")
+
+
+def mention_sweep(job: HydraConf) -> None:
+    """Say that a run is one of a sweep, where its command line says nothing of what the sweep varies."""
+    said = {word.lstrip("+").partition("=")[0] for word in job.overrides.task}
+    swept = [key.lstrip("+") for key in job.sweeper.get("params") or {}]
+    if not said.intersection(swept) and swept and os.environ.get("RANK", "0") == "0":
+        print(f"This is one run, of a sweep over {', '.join(swept)}: add -m for the sweep.", flush=True)
 
 
 class SweepEnd(Callback):

@@ -61,6 +61,7 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
     Raises:
         SystemExit: with status 75, when this session was asked to stop.
     """
+    from gpipe.pipeline.step_report import reset_peak_memory
     from gpipe.planning.accelerator import detect_accelerator
     from gpipe.planning.report import compare_with_plan, print_plan
     from gpipe.programs import build, outcome
@@ -79,6 +80,7 @@ def train_in_process(place: Place, folder: Path, run: RunConfig, overrides: list
         _, plan = layout.planned
         write_flushed(folder / "config.yaml", to_yaml(run))
         print_plan(*layout.planned, run.name)
+    reset_peak_memory()  # of earlier jobs of a sweep in this process, and of planning
     pipeline = build.build_pipeline(run, layers, layout, place)
     del layers, layout  # other stages' layers may have memory, which ends here
     timelines: list[Timeline] = []

@@ -1,5 +1,6 @@
 """The training loop: a step, the end of an epoch, and resuming."""
 
+import math
 import os
 import sys
 import time
@@ -419,6 +420,11 @@ class Trainer:
             self._tracker.log({"step": self.pipeline.step, "epoch": self._epoch, **values})
             whole = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items() if "/" not in metric)
             self._progress.message(f"evaluation on {name} after step {self.pipeline.step}: {whole}")
+            if not math.isfinite(metrics.get("loss", 0.0)):
+                raise ValueError(
+                    f"the loss on {name} after step {self.pipeline.step} is {metrics['loss']}: lower the learning "
+                    "rate, clip the gradients, or go on from an earlier checkpoint."
+                )
 
     def _estimate_statistics(self, layers: nn.ModuleDict | None) -> None:
         if self.statistics_loader is None or self.num_statistics_batches is None:

@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, str | bytes], float | None, str]] = {
     ),
     "a missing label": ({"train.csv": "path,label\n3.png,a\n2.png,\n"}, 0.5, r"image 2, has the path '2.png'"),
     "a missing value": ({"train.csv": "path,label\n3.png\n"}, 0.5, r"line 2 has 1 values for 2 columns"),
-    "missing images": ({"train.csv": GOOD + "9.png,b\n5.png,a\n"}, 0.5, r"9.png does not exist, one of 2 files that"),
+    "missing images": ({"train.csv": GOOD + "9.png,b\n5.png,a\n"}, 0.5, r"9.png does not exist, one of 2 missing"),
     "one image of a class": ({"train.csv": GOOD}, 0.5, r"the class a has one image"),
     "two tables": ({"train.csv": GOOD, "train.parquet": ""}, 0.5, r"has both train.csv and train.parquet: remove one"),
     "no parquet": ({"train.parquet": "no table at all"}, 0.5, r"is no Parquet table"),

@@ -96,8 +96,8 @@ def open_own_table(root: Path, split: str, share: float | None) -> ImageFiles:
     missing = np.flatnonzero(~are_files(root, table.names))
     if len(missing):
         raise FileNotFoundError(
-            f"{root / table.names[missing[0]]} does not exist, one of {len(missing)} files that {table.path} lists: "
-            "correct the table, or set data.root to the folder that its paths begin in."
+            f"{root / table.names[missing[0]]} does not exist, one of {len(missing)} missing files that {table.path} "
+            "lists: correct the table, or set data.root to the folder that its paths begin in."
         )
     number = {name: label for label, name in enumerate(classes)}
     rows = list(range(len(table.names)))

@@ -129,8 +129,8 @@ class TranslationLoader(EpochPosition):
         if self._batch_size < longest * self._num_replicas:
             share = f" x {self._num_replicas} replicas" if self._num_replicas > 1 else ""
             raise ValueError(
-                f"batch_size {self._batch_size} tokens is less than the longest sentence of {longest} tokens{share}: "
-                "choose a larger batch_size, or a smaller data.max_tokens"
+                f"trainer.batch_size is {self._batch_size} tokens, less than the longest sentence of {longest} "
+                f"tokens{share}: choose a larger trainer.batch_size, or a smaller data.max_tokens"
             )
         if num_pairs < self._num_replicas:
             raise ValueError(f"{num_pairs} pairs do not suffice for {self._num_replicas} replicas: choose fewer")
