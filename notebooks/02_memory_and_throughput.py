@@ -146,7 +146,7 @@ draw_schedules()
 #
 # ### Can the plan be trusted?
 #
-# We made real steps of two small models on the CPU, for all modes of re-materialisation, two schedules and several $K$.
+# We made real steps of two small models on the CPU, for all modes of re-materialisation, six schedules and several $K$.
 # Each change of the allocator counts for the stage at work. A point is a stage.
 
 # %%

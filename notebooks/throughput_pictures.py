@@ -358,7 +358,7 @@ def draw_deviations_of_plans() -> list[float]:
     ):
         axis.plot(*zip(*points, strict=True), marker, color=color, alpha=0.65, markeredgewidth=0, label=model)
     axis.axhline(0, color="gray", linewidth=1)
-    axis.set_ylim(-8, 8)
+    axis.set_ylim(-10, 10)
     axis.set_xlabel("measured peak of a stage, MiB")
     axis.set_ylabel("planned above measured, %")
     axis.legend(ncols=2, loc="upper right")

@@ -121,7 +121,7 @@ def test_a_run_of_what_is_a_sweep_says_so(tmp_path: Path, said: bool) -> None:
 
 
 def test_a_loss_of_an_evaluation_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    done = start(tmp_path, *TINY, "optimizer.learning_rate=1e9", "trainer.max_steps=2")
+    done = start(tmp_path, *TINY, "optimizer.learning_rate=1e9", "trainer.max_steps=1")
     assert done.returncode == 1
     assert re.search(r"error: the loss on test after step \d is (nan|inf): lower the learning rate", done.stderr)
 
