@@ -362,8 +362,9 @@ def _describe_languages(languages: Collection[str], records: Sequence[Record], s
     """Write how many languages there are, and how many training pairs the poorest and the richest have."""
     pairs = training_pairs(records, setting.rpartition(", ")[2])
     known = [pairs[language] for language in languages if language in pairs]
-    extent = f" with {min(known):,} to {max(known):,} training pairs" if known else ""
-    return f"on {len(languages)} languages{extent}"
+    counts = [f"{count:,}" for count in sorted({min(known), max(known)})] if known else []
+    extent = f" with {' to '.join(counts)} training pairs" if known else ""
+    return f"on {len(languages)} language{'s' if len(languages) > 1 else ''}{extent}"
 
 
 def _describe_line(line: Line, form: str) -> list[str]:

@@ -141,7 +141,7 @@ def test_all_stages_in_one_process_have_no_bubble() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["pipeline.num_stages=10"], "num_partitions is 10, but 9 layers can make from 1 to 9"),
+        (["pipeline.num_stages=10"], "pipeline.num_stages is 10, but the model has 9 layers: set it to 9 or less."),
         (["pipeline.partitions=[3,3]"], r"partitions is \[3, 3\], which covers 6 layers; give positive whole numbers"),
         (["pipeline.memory_limit_bytes=100"], r"pipeline\.memory_limit_bytes is 100, but the fullest device of the"),
         (["pipeline.partition_by=measured_seconds"], r"a plan measures nothing: set pipeline\.partition_by=seconds"),

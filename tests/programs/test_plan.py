@@ -139,7 +139,7 @@ def test_the_cut_by_memory_has_the_lowest_peak(plan: Plan) -> None:
         (["device=tpu_v9"], f"device is tpu_v9, expected auto or one of {', '.join(ACCELERATORS)}: set device="),
         (
             ["pipeline.num_stages=30", "trainer.batch_size=64"],
-            "num_partitions is 30, but 9 layers can make from 1 to 9",
+            "pipeline.num_stages is 30, but the model has 9 layers: set it to 9 or less.",
         ),
         (["efficiency=2"], "efficiency is 2.0, expected a share in (0, 1]: set efficiency=... accordingly."),
         (["memory_gib=0"], "memory_gib is 0.0, expected a number above 0: set memory_gib="),

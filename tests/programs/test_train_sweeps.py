@@ -41,7 +41,7 @@ def test_a_sweep_may_go_over_experiments(tmp_path: Path) -> None:
 def test_a_job_that_fails_does_not_end_the_sweep_but_its_status_says_so(tmp_path: Path) -> None:
     done = start(tmp_path, "-m", *TINY, "pipeline.num_stages=10,1")
     assert done.returncode == 1
-    assert "error: num_partitions is 10, but 9 layers can make from 1 to 9" in done.stderr
+    assert "error: pipeline.num_stages is 10, but the model has 9 layers: set it to 9 or less." in done.stderr
     assert "1 done, 1 failed" in done.stdout
     assert len(read_records(tmp_path / "runs")) == 1
 
