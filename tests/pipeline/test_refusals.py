@@ -122,8 +122,8 @@ def test_a_loss_may_depend_on_weights_of_layers() -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     pipeline = build(layers, lambda outputs, targets: F.cross_entropy(outputs, targets) + layers[1].weight.sum())
     pipeline.train_step(batch())
-    alone = build(loss=lambda _, __: torch.ones(()))
-    assert alone.train_step(batch()).loss == 1
+    alone = build(layers, lambda _, __: layers[1].weight.sum())
+    assert alone.train_step(batch()).loss == pytest.approx(layers[1].weight.sum().item())
 
 
 def test_inputs_and_targets_that_require_gradients_are_refused() -> None:
@@ -203,3 +203,74 @@ def test_a_lazy_batch_norm_that_knows_its_size_is_a_batch_norm() -> None:
     gpipe.convert_batch_norm(layers)
     build(layers).train_step(batch())
     assert int(layers[1].num_batches_tracked) == 2
+
+
+class Centre(nn.Module):
+    """Subtracts a moving mean, which may be another layer's too."""
+
+    def __init__(self, mean: Tensor, *, moves: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("partitions", [[3], [1, 2]])
+def test_a_buffer_of_two_layers_may_be_constant_and_nothing_else(partitions: list[int]) -> None:
+    def train(*, moves: bool) -> None:
+        mean = torch.zeros(4)
+        layers = nn.Sequential(Centre(mean, moves=False), nn.Linear(4, 4), Centre(mean, moves=moves))
+        gpipe.Pipeline(layers, F.mse_loss, partitions, 2).train_step((torch.ones(4, 4), torch.ones(4, 4)))
+        assert torch.equal(mean, torch.zeros(4))
+
+    train(moves=False)
+    with pytest.raises(ValueError, match=r"a forward changed the buffer layers\.[02]\.mean, which another layer has too"):
+        train(moves=True)
+
+
+def test_a_batch_norm_without_parameters_of_two_layers_is_refused() -> None:
+    norm = nn.BatchNorm1d(4, affine=False)
+    layers = gpipe.convert_batch_norm(nn.Sequential(norm, nn.Linear(4, 4), norm))
+    with pytest.raises(ValueError, match=r"^layers\.0 and layers\.2 are one batch norm, "):
+        gpipe.Pipeline(layers, F.mse_loss, [1, 2], 2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda x, y: F.mse_loss(x.detach(), y), lambda x, y: (x.argmax(-1) == y.argmax(-1)).float().mean()],
+)
+def test_a_loss_without_a_gradient_is_refused(loss: Any) -> None:
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss, [1, 1], 2)
+    with pytest.raises(ValueError, match=r"^the loss has no gradient with respect to the outputs"):
+        pipeline.train_step((torch.ones(4, 4), torch.ones(4, 4)))
+    assert pipeline.step == 0
+
+
+def test_a_loss_may_be_constant_in_some_micro_batches_and_layers_may_be_frozen() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    batch = torch.ones(4, 4), torch.tensor([0.0, 0.0, 1.0, 1.0])
+    pipeline = gpipe.Pipeline(layers, lambda x, y: x.sum() if y.sum() > 0 else torch.zeros(()), [1, 1], 2)
+    assert pipeline.train_step(batch).step == 0
+    layers.requires_grad_(False)
+    assert pipeline.train_step(batch).step == 1
+
+
+def test_a_complex_loss_is_refused() -> None:
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 4)), lambda x, _: torch.complex(x, x).mean(), [1], 2)
+    with pytest.raises(TypeError, match="the loss is a complex number; return a real one"):
+        pipeline.train_step((torch.ones(4, 4), torch.ones(4, 4)))
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_a_norm_to_clip_at_is_not_negative(max_norm: float) -> None:
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 4)), F.mse_loss, [1], 2)
+    batch = torch.ones(4, 4), torch.ones(4, 4)
+    with pytest.raises(ValueError, match=rf"^the largest norm of the gradients is {max_norm}; it must be"):
+        pipeline.train_step(batch, max_gradient_norm=max_norm)
+    pipeline.train_step(batch)
+    with pytest.raises(ValueError, match=rf"^the largest norm of the gradients is {max_norm}; it must be"):
+        pipeline.clip_gradients(max_norm)

@@ -8,7 +8,7 @@ Batch norms have their own way, in `batch_norm.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
@@ -33,8 +33,8 @@ class Buffers:
     are: constants, such as masks, cost nothing.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Mapping[int, nn.Module], shared: Collection[str] = ()) -> None:
+        self._layers, self._shared = layers, shared
         self._modules: dict[int, nn.Module] = {}  # those with buffers, by identity
         self._places: list[BufferPlace] = []
         self._moving: Iterable[BufferPlace] | None = (
@@ -87,6 +87,12 @@ class Buffers:
                 self._silent = {p for p, buffer in current.items() if not torch.equal(buffer, snapshot[p])}
             for place in snapshot.keys() - changed - self._silent:
                 del snapshot[place]
+            if shared := [name for name in map(self._name, snapshot if self._shared else ()) if name in self._shared]:
+                self._restore(snapshot)
+                raise ValueError(
+                    f"a forward changed the buffer {shared[0]}, which another layer has too and would not see changed "
+                    "in another stage; give each layer a buffer of its own"
+                )
             self._moving = self._start = snapshot
             self._changed.update(owner for owner, _ in snapshot)
         elif for_recomputation and (late := changed - snapshot.keys()):
@@ -146,6 +152,15 @@ class Buffers:
                 current[place].copy_(value)
             else:
                 self._put({place: value})
+
+
+def find_shared_buffers(layers: nn.Sequential) -> set[str]:
+    """Return the names in the whole model of buffers that several layers have."""
+    found: dict[int, dict[int, list[str]]] = {}
+    for index, layer in enumerate(layers):
+        for name, buffer in layer.named_buffers(remove_duplicate=False):
+            found.setdefault(id(buffer), {}).setdefault(index, []).append(f"layers.{index}.{name}")
+    return {name for of in found.values() if len(of) > 1 for names in of.values() for name in names}
 
 
 def _copy(buffers: Mapping[BufferPlace, Tensor]) -> BufferCopies:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from gpipe.pipeline import batch_norm, gradient_norm
 from gpipe.pipeline.autocast import step_autocast_cache
+from gpipe.pipeline.buffers import find_shared_buffers
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.device_threads import DeviceThreads
 from gpipe.pipeline.gradient_scaler import GradientScaler
@@ -196,13 +197,14 @@ class Pipeline:
         owners = [self.job.process_of(k) for k, part in enumerate(ranges) for _ in part]
         lowered = frozenset(i for i, layer in enumerate(layers) if wants_low_precision(layer))
         first = self.job.replica_index * num_microbatches
+        shared_buffers = find_shared_buffers(layers)
         with self.job.guard():
             own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)
             self._tied = TiedGradients(tied.groups, own, owners, self.job)
             self._own = own
             self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
             self.stages: Mapping[int, Stage] = {
-                k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered, first)
+                k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered, first, shared_buffers)
                 for k, device in self.job.devices.items()
             }
             self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
@@ -288,6 +290,7 @@ class Pipeline:
         begin = time.perf_counter()
         with self._step():
             inputs, targets = _unpack(batch)
+            _check_max_norm(max_gradient_norm)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
             outputs: dict[int, Payload] | None = {} if return_outputs else None
@@ -315,10 +318,12 @@ class Pipeline:
             with torch.enable_grad():
                 self._run(tasks, parts, train, clock, threads=self._device_threads)
             self._is_loss_known = True
+            if loss is not None:
+                loss.refuse_without_gradient()
             self._finish_gradients()
             if scaler is not None:
                 scaler.unscale(self.parameters())
-            conclusion = self._conclude(loss, note, may_skip=scaler is not None, max_norm=max_gradient_norm)
+            conclusion = self._conclude(loss, note, scaler, max_norm=max_gradient_norm)
             totals, notes, is_skipped, norm = conclusion
             if scaler is not None:
                 scaler.update(is_skipped=is_skipped)
@@ -513,7 +518,9 @@ class Pipeline:
 
         Raises:
             NonFiniteError: the norm is not finite; nothing was scaled.
+            ValueError: `max_norm` is negative or not a number.
         """
+        _check_max_norm(max_norm)
         return self._clip(self.job.gather(self._compute_norms()), max_norm, self.step - 1)
 
     def _clip(self, norms: Sequence[Sequence[tuple[str, float]]], max_norm: float, step: int) -> float:
@@ -750,21 +757,33 @@ class Pipeline:
         return loss
 
     def _conclude(
-        self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None, *, may_skip: bool, max_norm: float | None
+        self,
+        loss: MiniBatchLoss | None,
+        note: Callable[[], Any] | None,
+        scaler: GradientScaler | None,
+        *,
+        max_norm: float | None,
     ) -> tuple[dict[str, float], list[Any], bool, float | None]:
         """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes.
 
-        may_skip: drop all gradients where one has a fault, and return True as the third value, instead of an error.
+        scaler: with one, drop all gradients where one has a fault, and return True as the third value; without, raise.
         max_norm: clip the gradients at it, and return their norm as the last value.
         """
         norms = self._compute_norms()
+        given = {
+            "step": self.step,
+            "scaler.scale": None if scaler is None else scaler.scale,
+            "max_gradient_norm": max_norm,
+        }
         own = {
+            "given": given,
             "totals": loss.totals() if loss else None,
             "fault": [named for named in norms if not math.isfinite(named[1])][:1],
             "norms": norms if max_norm is not None else [],
             "note": [note() if note else None, self._compilation is not None and self._compilation.is_abandoned],
         }
         parts = self.job.gather(own)
+        _refuse_different([part["given"] for part in parts])
         noted = [part["note"] for part in parts]
         if note is not None or self._compilation is not None:
             noted = self.job.join_replicas(noted)
@@ -781,7 +800,7 @@ class Pipeline:
         if not math.isfinite(totals["loss"]):
             last = self.num_stages - 1
             raise NonFiniteError(f"the loss of step {self.step} is {totals['loss']} in stage {last}", stage=last)
-        if may_skip:
+        if scaler is not None:
             for parameter in self.parameters():
                 parameter.grad = None
             return totals, notes, True, None
@@ -834,6 +853,22 @@ def _unpack(batch: Any) -> tuple[Any, Any]:
         raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")
     inputs, targets = batch
     return inputs, targets
+
+
+def _check_max_norm(max_norm: float | None) -> None:
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"the largest norm of the gradients is {max_norm}; it must be a number of at least 0")
+
+
+def _refuse_different(given: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what the processes of a pipeline gave to a step, where it differs."""
+    for process, other in enumerate(given[1:], 1):
+        for name, value in given[0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name} is {value} in process 0 of the pipeline and {other[name]} in process {process}; give "
+                    "every process the same"
+                )
 
 
 def _name(schedule: ScheduleFunction) -> str:

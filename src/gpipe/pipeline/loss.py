@@ -61,6 +61,7 @@ class MiniBatchLoss:
             raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")
         self._weights = [w / total for w in weights]
         self._values: dict[int, dict[str, Tensor]] = {}
+        self._lacks_gradient = True
 
     def __call__(self, outputs: Any, micro_batch: int) -> Tensor:
         """Return the micro-batch's share of the loss, to run backward from.
@@ -89,7 +90,21 @@ class MiniBatchLoss:
         self._values[micro_batch] = {name: value.detach() for name, value in scalars.items()}
         # The replicas' gradients are averaged, but their losses must add up.
         share: Tensor = scalars["loss"] * (self._weights[micro_batch] * self._replicas.count * self._scale)
+        wants_gradient = any(tensor.requires_grad for tensor in Payload.of(outputs).tensors)
+        self._lacks_gradient = self._lacks_gradient and wants_gradient and not share.requires_grad
         return share
+
+    def refuse_without_gradient(self) -> None:
+        """Refuse a loss that gave none of the outputs a gradient, in no micro-batch: nothing would be trained.
+
+        Raises:
+            ValueError: it is such a one.
+        """
+        if self._lacks_gradient:
+            raise ValueError(
+                "the loss has no gradient with respect to the outputs, so nothing would be trained; do not detach "
+                "them, and use operations that can be differentiated"
+            )
 
     def totals(self) -> dict[str, float]:
         """Return the mini-batch's loss under the name "loss", and its metrics; waits for the device once."""
@@ -105,6 +120,8 @@ def _check_scalars(result: Any) -> dict[str, Tensor]:
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or loss.ndim > 0:
         raise TypeError(f"the loss has {_describe(loss)}; return one number, the mean over the micro-batch")
+    if loss.is_complex():
+        raise TypeError("the loss is a complex number; return a real one, such as its absolute value")
     if not isinstance(metrics, dict) or "loss" in metrics:
         found = "a metric called 'loss'" if isinstance(metrics, dict) else f"metrics of type {type(metrics).__name__}"
         raise ValueError(f"the loss came with {found}; return (loss, {{name: scalar}}), and no metric under that name")

@@ -21,7 +21,7 @@ Why not torch.utils.checkpoint:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -90,6 +90,7 @@ class Stage:
         seed: of the run.
         lowered: the layers of the model, by index, that want their input in autocast's precision.
         first_micro_batch: the number of this replica's first micro-batch among those of all replicas, for the masks.
+        shared_buffers: the names in the model of those that several layers have: no forward may change one.
 
     Attributes:
         averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
@@ -109,6 +110,7 @@ class Stage:
         seed: int,
         lowered: Container[int] = (),
         first_micro_batch: int = 0,
+        shared_buffers: Collection[str] = (),
     ) -> None:
         self.index, self.layers, self.device = index, dict(layers), device
         self.averaging: Averaging | Sharding | None = None
@@ -127,7 +129,7 @@ class Stage:
         self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
         self._is_same_without_graph = False
         self._has_copies = False  # autocast's of this step's weights, with their graphs
-        self._buffers = Buffers(self.layers)
+        self._buffers = Buffers(self.layers, shared_buffers)
         self._hooks = ParameterHooks()
         self._batch_norms = converted_batch_norms(self.layers.values())
         discard(self._batch_norms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -560,3 +561,64 @@ def disagree(rank: int) -> str:
 def test_processes_that_make_different_calls_are_told_so(pool: ProcessPool) -> None:
     for text in pool.run(3, disagree):
         assert "wait for each other; every process must make the same calls of the pipeline" in text
+
+
+def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
+    """Give one process something else than the other; return the error, and that of the next step."""
+    shape = (2, 1) if what == "frozen" else (1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "stage"))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = gpipe.Pipeline(
+        layers, Loss(None), [2] if what == "frozen" else [1, 1], 2, mesh=mesh, timeout_seconds=10.0
+    )
+    batch, errors = (torch.ones(8, 4), torch.ones(8, 4)), []
+    scaler = gpipe.GradientScaler(2.0**4 if what == "scale" and rank == 1 else 2.0**3) if what != "scaler" else None
+    if what == "scaler" and rank == 1:
+        scaler = gpipe.GradientScaler()
+    if what == "step":
+        pipeline.step = rank
+    if what == "frozen":
+        layers[rank].requires_grad_(False)
+    for number in range(3):
+        try:
+            if what == "evaluation" and rank == number == 0:
+                pipeline.evaluate(batch[0])
+            else:
+                pipeline.train_step(
+                    batch, scaler=scaler, max_gradient_norm=1.0 if what == "norm" and rank == 0 else None
+                )
+        except (ValueError, gpipe.PipelineError) as error:
+            errors.append(str(error))
+    return errors[0], errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("scaler", r"scaler\.scale is None in process 0 of the pipeline and 65536\.0 in process 1; give every"),
+        ("scale", r"scaler\.scale is 8\.0 in process 0 of the pipeline and 16\.0 in process 1; give every"),
+        ("norm", r"max_gradient_norm is 1\.0 in process 0 of the pipeline and None in process 1; give every"),
+        ("step", r"step is 0 in process 0 of the pipeline and 1 in process 1; give every process the same"),
+        ("frozen", r"layers\.0\.weight is frozen in one replica and not in another; freeze the same"),
+        ("evaluation", r"every process must make the same calls of the pipeline, in the same order"),
+    ],
+)
+def test_processes_that_are_given_different_things_are_told_so(what: str, said: str, pool: ProcessPool) -> None:
+    for first, second in pool.run(2, give_other_arguments, what):
+        assert re.search(said, first), first
+        assert second.startswith("this pipeline stopped before"), second
+
+
+def use_when_closed(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = gpipe.Pipeline(layers, Loss(None), [1, 1], 2, mesh=mesh, timeout_seconds=10.0)
+    pipeline.close()
+    with pytest.raises(gpipe.PipelineError) as error:
+        pipeline.train_step((torch.ones(8, 4), torch.ones(8, 4)))
+    return str(error.value)
+
+
+def test_a_pipeline_that_was_closed_says_so(pool: ProcessPool) -> None:
+    said = "this pipeline stopped before and cannot go on, build a new one; it stopped: it was closed"
+    assert pool.run(2, use_when_closed) == [said, said]

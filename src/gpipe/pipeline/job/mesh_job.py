@@ -173,6 +173,7 @@ class MeshJob(Job):
         for messenger in filter(None, (self._messenger, self._replica_messenger)):
             messenger.close()
         self._watch.join()
+        self._failure = self._failure or "it was closed"
 
     def _require_agreement(self, settings: Mapping[str, Any], messenger: Messenger, kind: str) -> None:
         try:

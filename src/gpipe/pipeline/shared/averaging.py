@@ -85,7 +85,7 @@ class _Bucket:
 
 
 class Averaging:
-    """Averages the gradients of one stage over its replicas.
+    """Averages the gradients of one stage over its replicas, which freeze the same parameters.
 
     Every replica averages its stages in the same order, for their last backwards follow each other down the stages, and
     the buckets of each in theirs. The layers' weights and buffers become those of replica 0.
@@ -99,7 +99,7 @@ class Averaging:
     def __init__(self, layers: Mapping[int, nn.Module], replicas: Replicas, *, is_awaited: bool = False) -> None:
         self.replicas = replicas
         self._is_awaited = is_awaited
-        self._layers = list(layers.values())
+        self._layers = layers
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Parameter, _Bucket] = {}
         self._num_reduced = 0
@@ -108,24 +108,40 @@ class Averaging:
 
     def start_step(self) -> None:
         """Bind the averaging to the parameters that the layers have, and that are trainable, now."""
-        parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        parameters = [parameter for layer in self._layers.values() for parameter in layer.parameters()]
         bound = [(id(parameter), parameter.requires_grad) for parameter in parameters]
         self._num_reduced = 0
         if bound == self._bound:
             return
         self._parameters, self._bound = parameters, bound
+        self._refuse_partly_frozen()
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets = [_Bucket(group) for group in group_alike(reversed(chosen))]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         if chosen:
             self._copy_from_first_replica()
 
+    def _refuse_partly_frozen(self) -> None:
+        named = [
+            (f"layers.{index}.{name}", parameter.requires_grad)
+            for index, layer in self._layers.items()
+            for name, parameter in layer.named_parameters()
+        ]
+        for other in self.replicas.gather([is_trained for _, is_trained in named]):
+            for (name, is_trained), is_trained_there in zip(named, other, strict=True):
+                if is_trained != is_trained_there:
+                    raise ValueError(
+                        f"{name} is frozen in one replica and not in another; freeze the same parameters in all"
+                    )
+
     @torch.no_grad()
     def _copy_from_first_replica(self) -> None:
         group = self.replicas.group
         assert group is not None
         with self.replicas.exchange():
-            for state in chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in self._layers):
+            for state in chain.from_iterable(
+                (*layer.parameters(), *layer.buffers()) for layer in self._layers.values()
+            ):
                 part = state.detach().contiguous()
                 dist.broadcast(part, dist.get_global_rank(group, 0), group)
                 state.copy_(part)

@@ -77,8 +77,7 @@ class TiedParameters:
             for name, parameter in layer.named_parameters():
                 found.setdefault(id(getattr(parameter, _MARK, parameter)), []).append(Member(index, name))
         self.groups: tuple[TiedGroup, ...] = tuple(tuple(members) for members in found.values() if len(members) > 1)
-        if self.groups:
-            _refuse_shared_batch_norms(layers)
+        _refuse_shared_batch_norms(layers)
         for first, *_ in self.groups:
             _refuse_hooks(first, self._parameter(first))
 

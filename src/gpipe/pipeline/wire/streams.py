@@ -87,6 +87,11 @@ class Formats:
         """Begin a step."""
         self._training, self.position = training, 0
 
+    @property
+    def place(self) -> tuple[bool, int]:
+        """Whether the next message is of a training step, and how many of its step came before it."""
+        return self._training, self.position
+
     def predict(self) -> MessageFormat:
         """Return the format that the next message should have."""
         before = self._known.get((self._training, self.position - 1), EMPTY)
