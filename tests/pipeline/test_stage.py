@@ -277,7 +277,8 @@ class FirstOfTwo(Job):
         self.transfer = LoggedTransfer(log)
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, {"totals": {"loss": 0.0}, "fault": [], "norms": [], "note": [None, False]}]
+        other = {"totals": {"loss": 0.0}, "fault": [], "norms": [], "note": [None, False]}
+        return [value, value | other]
 
 
 def test_a_stage_recomputes_before_it_asks_for_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Metrics(Protocol):
         """Return the sums of a micro-batch, given the model's outputs: float64, of one shape for all."""
 
     def compute(self, sums: Tensor) -> dict[str, float]:
-        """Return the figures, "loss" and "top1" at least, given the sum of all batches' sums.
+        """Return the figures, "loss" at least, given the sum of all batches' sums.
 
         "<part>/<figure>" is the figure of a part of the set.
         """

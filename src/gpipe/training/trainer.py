@@ -58,6 +58,8 @@ class Trainer:
         autocast, evaluation_autocast: make the contexts of training and of evaluation, such as torch.autocast's.
         scaler: scales the loss for float16. A step whose gradients overflow updates nothing, and counts as a step.
         evaluation_loaders: by name; the first is the main one. Without any, nothing is evaluated.
+        metrics: of evaluations, instead of the pipeline's loss; by default a loss and accuracies of classes. For other
+            outputs or targets give your own, see `gpipe.training.evaluation.Metrics`.
         evaluate_every_epochs, evaluate_every_steps: both None is never; else also at the end of training.
         statistics_loader: as `train_loader`; before an evaluation, batch norms' statistics are estimated with it.
         num_statistics_batches: how many mini-batches an estimate takes; None evaluates with the moving averages.
