@@ -90,8 +90,9 @@ class MiniBatchLoss:
         self._values[micro_batch] = {name: value.detach() for name, value in scalars.items()}
         # The replicas' gradients are averaged, but their losses must add up.
         share: Tensor = scalars["loss"] * (self._weights[micro_batch] * self._replicas.count * self._scale)
-        wants_gradient = any(tensor.requires_grad for tensor in Payload.of(outputs).tensors)
-        self._lacks_gradient = self._lacks_gradient and wants_gradient and not share.requires_grad
+        if self._lacks_gradient:
+            wants_gradient = any(tensor.requires_grad for tensor in Payload.of(outputs).tensors)
+            self._lacks_gradient = wants_gradient and not share.requires_grad
         return share
 
     def refuse_without_gradient(self) -> None:
