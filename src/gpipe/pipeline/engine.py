@@ -71,8 +71,8 @@ class Pipeline:
 
     Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, on whether
     backwards are split, or on whether one process plays all stages or each stage has its own. R replicas of M
-    micro-batches have the masks of one pipeline of R x M. GPipe's schedules add up
-    the micro-batches from the last on, the others from the first on: between the two, gradients differ by rounding.
+    micro-batches have the masks of one pipeline of R x M. GPipe's schedules add up the micro-batches from the last on,
+    the others from the first on: between the two, gradients differ by rounding.
 
     Args:
         layers: the model, a plain sequence. A layer takes what the one before returns: a tensor, or nested tuples,
@@ -181,7 +181,7 @@ class Pipeline:
             "partitions": list(partitions),
             "num_microbatches": num_microbatches,
             "rematerialize": rematerialize if isinstance(rematerialize, str) else list(rematerialize),
-            "schedule": schedule if isinstance(schedule, str) else _name(schedule),
+            "schedule": schedule if isinstance(schedule, str) else _name_schedule(schedule),
             "stages_per_device": stages_per_device,
             "seed": seed,
         }
@@ -871,7 +871,7 @@ def _refuse_different(given: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _name(schedule: ScheduleFunction) -> str:
+def _name_schedule(schedule: ScheduleFunction) -> str:
     """Return the name of a user's schedule, the same in each process; of a functools.partial, that of its function."""
     function = getattr(schedule, "func", schedule)
     name = getattr(function, "__qualname__", type(function).__qualname__)

@@ -20,7 +20,7 @@ from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import PREFIX_BYTES, MessageFormat
 from gpipe.pipeline.wire.streams import Formats, Link, Mark, Sender
 
-_HEADER = struct.Struct("<BQ?I")  # a mark, a size; whether in a training step, and its how-manieth payload
+_HEADER = struct.Struct("<BQ?I")  # a mark, a size; whether in a training step, and how many payloads of it came before
 
 _OTHER_CALL = (
     "the neighbour sent a payload of another step, or of training for evaluation; every process must make the same "
