@@ -57,3 +57,10 @@ def test_replicas_share_each_mini_batch() -> None:
     ]
     for (indices, _, _), *shares in zip(whole, *parts, strict=True):
         assert sorted(indices) == sorted(index for share in shares for index in share[0])
+
+
+def test_every_option_has_to_be_one() -> None:
+    with pytest.raises(TypeError, match="shuffle"):
+        DatasetLoader(Numbers(), 2, 0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="drop_lats"):
+        DatasetLoader(Numbers(), 2, 0, shuffle=True, drop_lats=True)  # type: ignore[call-arg]

@@ -274,3 +274,26 @@ def test_a_norm_to_clip_at_is_not_negative(max_norm: float) -> None:
     pipeline.train_step(batch)
     with pytest.raises(ValueError, match=rf"^the largest norm of the gradients is {max_norm}; it must be"):
         pipeline.clip_gradients(max_norm)
+
+
+@pytest.mark.parametrize("mode", [True, None, 2])
+def test_a_mode_of_rematerialisation_is_a_word_or_numbers(mode: Any) -> None:
+    with refused(f"rematerialize is {mode}; it must be one of always, except_last, never, or 2 whole numbers"):
+        build(rematerialize=mode)
+
+
+@pytest.mark.parametrize("seed", [None, "a", 1.5])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with refused(f"seed is {seed!r}; it must be a whole number"):
+        build(seed=seed)
+
+
+def test_the_scaler_is_ours() -> None:
+    with refused("scaler is of type GradScaler; give a gpipe.GradientScaler"):
+        build().train_step(batch(), scaler=torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("weight", "said"), [(lambda y: y, "the shape (2,)"), (lambda _: None, "the type NoneType")])
+def test_the_weight_of_a_loss_is_a_number(weight: Any, said: str) -> None:
+    with refused(f"loss_weight returned {said}; return one number per micro-batch"):
+        build(loss_weight=weight).train_step(batch())

@@ -109,3 +109,8 @@ def test_the_gpu_at_hand_is_known_by_its_name_and_has_its_own_memory(
 
 def test_without_a_gpu_the_nominal_processor_is_at_hand() -> None:
     assert detect_accelerator("cpu") == find_accelerator("cpu")
+
+
+def test_a_precision_is_one_that_is_known() -> None:
+    with pytest.raises(ValueError, match=r"^precision is 'fp32', expected one of float32, bfloat16, float16\.$"):
+        Speed.of(ACCELERATORS["h100"], "fp32")

@@ -240,3 +240,16 @@ def test_a_giant_is_cut_after_a_few_simulations() -> None:
 
     found = cut._search([100] * 30, lambda _: (0.0,), score, 7)
     assert (len(simulated), len(found), sum(found)) == (8, 30, 3_000)
+
+
+@pytest.mark.parametrize(("words", "name"), [(("time", "step"), "partition_by"), (("flops", "sum"), "objective")])
+def test_a_cutter_knows_its_words(words: tuple[str, str], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is '{words[name == 'objective']}', expected one of "):
+        Cutter(*words, SPEED)
+
+
+def test_a_setting_may_name_its_mode() -> None:
+    assert Setting(2, 4, "never") == Setting(2, 4, Rematerialize.NEVER)  # type: ignore[arg-type]
+    assert Setting(2, 4, "never").walks == Setting(2, 4, Rematerialize.NEVER).walks  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sometimes"):
+        Setting(2, 4, "sometimes")  # type: ignore[arg-type]

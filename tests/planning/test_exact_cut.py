@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.planning.accelerator import LayerSeconds
 from gpipe.planning.exact_cut import CutObjective, partition_layers
 
 OBJECTIVES: tuple[CutObjective, ...] = ("max", "variance")
@@ -196,3 +197,9 @@ def test_an_impossible_memory_limit_says_which_bound_is_broken(
     num_layers = max(2, len(memory_bytes or []))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         partition_layers([1] * num_layers, num_partitions, memory_bytes=memory_bytes, memory_limit_bytes=limit)
+
+
+@pytest.mark.parametrize("cost", [None, "3", LayerSeconds(1, 1, 1)])
+def test_a_cost_is_a_number(cost: Any) -> None:
+    with pytest.raises(TypeError, match=f"^The cost of layer 1 is of type {type(cost).__name__}; give numbers"):
+        partition_layers([1, cost], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -465,3 +466,53 @@ def test_a_mask_of_no_example_reaches_every_layer_of_every_micro_batch() -> None
     assert torch.allclose(torch.as_tensor(report.loss), F.mse_loss(plain(x, mask), targets))
     for (name, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None and torch.allclose(parameter.grad, twin.grad, atol=1e-7), name
+
+
+class Nested(nn.Module):
+    """Returns its output as a function nests it."""
+
+    def __init__(self, nest: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.nest = nest
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.nest(x)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda x: {"a": {"b": x}},
+        lambda x: [x],
+        lambda x: (x, [x + 1, {"a": (x[:, :2], None)}]),
+        lambda x: OrderedDict(out=x, none=None),
+    ],
+)
+def test_outputs_are_nested_as_the_models_are(nest: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Nested(nest), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:3])
+    found = gpipe.Pipeline(layers, lambda outputs, _: outputs, [len(layers)], 2).evaluate(x)
+    assert len(layers) > 1
+    assert_nested_alike(found, model(x))
+
+
+def assert_nested_alike(found: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.allclose(found, expected, atol=1e-6)
+        return
+    assert type(found) is (dict if isinstance(expected, dict) else type(expected))
+    if expected is not None:
+        assert len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_nested_alike(found[key], expected[key])
+
+
+def test_the_example_may_be_on_another_device_than_the_model() -> None:
+    layers = gpipe.as_layers(build("ViT").to("meta"), images())
+    other = gpipe.as_layers(build("ViT").to("meta"), images().to("meta"))
+    assert [str(layer) for layer in layers] == [str(layer) for layer in other] and len(layers) > 1
+    assert {parameter.device.type for parameter in layers.parameters()} == {"meta"}

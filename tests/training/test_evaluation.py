@@ -1,6 +1,8 @@
 """Evaluation over uneven batches and over replicas equals, to the last bit, that of one process on all examples."""
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,3 +150,16 @@ def test_figures_of_several_labels_are_those_of_scikit_learn() -> None:
     parts = [F.binary_cross_entropy_with_logits(each, targets * 0.8 + 0.1) for each in (logits, 2 * logits)]
     assert loss.item() == pytest.approx((parts[0] + 0.5 * parts[1]).item())
     assert figures["top1"].item() == pytest.approx(found["top1"])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "said"),
+    [
+        (torch.ones(4, 1), torch.ones(4, 1), "the outputs are float32 [4, 1] and the targets float32 [4, 1], but"),
+        ({"a": torch.ones(4, 2)}, torch.ones(4).long(), "the outputs are of type dict and the targets int64 [4], but"),
+        (torch.ones(4, 2), torch.ones(3).long(), "the outputs are float32 [4, 2] and the targets int64 [3], but"),
+    ],
+)
+def test_the_metrics_of_classes_refuse_other_outputs(outputs: Any, targets: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(said)} without metrics=... an evaluation expects"):
+        EvaluationMetrics().measure(outputs, targets)

@@ -3,12 +3,15 @@
 import io
 import json
 import math
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from gpipe.checkpoint.errors import CheckpointError
 from gpipe.checkpoint.folder import find_best, find_checkpoint, find_latest
@@ -381,3 +384,30 @@ def test_only_the_pipeline_the_optimizer_and_the_data_must_be_given(capsys: pyte
     assert (summary.num_steps, summary.num_epochs, summary.evaluation) == (4, 1, {})
     assert {group["lr"] for group in run.optimizer.param_groups} == {0.007}
     assert "step 4/4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("learning_rate", 0.1, "learning_rate is 0.1: give a function of the number of finished steps, or None"),
+        ("train_loader", DataLoader(TensorDataset(torch.ones(4, 3))), "train_loader is of type DataLoader, which"),
+        ("evaluation_loaders", {"test": [1, 2]}, "test is of type list, which cannot go on within an epoch: give"),
+    ],
+)
+def test_what_the_trainer_is_given_is_what_it_needs(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
+        replace(small_trainer(tmp_path), **{name: value})
+
+
+def test_a_folder_may_be_text(tmp_path: Path) -> None:
+    trainer = replace(small_trainer(tmp_path), checkpoint_folder=str(tmp_path / "text"))
+    trainer.train()
+    assert find_latest(tmp_path / "text") is not None
+
+
+def test_the_speeds_of_a_long_training_are_those_of_its_last_steps() -> None:
+    totals = Totals()
+    for number in range(30_000):
+        totals.speeds.append(StepSpeed(number, 0.0, 1, 1))
+    summary = totals.summarize(30_000, 1, None, "examples", 1)
+    assert summary.num_timed_steps < 30_000 and summary.step_seconds is not None and summary.step_seconds > 20_000

@@ -23,7 +23,7 @@ class DatasetLoader(EpochLoader):
         seed: of the order and of what items draw.
         num_workers: processes that read items; 0 reads in this process. Only the speed depends on it.
         collate: makes a mini-batch (inputs, targets) of a list of items; torch's by default.
-        options: as in EpochLoader. `shuffle` must be said.
+        options: those of EpochOptions; `shuffle` must be said.
 
     Raises:
         ValueError: a setting is wrong, or there are too few items for one mini-batch.

@@ -1,7 +1,7 @@
 """The order in which an epoch shows the examples, and this replica's part of each mini-batch."""
 
 import math
-from typing import Required, TypedDict, Unpack
+from typing import Required, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,21 +85,27 @@ class EpochLoader(EpochPosition):
             with R times this batch_size.
         seed: of the order, which is a function of (seed, epoch).
         noun: what an error calls an example.
-        options: those of EpochOptions.
+        shuffle, replica_index, num_replicas, drop_last: as in EpochOptions.
 
     Raises:
         ValueError: a setting is wrong, or the last mini-batch is too small to give every replica an example.
     """
 
     def __init__(
-        self, num_examples: int, batch_size: int, seed: int, *, noun: str, **options: Unpack[EpochOptions]
+        self,
+        num_examples: int,
+        batch_size: int,
+        seed: int,
+        *,
+        noun: str,
+        shuffle: bool,
+        replica_index: int = 0,
+        num_replicas: int = 1,
+        drop_last: bool = False,
     ) -> None:
-        num_replicas = options.get("num_replicas", 1)
-        super().__init__(seed, options.get("replica_index", 0), num_replicas)
-        self._num_examples = num_examples
-        self._shuffle = options["shuffle"]
+        super().__init__(seed, replica_index, num_replicas)
+        self._num_examples, self._shuffle = num_examples, shuffle
         self._mini_batch_size = batch_size * num_replicas
-        drop_last = options.get("drop_last", False)
         self._num_batches = _count_batches(num_examples, batch_size, num_replicas, drop_last, noun)
 
     def _parts(self) -> list[NDArray[np.int64]]:

@@ -168,6 +168,8 @@ class Pipeline:
         if type(output_dimension) is not int or output_dimension < 0:
             raise ValueError(f"output_dimension is {output_dimension!r}; count it from 0")
         self._output_dimension = output_dimension
+        if not isinstance(seed, int):
+            raise TypeError(f"seed is {seed!r}; it must be a whole number")
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight, prepare_inputs
         self._is_loss_known = False  # whether the graph of one was looked through
@@ -291,6 +293,7 @@ class Pipeline:
         with self._step():
             inputs, targets = _unpack(batch)
             _check_max_norm(max_gradient_norm)
+            _check_scaler(scaler)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
             outputs: dict[int, Payload] | None = {} if return_outputs else None
@@ -860,6 +863,11 @@ def _check_max_norm(max_norm: float | None) -> None:
         raise ValueError(f"the largest norm of the gradients is {max_norm}; it must be a number of at least 0")
 
 
+def _check_scaler(scaler: Any) -> None:
+    if not isinstance(scaler, GradientScaler | None):
+        raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
+
+
 def _refuse_different(given: Sequence[Mapping[str, Any]]) -> None:
     """Refuse what the processes of a pipeline gave to a step, where it differs."""
     for process, other in enumerate(given[1:], 1):
@@ -880,6 +888,11 @@ def _name_schedule(schedule: ScheduleFunction) -> str:
 
 def _check_rematerialization(value: str | Sequence[int], num_stages: int) -> Rematerialization:
     names = [str(choice) for choice in Rematerialize]
+    if not isinstance(value, Sequence):
+        raise TypeError(
+            f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one per "
+            "stage"
+        )
     if isinstance(value, str):
         if value not in names:
             raise ValueError(

@@ -34,7 +34,8 @@ class MiniBatchLoss:
         known: the parameters that the next loss may depend on; None: any.
 
     Raises:
-        ValueError: the weights are not positive in sum.
+        TypeError: a weight is no number.
+        ValueError: the weights are not positive in sum, or another replica has another scale.
     """
 
     def __init__(
@@ -53,10 +54,16 @@ class MiniBatchLoss:
         self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
         weights = [
-            float(n) if weight is None else float(weight(part.value()))
+            float(n) if weight is None else _weigh(weight, part.value())
             for n, part in zip(sizes, self._targets, strict=True)
         ]
-        total = sum(replicas.gather(sum(weights)))
+        totals, scales = zip(*replicas.gather([sum(weights), scale]), strict=True)
+        if other := [replica for replica, found in enumerate(scales) if found != scales[0]]:
+            raise ValueError(
+                f"scaler.scale is {scales[0]} in replica 0 and {scales[other[0]]} in replica {other[0]}; give every "
+                "process the same"
+            )
+        total = sum(totals)
         if not total > 0:
             raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")
         self._weights = [w / total for w in weights]
@@ -114,6 +121,16 @@ class MiniBatchLoss:
         columns = zip(*torch.stack(rows).tolist(), strict=True)
         sums = [sum(w * value for w, value in zip(self._weights, column, strict=True)) for column in columns]
         return {name: sum(parts) for name, *parts in zip(names, *self._replicas.gather(sums), strict=True)}
+
+
+def _weigh(weight: LossWeight, targets: Any) -> float:
+    found = weight(targets)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"loss_weight returned {_describe(found)}; return one number per micro-batch, such as that of its tokens"
+        ) from None
 
 
 def _check_scalars(result: Any) -> dict[str, Tensor]:

@@ -53,8 +53,10 @@ class Accelerator:
     task_seconds: float = 0.0
 
     def flops_per_second(self, precision: str) -> float:
-        """Return the FLOP/s for "float32", "bfloat16" or "float16"."""
+        """Return the FLOP/s for "float32", "bfloat16" or "float16"; a ValueError for another precision."""
         of = {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}
+        if precision not in of:
+            raise ValueError(f"precision is {precision!r}, expected one of {', '.join(of)}.")
         return of[precision]
 
     @property

@@ -23,6 +23,8 @@ from gpipe.planning.memory import StageMemory, stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.step import Setting, plan_memory, plan_step
 
+_COSTS = ("seconds", "flops", "parameter_bytes", "memory")
+_OBJECTIVES = ("step", "max", "variance")
 _MOST_CUTS = 20_000  # that are listed
 _MOST_TASKS = 2**17  # tasks times devices that are simulated for one cut: well below a second
 _Score: TypeAlias = tuple[float, ...]
@@ -41,6 +43,9 @@ class Cutter:
         seconds: profiles -> what each layer and the loss take; None plans them with `speed`.
         memory_limit_bytes: the most that a device may need at its peak; None is no limit.
         partitions: the answer, for settings with as many stages; None chooses.
+
+    Raises:
+        ValueError: an unknown word for what is balanced, or how.
     """
 
     partition_by: str
@@ -49,6 +54,11 @@ class Cutter:
     seconds: Callable[[Sequence[LayerProfile]], Sequence[LayerSeconds]] | None = None
     memory_limit_bytes: int | None = None
     partitions: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in (("partition_by", _COSTS), ("objective", _OBJECTIVES)):
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(words)}.")
 
     def __call__(self, profiles: Sequence[LayerProfile], setting: Setting) -> list[int]:
         """Return the number of layers of each stage.

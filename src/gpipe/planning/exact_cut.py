@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Integral
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 CutObjective = Literal["max", "variance"]
 
@@ -181,6 +181,11 @@ def _check_counts(costs: Sequence[float], num_partitions: int, objective: str) -
             "partitions; choose a number in that range."
         )
     for index, cost in enumerate(costs):
+        if not isinstance(cost, SupportsFloat):
+            raise TypeError(
+                f"The cost of layer {index} is of type {type(cost).__name__}; give numbers, such as the forward_flops "
+                "of each layer's profile."
+            )
         if not (cost >= 0 and cost != math.inf):
             raise ValueError(f"The cost of layer {index} is {cost}; give every layer a finite cost of at least 0.")
 

@@ -47,6 +47,9 @@ class Setting:
             planned, the time of their exchanges is not.
         is_sequential: whether one process plays all stages, one task after the other. Memory is planned per device all
             the same.
+
+    Raises:
+        ValueError: there is no such mode of re-materialisation.
     """
 
     num_stages: int
@@ -60,6 +63,10 @@ class Setting:
     num_replicas: int = 1
     synchronize_batch_norm: bool = False
     is_sequential: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.rematerialize) is str:
+            object.__setattr__(self, "rematerialize", Rematerialize(self.rematerialize))
 
     @property
     def num_devices(self) -> int:

@@ -81,8 +81,9 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
 
     The layers compute the same bits as the model: they run its own operations and submodules, in its order, on its own
     parameters. They take what the model takes. Numbers that follow the number of examples are computed from the
-    tensors that travel, so micro-batches may have any size; other sizes are those of the example. Of outputs in a dict,
-    such as the dataclasses of transformers, those that are None are left out, and one alone is returned as it is.
+    tensors that travel, so micro-batches may have any size; other sizes are those of the example. Outputs are nested as
+    the model's are, in plain tuples, lists and dicts; of a dataclass of transformers what is None is left out, and one
+    output alone is returned as it is.
 
     Args:
         model: may be in training or evaluation mode, also later.

@@ -7,6 +7,7 @@ import operator
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -57,12 +58,14 @@ class _Call(nn.Module):
 
 
 def _travelling(outputs: Any) -> Any:
-    """Return outputs as tensors, tuples, lists and dicts; of a dict without what is None."""
-    if isinstance(outputs, dict):  # such as the dataclasses of transformers
+    """Return outputs as tensors, tuples, lists and dicts; of a dataclass of transformers what is not None."""
+    if isinstance(outputs, dict) and is_dataclass(outputs):
         found = {key: _travelling(value) for key, value in outputs.items() if value is not None}
         return next(iter(found.values())) if len(found) == 1 else found
+    if isinstance(outputs, dict):
+        return {key: _travelling(value) for key, value in outputs.items()}
     if isinstance(outputs, tuple | list):
-        return tuple(_travelling(value) for value in outputs)
+        return (list if isinstance(outputs, list) else tuple)(_travelling(value) for value in outputs)
     return outputs
 
 
@@ -173,6 +176,8 @@ class Tracer(fx.Tracer):
 
     def record(self, model: nn.Module, example: Any) -> fx.Graph:
         """Return the graph of the operations; its placeholder is the nest of inputs."""
+        devices = {parameter.device for parameter in model.parameters()}
+        self._device = devices.pop() if len(devices) == 1 else None  # where a pipeline moves the inputs
         with self._fake:
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
@@ -185,7 +190,7 @@ class Tracer(fx.Tracer):
         shape = list(given.tensor.shape)
         if given.dimension is not None:
             shape[given.dimension] = self._batch
-        return torch.empty(shape, dtype=given.tensor.dtype, device=given.tensor.device)
+        return torch.empty(shape, dtype=given.tensor.dtype, device=self._device or given.tensor.device)
 
     @property
     def is_recording(self) -> bool:

@@ -39,6 +39,12 @@ class EvaluationMetrics:
             logits: [..., classes]; the sums stay on their device.
             targets: class indices [...], on any device.
         """
+        if not _are_classes(logits, targets):
+            raise TypeError(
+                f"the outputs are {_describe(logits)} and the targets {_describe(targets)}, but without metrics=... an "
+                "evaluation expects the scores of classes [..., classes] and their indices [...]: give metrics of your "
+                "own, or no evaluation set."
+            )
         targets = targets.to(logits.device, non_blocking=True)  # a GPU would be waited for
         # Without label smoothing: the evaluation loss is the likelihood of the data, comparable between recipes.
         found = judge(logits, targets, ranks=choose_ranks(logits.shape[-1]))
@@ -51,6 +57,18 @@ class EvaluationMetrics:
         if num_targets == 0:
             raise ValueError("the evaluation set gave 0 targets: check its split.")
         return {name: total / num_targets for name, total in zip(("loss", "top1", "top5"), totals, strict=False)}
+
+
+def _are_classes(logits: Any, targets: Any) -> bool:
+    if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)):
+        return False
+    return logits.shape[:-1] == targets.shape and logits.is_floating_point() and not targets.is_floating_point()
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 class MultiLabelMetrics:

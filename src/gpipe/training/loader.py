@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gpipe.pipeline.engine import Pipeline
 
 
+@runtime_checkable
 class Loader(Protocol):
     """Yields the mini-batches of an epoch as (inputs, targets); either is None on a process that does not need it.
 

@@ -2,9 +2,12 @@
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+_MOST_TIMED = 10_000  # steps: the last ones, however long the training
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Totals:
     peak_memory_bytes: int | None = None
     num_skipped_steps: int = 0
     scaler: dict[str, Any] | None = None
-    speeds: list[StepSpeed] = field(default_factory=list)
+    speeds: deque[StepSpeed] = field(default_factory=lambda: deque(maxlen=_MOST_TIMED))
 
     def resumable(self) -> dict[str, Any]:
         """Return the figures that a resumed run continues, as JSON."""
@@ -122,7 +125,7 @@ class Totals:
         self, num_steps: int, num_epochs: int, peak_memory_bytes: int | None, examples: str, num_untimed_steps: int
     ) -> Summary:
         """Summarise a training that ends here; the speed excludes the first steps, unless there are no others."""
-        timed = self.speeds[num_untimed_steps:] or self.speeds
+        timed = list(self.speeds)[num_untimed_steps:] or list(self.speeds)
         has_tokens = any(speed.num_targets > speed.num_examples for speed in timed)
         return Summary(
             num_steps=num_steps,

@@ -131,6 +131,19 @@ class Trainer:
                 raise ValueError(f"{name} is {value}, but it must be at least 1.")
         if self.non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip.")
+        if self.learning_rate is not None and not callable(self.learning_rate):
+            raise TypeError(
+                f"learning_rate is {self.learning_rate!r}: give a function of the number of finished steps, or None to "
+                "leave the optimiser's as it is."
+            )
+        for name, loader in {"train_loader": self.train_loader, **self.evaluation_loaders}.items():
+            if not isinstance(loader, Loader):
+                raise TypeError(
+                    f"{name} is of type {type(loader).__name__}, which cannot go on within an epoch: give a "
+                    "gpipe.data.DatasetLoader of its data set, or what gpipe.training.loader.Loader describes."
+                )
+        if self.checkpoint_folder is not None:
+            self.checkpoint_folder = Path(self.checkpoint_folder)
         self._epoch, self._batch, self._totals = 0, 0, Totals()
         self._seed = self.pipeline.seed if self.seed is None else self.seed
         self._tracker = self.tracker or Tracker(Path(), enabled=False)

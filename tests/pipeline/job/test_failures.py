@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -565,14 +566,17 @@ def test_processes_that_make_different_calls_are_told_so(pool: ProcessPool) -> N
 
 def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
     """Give one process something else than the other; return the error, and that of the next step."""
-    shape = (2, 1) if what == "frozen" else (1, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "stage"))
+    are_replicas = what in ("frozen", "scale of a replica")
+    mesh = init_device_mesh("cpu", (2, 1) if are_replicas else (1, 2), mesh_dim_names=("replica", "stage"))
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pipeline = gpipe.Pipeline(
-        layers, Loss(None), [2] if what == "frozen" else [1, 1], 2, mesh=mesh, timeout_seconds=10.0
-    )
+    with host_of_its_own() if what.endswith("apart") else nullcontext():
+        pipeline = gpipe.Pipeline(
+            layers, Loss(None), [2] if are_replicas else [1, 1], 2, mesh=mesh, timeout_seconds=10.0
+        )
     batch, errors = (torch.ones(8, 4), torch.ones(8, 4)), []
-    scaler = gpipe.GradientScaler(2.0**4 if what == "scale" and rank == 1 else 2.0**3) if what != "scaler" else None
+    scaler = None
+    if what != "scaler":
+        scaler = gpipe.GradientScaler(2.0**4 if what.startswith("scale") and rank == 1 else 2.0**3)
     if what == "scaler" and rank == 1:
         scaler = gpipe.GradientScaler()
     if what == "step":
@@ -581,7 +585,7 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
         layers[rank].requires_grad_(False)
     for number in range(3):
         try:
-            if what == "evaluation" and rank == number == 0:
+            if what.startswith("evaluation") and rank == number == 0:
                 pipeline.evaluate(batch[0])
             else:
                 pipeline.train_step(
@@ -601,6 +605,8 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
         ("step", r"step is 0 in process 0 of the pipeline and 1 in process 1; give every process the same"),
         ("frozen", r"layers\.0\.weight is frozen in one replica and not in another; freeze the same"),
         ("evaluation", r"every process must make the same calls of the pipeline, in the same order"),
+        ("evaluation, apart", r"every process must make the same calls of the pipeline, in the same order"),
+        ("scale of a replica", r"scaler\.scale is 8\.0 in replica 0 and 16\.0 in replica 1; give every process the"),
     ],
 )
 def test_processes_that_are_given_different_things_are_told_so(what: str, said: str, pool: ProcessPool) -> None:

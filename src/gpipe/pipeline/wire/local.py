@@ -9,23 +9,15 @@ neighbour to read.
 from __future__ import annotations
 
 import json
-import struct
 import threading
 
 import torch
 
-from gpipe.pipeline.job.errors import PeerFailure, PipelineError
+from gpipe.pipeline.job.errors import PeerFailure
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import PREFIX_BYTES, MessageFormat
-from gpipe.pipeline.wire.streams import Formats, Link, Mark, Sender
-
-_HEADER = struct.Struct("<BQ?I")  # a mark, a size; whether in a training step, and how many payloads of it came before
-
-_OTHER_CALL = (
-    "the neighbour sent a payload of another step, or of training for evaluation; every process must make the same "
-    "calls of the pipeline, in the same order"
-)
+from gpipe.pipeline.wire.streams import HEADER, Formats, Link, Mark, Sender
 
 
 class LocalSender(Sender):
@@ -53,7 +45,7 @@ class LocalSender(Sender):
         message = torch.empty(found.offsets[-1], dtype=torch.uint8)
         found.pack(payload, message)
         view = message.numpy().data
-        _HEADER.pack_into(view, 0, Mark.DATA, len(view) - PREFIX_BYTES, *self._formats.place)
+        self._formats.write_header(view)
         # Once the format is announced, nothing can come in the payload's place any more.
         if found is not (predicted := self._formats.predict()) and found != predicted:
             self._deliver_at_once(_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1]))
@@ -120,9 +112,7 @@ class LocalReceiver:
             message = torch.empty(found.offsets[-1], dtype=torch.uint8)
             view = message.numpy().data
             self._connection.receive(view)
-            mark, size, *place = _HEADER.unpack_from(view)
-            if mark == Mark.DATA and tuple(place) != self._formats.place:
-                raise PipelineError(_OTHER_CALL)
+            mark, size, *_ = HEADER.unpack_from(view)
             if mark != Mark.DATA:
                 text = bytearray(view[PREFIX_BYTES : PREFIX_BYTES + size])
                 rest = bytearray(size - len(text))
@@ -131,12 +121,14 @@ class LocalReceiver:
                     raise PeerFailure(**json.loads(text + rest))
                 found = MessageFormat.from_json(bytes(text + rest))
                 message = torch.empty(found.offsets[-1], dtype=torch.uint8)
-                self._connection.receive(message.numpy().data)
+                view = message.numpy().data
+                self._connection.receive(view)
+            self._formats.check_header(view)
         self._formats.advance(found)
         return found.unpack(message), found.batch
 
 
 def _frame(mark: Mark, text: bytes, least: int) -> memoryview:
     """Return a text as a message of at least so many bytes."""
-    message = _HEADER.pack(mark, len(text), False, 0).ljust(PREFIX_BYTES, b"\0") + text
+    message = HEADER.pack(mark, len(text), False, 0).ljust(PREFIX_BYTES, b"\0") + text
     return memoryview(message.ljust(least, b"\0"))

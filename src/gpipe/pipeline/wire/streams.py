@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,12 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe.pipeline.job.device_work import Delivery, DeviceWork
-from gpipe.pipeline.job.errors import LostPeer, PeerFailure
+from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.job.messages import FRAME_BYTES, Messenger, frame_text
 from gpipe.pipeline.job.sockets import Connection
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
+
+HEADER = struct.Struct("<BQ?I")
+"""Of a message: its mark, its size; whether it is of a training step, and how many messages of that came before."""
 
 _AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
 
@@ -87,10 +91,22 @@ class Formats:
         """Begin a step."""
         self._training, self.position = training, 0
 
-    @property
-    def place(self) -> tuple[bool, int]:
-        """Whether the next message is of a training step, and how many of its step came before it."""
-        return self._training, self.position
+    def write_header(self, message: memoryview) -> None:
+        """Begin the next message of data."""
+        HEADER.pack_into(message, 0, Mark.DATA, len(message), self._training, self.position)
+
+    def check_header(self, message: memoryview) -> None:
+        """Refuse a message of data that is not the next one of this end's step.
+
+        Raises:
+            PipelineError: it is another one.
+        """
+        *_, training, position = HEADER.unpack_from(message)
+        if (training, position) != (self._training, self.position):
+            raise PipelineError(
+                "the neighbour sent a payload of another step, or of training for evaluation; every process must make "
+                "the same calls of the pipeline, in the same order"
+            )
 
     def predict(self) -> MessageFormat:
         """Return the format that the next message should have."""
@@ -189,7 +205,7 @@ class Sender(_End):
         if found is not (predicted := self._formats.predict()) and found != predicted:
             self._send_text(Mark.FORMAT, found.to_json())
         message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
-        message[0] = Mark.DATA
+        self._formats.write_header(message.numpy().data)
         if delivery is None:
             found.pack(payload, message)
         self._deliver(message)
@@ -297,6 +313,7 @@ class Receiver(_End):
                 raise PeerFailure(**json.loads(text))
             found = MessageFormat.from_json(text)
             message = self._receive_message(self.link.message_bytes(found))
+        self._formats.check_header(message.numpy().data)
         self._formats.advance(found)
         if self._stream is None:
             return _Received(found.unpack(message), found.batch, None)
