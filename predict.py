@@ -17,6 +17,9 @@ def main(composed: DictConfig) -> None:
     """Check the composed settings, then classify."""
     with report_errors(debug=composed.debug):
         settings = to_settings(composed)
+        from gpipe.programs.chosen_checkpoint import choose_checkpoint
+
+        choose_checkpoint("checkpoint", settings.checkpoint)  # before what else takes seconds to load
     from gpipe.programs.predict import start
 
     start(settings)
