@@ -29,7 +29,8 @@ from experiments.engine_overhead.engines import measure_median_seconds
 from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import SplitSleeper, calibrate
 from experiments.program import StudyProgram
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, Task
+from gpipe.pipeline.schedule import Rematerialize, Task
+from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.accelerator import LayerSeconds, Speed, find_accelerator
 from gpipe.planning.simulation import simulate
 from gpipe.planning.task_timing import measure_task_seconds

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline import gradient_norm
-from gpipe.pipeline.schedule import SCHEDULES
+from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.pipeline.stage import Stage
 
 MODES = ("always", "except_last", "never")

@@ -302,11 +302,11 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
         ),
         (
             lambda: build(stages_per_device=2),
-            "stages_per_device is 2, but the schedule gpipe has one stage per device; make it 1, or use the schedule",
+            "stages_per_device is 2, but the schedule gpipe needs 1; set it so, or use another schedule: zb_v needs 2",
         ),
         (
             lambda: build(schedule="interleaved_1f1b"),
-            "stages_per_device is 1, but the schedule interleaved_1f1b needs at least 2; raise it, or use",
+            "stages_per_device is 1, but the schedule interleaved_1f1b needs 2 or more; set it so, or use another",
         ),
         (
             lambda: build(schedule="interleaved_1f1b", stages_per_device=3),

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, StepSchedule
-from gpipe.pipeline.schedule_choice import check_schedule, choose_schedule
+from gpipe.pipeline.schedule import Kind, Rematerialize, StepSchedule
+from gpipe.pipeline.schedule_choice import SCHEDULES, check_schedule, choose_schedule
 from tests.pipeline.schedule_shapes import Shape, shapes, tasks
 
 ALWAYS = Rematerialize.ALWAYS

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
+from gpipe.pipeline.schedule import Kind, Rematerialize, Task
 from gpipe.pipeline.schedule import gpipe as gpipe_schedule
+from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.pipeline.timeline import Clock, Event, Timeline
 from gpipe.planning.simulation import simulate
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize
+from gpipe.pipeline.schedule import Rematerialize
+from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.accelerator import Speed, find_accelerator
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter

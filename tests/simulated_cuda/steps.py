@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gpipe
 from gpipe.pipeline.gradient_norm import local_part
-from gpipe.pipeline.schedule import SCHEDULES, Rematerialize, StepSchedule
+from gpipe.pipeline.schedule import Rematerialize, StepSchedule
+from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.pipeline.shared.sharded_optimizer import ShardedOptimizer
 from gpipe.training.checkpoints import wrap_optimizer
 from tests.simulated_cuda import ledger

@@ -9,26 +9,28 @@ A mini-batch is cut into M micro-batches, the model into K stages. One training 
                     |        loss of micro-batch 2   gradients are whole: norms, moving averages, report
                     boundary output of stage 1, micro-batch 0
 
-Read these twelve files in this order. They are the engine; nothing else is needed to follow a step.
+Read these ten files in this order. They are the engine; nothing else is needed to follow a step.
 
-    microbatch.py      a mini-batch is cut; a nest of tensors is taken apart and rebuilt
-    partition.py       the model is cut: which layers each stage gets
-    schedule.py        the tasks of a step, device by device, drawn
-    randomness.py      seeds as a function of integers
-    batch_norm.py      statistics of micro-batches, moving averages of the mini-batch
-    buffers.py         other layers' averages and buffers, which a forward moves and a recomputation does not
-    loss.py            the mini-batch's loss from micro-batches
-    split_backward.py  gradients of weights wait, for schedules that split backwards
-    stage.py           forward, recomputation, backward; why torch's own checkpointing is not used
-    transfer.py        the boundary between two stages, in one process
-    engine.py          Pipeline: one loop runs tasks, to train, to evaluate and to look for faults
-    timeline.py        when tasks ran: events, clock, bubble
+    microbatch.py  a mini-batch is cut; a nest of tensors is taken apart and rebuilt
+    partition.py   the model is cut: which layers each stage gets
+    schedule.py    the tasks of a step, device by device, drawn
+    randomness.py  seeds as a function of integers
+    batch_norm.py  normalise by the micro-batch, and keep its statistics
+    loss.py        the mini-batch's loss from micro-batches
+    stage.py       forward, recomputation, backward; why torch's own checkpointing is not used
+    transfer.py    the boundary between two stages, in one process
+    engine.py      Pipeline: one loop runs tasks, to train, to evaluate and to look for faults
+    timeline.py    when tasks ran: events, clock, bubble
 
 Beside them, for when you need them:
 
     wire/                  the boundary between processes
     job/                   the processes: agreement, failures
     shared/                tied parameters, replicas
+    zero_bubble.py         schedules that split backwards
+    split_backward.py      gradients of weights wait, for these schedules
+    moving_statistics.py   the moving averages of the mini-batch
+    buffers.py             other layers' averages and buffers, which a forward moves and a recomputation does not
     schedule_choice.py     a schedule by name, or a user's own, and what of it a process runs
     initialization.py      weights of layers on the meta device
     compilation.py         layers through torch.compile

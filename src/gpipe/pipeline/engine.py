@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from gpipe.pipeline import batch_norm, gradient_norm
+from gpipe.pipeline import batch_norm, gradient_norm, moving_statistics
 from gpipe.pipeline.autocast import step_autocast_cache
 from gpipe.pipeline.buffers import find_shared_buffers
 from gpipe.pipeline.compilation import Compilation
@@ -32,8 +32,12 @@ from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
     refuse_cuda_graphs,
+    refuse_different,
     refuse_history,
     refuse_hooks,
+    refuse_max_norm,
+    refuse_no_pair,
+    refuse_other_scaler,
     refuse_own_behaviour,
     refuse_parameters_of_loss,
     refuse_replaced_layers,
@@ -45,11 +49,10 @@ from gpipe.pipeline.refusals import (
 from gpipe.pipeline.schedule import (
     Kind,
     Rematerialization,
-    Rematerialize,
     ScheduleFunction,
     Task,
 )
-from gpipe.pipeline.schedule_choice import choose_schedule, plan_tasks
+from gpipe.pipeline.schedule_choice import check_rematerialization, choose_schedule, name_schedule, plan_tasks
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage
@@ -156,7 +159,7 @@ class Pipeline:
         if type(num_microbatches) is not int or num_microbatches < 1:
             raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
         self.num_microbatches = num_microbatches
-        self.rematerialize = _check_rematerialization(rematerialize, len(partitions))
+        self.rematerialize = check_rematerialization(rematerialize, len(partitions))
         self.partitions = tuple(partitions)
         self.num_layers, self.num_stages, self.stages_per_device = len(layers), len(partitions), stages_per_device
         self._schedule, self._placement = choose_schedule(
@@ -183,7 +186,7 @@ class Pipeline:
             "partitions": list(partitions),
             "num_microbatches": num_microbatches,
             "rematerialize": rematerialize if isinstance(rematerialize, str) else list(rematerialize),
-            "schedule": schedule if isinstance(schedule, str) else _name_schedule(schedule),
+            "schedule": schedule if isinstance(schedule, str) else name_schedule(schedule),
             "stages_per_device": stages_per_device,
             "seed": seed,
         }
@@ -291,9 +294,9 @@ class Pipeline:
         """
         begin = time.perf_counter()
         with self._step():
-            inputs, targets = _unpack(batch)
-            _check_max_norm(max_gradient_norm)
-            _check_scaler(scaler)
+            inputs, targets = refuse_no_pair(batch)
+            refuse_max_norm(max_gradient_norm)
+            refuse_other_scaler(scaler)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             scale = 1.0 if scaler is None else scaler.scale
             outputs: dict[int, Payload] | None = {} if return_outputs else None
@@ -489,7 +492,7 @@ class Pipeline:
             return outputs
 
         with self._step():
-            inputs, targets = _unpack(batch)
+            inputs, targets = refuse_no_pair(batch)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=False)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             with torch.enable_grad():
@@ -523,7 +526,7 @@ class Pipeline:
             NonFiniteError: the norm is not finite; nothing was scaled.
             ValueError: `max_norm` is negative or not a number.
         """
-        _check_max_norm(max_norm)
+        refuse_max_norm(max_norm)
         return self._clip(self.job.gather(self._compute_norms()), max_norm, self.step - 1)
 
     def _clip(self, norms: Sequence[Sequence[tuple[str, float]]], max_norm: float, step: int) -> float:
@@ -726,7 +729,7 @@ class Pipeline:
                 averaging.finish_step()
 
     def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
-        batch_norm.commit(norms, self.job.replicas)
+        moving_statistics.commit(norms, self.job.replicas)
 
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where replicas exchange within a step, what each of them can cut its mini-batch into."""
@@ -786,7 +789,7 @@ class Pipeline:
             "note": [note() if note else None, self._compilation is not None and self._compilation.is_abandoned],
         }
         parts = self.job.gather(own)
-        _refuse_different([part["given"] for part in parts])
+        refuse_different([part["given"] for part in parts])
         noted = [part["note"] for part in parts]
         if note is not None or self._compilation is not None:
             noted = self.job.join_replicas(noted)
@@ -848,61 +851,3 @@ def _evaluation_mode(module: nn.Module, but: Sequence[nn.Module]) -> Iterator[No
                 child.train(training)
         for child, training in before:
             child.training = training
-
-
-def _unpack(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        found = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"the type {type(batch).__name__}"
-        raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")
-    inputs, targets = batch
-    return inputs, targets
-
-
-def _check_max_norm(max_norm: float | None) -> None:
-    if max_norm is not None and not max_norm >= 0:
-        raise ValueError(f"the largest norm of the gradients is {max_norm}; it must be a number of at least 0")
-
-
-def _check_scaler(scaler: Any) -> None:
-    if not isinstance(scaler, GradientScaler | None):
-        raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
-
-
-def _refuse_different(given: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what the processes of a pipeline gave to a step, where it differs."""
-    for process, other in enumerate(given[1:], 1):
-        for name, value in given[0].items():
-            if other[name] != value:
-                raise ValueError(
-                    f"{name} is {value} in process 0 of the pipeline and {other[name]} in process {process}; give "
-                    "every process the same"
-                )
-
-
-def _name_schedule(schedule: ScheduleFunction) -> str:
-    """Return the name of a user's schedule, the same in each process; of a functools.partial, that of its function."""
-    function = getattr(schedule, "func", schedule)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', None)}.{name}"
-
-
-def _check_rematerialization(value: str | Sequence[int], num_stages: int) -> Rematerialization:
-    names = [str(choice) for choice in Rematerialize]
-    if not isinstance(value, Sequence):
-        raise TypeError(
-            f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one per "
-            "stage"
-        )
-    if isinstance(value, str):
-        if value not in names:
-            raise ValueError(
-                f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or a number per stage: of how many "
-                "micro-batches it keeps the activations at once"
-            )
-        return Rematerialize(value)
-    if len(value) != num_stages or any(type(number) is not int or number < 0 for number in value):
-        raise ValueError(
-            f"rematerialize is {list(value)}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one "
-            "per stage, each 0 or more"
-        )
-    return tuple(value)

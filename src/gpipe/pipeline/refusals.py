@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.initialization import is_meta
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.schedule import Kind, StepSchedule
@@ -207,4 +208,78 @@ def refuse_to_shard(layers: nn.Sequential, schedule: Any, tasks: StepSchedule, t
         raise ValueError(
             f"{tied[0]} is shared by several layers and shard_replicas is True, but their gradients are added up in "
             "full; give each layer its own parameter, or set shard_replicas=False"
+        )
+
+
+def refuse_no_pair(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and targets of a mini-batch.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        found = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"the type {type(batch).__name__}"
+        raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")
+    inputs, targets = batch
+    return inputs, targets
+
+
+def refuse_max_norm(max_norm: float | None) -> None:
+    """Refuse to clip gradients at what is no norm.
+
+    Raises:
+        ValueError: it is negative or not a number.
+    """
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"the largest norm of the gradients is {max_norm}; it must be a number of at least 0")
+
+
+def refuse_other_scaler(scaler: Any) -> None:
+    """Refuse a scaler on which the processes would not agree, such as torch's.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if not isinstance(scaler, GradientScaler | None):
+        raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
+
+
+def refuse_different(given: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what the processes of a pipeline gave to a step, where it differs.
+
+    Raises:
+        ValueError: naming the first value.
+    """
+    for process, other in enumerate(given[1:], 1):
+        for name, value in given[0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name} is {value} in process 0 of the pipeline and {other[name]} in process {process}; give "
+                    "every process the same"
+                )
+
+
+def refuse_changed_inputs(inputs: Payload, versions: Sequence[int], *, is_stored: bool) -> None:
+    """Refuse a layer that changed the input of its stage in place, where that would change something else.
+
+    Args:
+        inputs: of the stage.
+        versions: those that its tensors had.
+        is_stored: whether a recomputation will start from them.
+
+    Raises:
+        ValueError: it did.
+    """
+    changed = [tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)]
+    if any(is_changed and is_shared for is_changed, is_shared in zip(changed, inputs.shared, strict=False)):
+        raise ValueError(
+            "the layer changed a tensor of the stage's input in place that shares memory with another one, such as a "
+            "view of it or the same tensor of another micro-batch; behind a boundary the other one would not change: "
+            "use the layer's out-of-place form (inplace=False), or return a copy of one of the two (.clone()) from the "
+            "layer that makes them"
+        )
+    if is_stored and any(changed):
+        raise ValueError(
+            "the layer changed the stage's stored input in place, and the recomputation would start from the "
+            "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
         )

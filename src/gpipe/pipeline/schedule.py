@@ -4,12 +4,13 @@ A device is what works on its own: a process, or a GPU. It has one stage, or sev
 device runs its tasks in the order of its list, each as soon as the tasks that it depends on are done. Both ends of a
 boundary see the micro-batches in the same order.
 
-In the drawings F is a forward, R a recomputation, B a backward. A column is a moment. Some schedules split a backward:
-I makes the gradients of a stage's inputs, for which the stage before waits, and W those of its weights.
+In the drawings F is a forward, R a recomputation, B a backward. A column is a moment. zero_bubble.py has the schedules
+that split backwards.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from enum import StrEnum
 from itertools import pairwise
@@ -127,82 +128,6 @@ def interleaved_one_forward_one_backward(
     return _in_turns(num_stages, num_microbatches, rematerialize, num_devices=num_devices, eagerness=eagerness)
 
 
-def split_gpipe(
-    num_stages: int,
-    num_microbatches: int,
-    rematerialize: Rematerialization = Rematerialize.ALWAYS,
-    stages_per_device: int = 1,
-) -> StepSchedule:
-    """Return GPipe's schedule with split backwards: gradients of weights are made while those of inputs travel on.
-
-        stage 0   F0 F1 F2             I2 W2 I1 W1 I0 W0
-        stage 1      F0 F1 F2       I2 W2 I1 W1 I0 W0
-        stage 2         F0 F1 F2 I2 W2 I1 W1 I0 W0
-
-    It takes the memory of GPipe. The bubble is smaller: gradients go down the stages in half the time.
-    """
-    check_stages_per_device("split_gpipe", num_stages, stages_per_device)
-    whole = gpipe(num_stages, num_microbatches, rematerialize)
-    return [[part for task in tasks for part in _split(task)] for tasks in whole]
-
-
-def zero_bubble_h1(
-    num_stages: int,
-    num_microbatches: int,
-    rematerialize: Rematerialization = Rematerialize.ALWAYS,
-    stages_per_device: int = 1,
-) -> StepSchedule:
-    """Return ZB-H1: 1F1B with split backwards; the gradients of weights wait where a stage would have nothing to do.
-
-        stage 0   F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
-        stage 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-        stage 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-
-    A third of 1F1B's bubble where the three parts take equally long. Each stage holds at most K micro-batches, as
-    1F1B's first stage does (Qi et al., 2024, "Zero Bubble Pipeline Parallelism", section 2.1).
-    """
-    check_stages_per_device("zb_h1", num_stages, stages_per_device)
-    later = max(num_microbatches - num_stages, 0)
-    schedule = []
-    for stage in range(num_stages):
-        after = num_stages - stage
-        letters = "F" * after + "IF" * stage + "IWF" * later + "IW" * after + "W" * stage
-        schedule.append(with_recomputations(_read(letters, [stage], num_microbatches), rematerialize))
-    return schedule
-
-
-def zero_bubble_v(
-    num_stages: int,
-    num_microbatches: int,
-    rematerialize: Rematerialization = Rematerialize.ALWAYS,
-    stages_per_device: int = 2,
-) -> StepSchedule:
-    """Return ZB-V: two stages per device, which go down the devices and back up in a V; nearly no bubble.
-
-    K = 4 stages on P = 2 devices, M = 4; small letters are the devices' second stages, 3 on device 0 and 2 on device 1:
-
-        device 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
-        device 1      F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
-
-    The last stage is on device 0, so the first backward follows the first forward without a way back. A device holds at
-    most 2 P micro-batches, each of half its layers: as much as 1F1B's first stage (the same paper, section 6). It is
-    made for at least 2 P - 1 micro-batches; with fewer, devices wait for those that are not there.
-    """
-    check_stages_per_device("zb_v", num_stages, stages_per_device)
-    num_devices = num_stages // 2
-    num_planned = max(num_microbatches, 2 * num_devices - 1)
-    schedule = []
-    for device in range(num_devices):
-        after = num_devices - device  # with itself
-        letters = "F" * (2 * after - 1) + "fF" * device + "fiw" * after
-        letters += "FIWfiw" * (num_planned - num_devices - after + 1) + "IWfiw" * (after - 1)
-        letters += "Ii" * device + "IW" * after
-        letters += "".join(letter * (num_planned - letters.count(letter)) for letter in "wW")
-        tasks = _read(letters, [device, num_stages - 1 - device], num_microbatches)
-        schedule.append(with_recomputations(tasks, rematerialize))
-    return schedule
-
-
 def inference(placement: Sequence[int], num_microbatches: int) -> StepSchedule:
     """Return the forwards alone, for evaluation, where each stage's device is given."""
     num_devices = max(placement) + 1
@@ -214,19 +139,6 @@ def inference(placement: Sequence[int], num_microbatches: int) -> StepSchedule:
 
 ScheduleFunction: TypeAlias = Callable[[int, int, Rematerialization, int], StepSchedule]
 """(K, M, what is recomputed, stages per device) -> the tasks of a training step."""
-
-SCHEDULES: dict[str, ScheduleFunction] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved_1f1b": interleaved_one_forward_one_backward,
-    "split_gpipe": split_gpipe,
-    "zb_h1": zero_bubble_h1,
-    "zb_v": zero_bubble_v,
-}
-
-
-SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
-"""Those whose backwards are in two parts."""
 
 
 def _stages_of(device: int, placement: Sequence[int]) -> list[int]:
@@ -252,25 +164,16 @@ def check_stages_per_device(schedule: str, num_stages: int, stages_per_device: i
     Raises:
         ValueError: interleaving needs at least 2, which divide K, ZB-V needs 2, and the other schedules need 1.
     """
-    if schedule == "zb_v":
-        if stages_per_device != 2:
-            raise ValueError(
-                f"stages_per_device is {stages_per_device}, but the schedule zb_v has two stages per device; make it 2"
-            )
-        check_stages_divide(num_stages, stages_per_device)
-    elif schedule != "interleaved_1f1b":
-        if stages_per_device != 1:
-            raise ValueError(
-                f"stages_per_device is {stages_per_device}, but the schedule {schedule} has one stage per device; "
-                "make it 1, or use the schedule interleaved_1f1b"
-            )
-    elif stages_per_device < 2:
+    least, most, needed = _STAGES_PER_DEVICE.get(schedule, (1, 1, "1"))
+    if not least <= stages_per_device <= most:
         raise ValueError(
-            f"stages_per_device is {stages_per_device}, but the schedule interleaved_1f1b needs at least 2; raise it, "
-            "or use the schedule 1f1b"
+            f"stages_per_device is {stages_per_device}, but the schedule {schedule} needs {needed}; set it so, or use "
+            "another schedule: zb_v needs 2, interleaved_1f1b 2 or more, the others 1"
         )
-    else:
-        check_stages_divide(num_stages, stages_per_device)
+    check_stages_divide(num_stages, stages_per_device)
+
+
+_STAGES_PER_DEVICE = {"zb_v": (2, 2, "2"), "interleaved_1f1b": (2, math.inf, "2 or more")}
 
 
 def _in_turns(
@@ -301,28 +204,6 @@ def _in_rounds(kind: Kind, stages: Iterable[int], num_microbatches: int, num_dev
         for stage in stages
         for micro_batch in range(first, min(first + num_devices, num_microbatches))
     ]
-
-
-def _split(task: Task) -> list[Task]:
-    """Return the two parts of a backward; any other task as it is."""
-    if task.kind is not Kind.BACKWARD:
-        return [task]
-    return [task._replace(kind=Kind.INPUT_GRADIENTS), task._replace(kind=Kind.WEIGHT_GRADIENTS)]
-
-
-_LETTERS = {"F": Kind.FORWARD, "I": Kind.INPUT_GRADIENTS, "W": Kind.WEIGHT_GRADIENTS}
-
-
-def _read(letters: str, stages: Sequence[int], num_microbatches: int) -> list[Task]:
-    """Return a device's tasks as they are drawn, without numbers: a letter's n-th one is of micro-batch n.
-
-    Small letters are of the second stage. There may be letters for more micro-batches, which are left out.
-    """
-    tasks = [
-        Task(_LETTERS[letter.upper()], stages[letter.islower()], letters[:position].count(letter))
-        for position, letter in enumerate(letters)
-    ]
-    return [task for task in tasks if task.micro_batch < num_microbatches]
 
 
 def with_recomputations(tasks: Sequence[Task], rematerialize: Rematerialization) -> list[Task]:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 from gpipe.pipeline.schedule import (
-    SCHEDULES,
     Kind,
     Rematerialization,
     Rematerialize,
@@ -15,10 +14,26 @@ from gpipe.pipeline.schedule import (
     Task,
     check_stages_divide,
     check_stages_per_device,
+    gpipe,
     inference,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
     sequential,
 )
+from gpipe.pipeline.zero_bubble import split_gpipe, zero_bubble_h1, zero_bubble_v
 
+SCHEDULES: dict[str, ScheduleFunction] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved_1f1b": interleaved_one_forward_one_backward,
+    "split_gpipe": split_gpipe,
+    "zb_h1": zero_bubble_h1,
+    "zb_v": zero_bubble_v,
+}
+
+
+SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
+"""Those whose backwards are in two parts."""
 _WHOLE = (
     [Kind.FORWARD, Kind.BACKWARD],
     [Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS],
@@ -154,3 +169,38 @@ def _find_orders(tasks: Sequence[Task], stage: int) -> tuple[list[tuple[Kind, in
     forwards = [row for row in own if row[0] is Kind.FORWARD]
     backwards = [row for row in own if row[0].makes_gradients]
     return forwards, backwards, [micro_batch for kind, micro_batch in own if kind is Kind.WEIGHT_GRADIENTS]
+
+
+def name_schedule(schedule: ScheduleFunction) -> str:
+    """Return the name of a user's schedule, the same in each process; of a functools.partial, that of its function."""
+    function = getattr(schedule, "func", schedule)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None)}.{name}"
+
+
+def check_rematerialization(value: str | Sequence[int], num_stages: int) -> Rematerialization:
+    """Return the mode of a name, or the numbers of graphs that each stage keeps.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: there is no such mode, or not one number per stage.
+    """
+    names = [str(choice) for choice in Rematerialize]
+    if not isinstance(value, Sequence):
+        raise TypeError(
+            f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one per "
+            "stage"
+        )
+    if isinstance(value, str):
+        if value not in names:
+            raise ValueError(
+                f"rematerialize is {value!r}; it must be one of {', '.join(names)}, or a number per stage: of how many "
+                "micro-batches it keeps the activations at once"
+            )
+        return Rematerialize(value)
+    if len(value) != num_stages or any(type(number) is not int or number < 0 for number in value):
+        raise ValueError(
+            f"rematerialize is {list(value)}; it must be one of {', '.join(names)}, or {num_stages} whole numbers, one "
+            "per stage, each 0 or more"
+        )
+    return tuple(value)

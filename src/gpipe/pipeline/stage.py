@@ -52,6 +52,7 @@ from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.parameter_hooks import ParameterHooks
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
+from gpipe.pipeline.refusals import refuse_changed_inputs
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ class Stage:
                 outputs.differentiable = find_differentiable(outputs, payload, layer)
             payload = outputs
             if is_guarded and [tensor._version for tensor in inputs.tensors] != versions:
-                _refuse_changed_inputs(inputs, versions, is_stored=is_stored)
+                refuse_changed_inputs(inputs, versions, is_stored=is_stored)
             if (check := self.recomputation_check) is not None and look is None and (is_stored or announce):
                 (check.note if is_stored else check.compare)(micro_batch, index, payload.tensors)
             if look is not None:
@@ -459,19 +460,3 @@ def _modules_below(layer: nn.Module) -> list[nn.Module]:
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def _refuse_changed_inputs(inputs: Payload, versions: list[int], *, is_stored: bool) -> None:
-    changed = [tensor._version != version for tensor, version in zip(inputs.tensors, versions, strict=True)]
-    if any(is_changed and is_shared for is_changed, is_shared in zip(changed, inputs.shared, strict=False)):
-        raise ValueError(
-            "the layer changed a tensor of the stage's input in place that shares memory with another one, such as a "
-            "view of it or the same tensor of another micro-batch; behind a boundary the other one would not change: "
-            "use the layer's out-of-place form (inplace=False), or return a copy of one of the two (.clone()) from the "
-            "layer that makes them"
-        )
-    if is_stored and any(changed):
-        raise ValueError(
-            "the layer changed the stage's stored input in place, and the recomputation would start from the "
-            "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
-        )

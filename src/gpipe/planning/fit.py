@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpipe.pipeline.schedule import (
-    SCHEDULES,
-    Kind,
-    Rematerialization,
-    Rematerialize,
-    StepSchedule,
-    Task,
-    with_recomputations,
-)
+from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, Task, with_recomputations
+from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.memory import StageMemory, Walk
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
-from gpipe.pipeline.schedule import SCHEDULES, SPLIT_SCHEDULES, Rematerialization, Rematerialize
+from gpipe.pipeline.schedule import Rematerialization, Rematerialize
+from gpipe.pipeline.schedule_choice import SCHEDULES, SPLIT_SCHEDULES
 from gpipe.planning.bound import bound_step
 from gpipe.planning.cut import Cutter
 from gpipe.planning.fit import Fit

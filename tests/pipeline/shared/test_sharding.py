@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import gpipe
 from gpipe.checkpoint.saver import Saver
-from gpipe.pipeline.schedule import SPLIT_SCHEDULES
+from gpipe.pipeline.schedule_choice import SPLIT_SCHEDULES
 from tests.support.gate import Gate
 from tests.support.process_pool import ProcessPool
 

@@ -16,7 +16,8 @@ from torch import library as operators
 from torch.nn.modules._functions import SyncBatchNorm
 
 import gpipe
-from gpipe.pipeline.batch_norm import commit, microbatch_phase
+from gpipe.pipeline.batch_norm import microbatch_phase
+from gpipe.pipeline.moving_statistics import commit
 from tests.pipeline.shared.synchronized_case import (
     Layout,
     mean_loss,

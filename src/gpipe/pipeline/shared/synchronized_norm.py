@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gpipe.pipeline.batch_norm import MicroBatchNorm, combine
+from gpipe.pipeline.batch_norm import MicroBatchNorm
+from gpipe.pipeline.moving_statistics import combine
 from gpipe.pipeline.shared.replicas import Replicas
 
 _HEADER = 3  # numbers before the values of a message: which norm, whether in backward, how many values a channel has
