@@ -60,3 +60,11 @@ def test_the_same_training_there_and_here_has_the_same_losses(name: str, num_pro
     assert len(pairs) == 5
     for there, here in pairs:
         assert here == pytest.approx(there, abs=3e-6)
+
+
+def test_an_own_model_is_planned_and_its_schedules_compared() -> None:
+    said = run("plan_own_model.py")
+    verdicts = re.findall(r"^(fits|does not fit)", said, re.MULTILINE)
+    seconds = [float(found) for found in re.findall(r"^Planned step: ([\d.]+) s", said, re.MULTILINE)]
+    assert "4,835,217,664 parameters" in said and verdicts == ["does not fit", "fits", "fits"]
+    assert seconds[0] == seconds[1] > seconds[2]
