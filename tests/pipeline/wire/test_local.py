@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gpipe
 from gpipe.pipeline.wire.local import LocalReceiver, LocalSender
@@ -117,3 +118,37 @@ def test_a_stage_does_not_wait_for_its_neighbour_to_read(processes: ProcessPool)
     for loss, gradients, threads in processes.run(2, cross):
         assert loss == pytest.approx(3.5) and gradients == pytest.approx([3.5, 3.5])
         assert threads <= 5, "three links send, and the watch has two threads"
+
+
+class Many(nn.Module):
+    """Returns its input in many parts, some of them empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return list((x * self.weight).split([1, 0, 2] * (x.shape[1] // 3), dim=1))
+
+
+class Joined(nn.Module):
+    """Puts the parts together."""
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, 1)
+
+
+def send_many_parts(rank: int) -> list[float]:
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(Many(), Joined()), F.mse_loss, [1, 1], 3, mesh=stages(2), timeout_seconds=20
+    )
+    inputs = torch.arange(5400.0).reshape(6, 900)
+    losses = [pipeline.train_step((inputs, inputs + step)).loss for step in range(3)]
+    outputs = pipeline.evaluate(inputs)
+    assert outputs is None or torch.equal(outputs, inputs)
+    pipeline.close()
+    return losses
+
+
+def test_a_payload_may_have_more_parts_than_a_call_of_the_system_takes(processes: ProcessPool) -> None:
+    assert processes.run(2, send_many_parts) == [[0.0, 1.0, 4.0]] * 2

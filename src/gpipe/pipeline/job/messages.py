@@ -63,7 +63,7 @@ class Messenger:
         for peer in peers:
             if (connection := self._connections.get(peer)) is not None:
                 with self.waiting_for(peer):
-                    connection.send(memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
+                    connection.send(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
                 continue
             with LostPeer.named([self._ranks[peer]]):
                 for message in messages:
@@ -99,9 +99,9 @@ class Messenger:
         if (connection := self._connections.get(peer)) is None:
             return self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
         length = bytearray(_LENGTH_BYTES)
-        connection.receive(memoryview(length))
+        connection.receive(length)
         text = bytearray(int.from_bytes(length, "little"))
-        connection.receive(memoryview(text))
+        connection.receive(text)
         return bytes(text)
 
     def send_bytes(self, message: Tensor, peer: int, tag: int) -> None:

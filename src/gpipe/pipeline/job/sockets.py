@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe.pipeline.job.errors import LostPeer
 
 if TYPE_CHECKING:
     from gpipe.pipeline.job.messages import Messenger
 
+_MOST_PARTS = 256  # of one call of the system, which would refuse more than 1,024
+
 
 class Connection:
     """One end of a connection. All methods that send or receive raise LostPeer where the other end is gone.
+
+    Buffers are of bytes, and none of them is empty.
 
     Args:
         connected: a socket; this object closes it.
@@ -25,29 +30,34 @@ class Connection:
     def __init__(self, connected: socket.socket, rank: int) -> None:
         self._socket, self._rank = connected, rank
 
-    def send(self, data: memoryview) -> None:
+    def send(self, data: bytes) -> None:
         """Send bytes; wait until the socket has room for all."""
         try:
             self._socket.sendall(data)
         except OSError as error:
             raise self._lost(error) from None
 
-    def send_at_once(self, data: memoryview) -> memoryview:
-        """Send bytes as far as the socket has room, without waiting; return the others."""
+    def send_at_once(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Send buffers as far as the socket has room, without waiting; return what is left of them."""
         try:
-            return data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+            while parts:
+                count = self._socket.sendmsg(parts[:_MOST_PARTS], (), socket.MSG_DONTWAIT)
+                parts = _drop(parts, count)
         except BlockingIOError:
-            return data
+            pass
         except OSError as error:
             raise self._lost(error) from None
+        return parts
 
-    def receive(self, data: memoryview) -> None:
-        """Wait for as many bytes as there is room for."""
+    def receive(self, *parts: Any) -> None:
+        """Wait for as many bytes as buffers have room for."""
+        left: Sequence[Any] = parts
         try:
-            while data:
-                if not (count := self._socket.recv_into(data, len(data), socket.MSG_WAITALL)):
+            while left:
+                count, *_ = self._socket.recvmsg_into(left[:_MOST_PARTS], 0, socket.MSG_WAITALL)
+                if not count:
                     raise ConnectionResetError("the connection was closed at its other end")
-                data = data[count:]
+                left = _drop(left, count)
         except OSError as error:
             raise self._lost(error) from None
 
@@ -62,6 +72,15 @@ class Connection:
 
     def _lost(self, error: OSError) -> LostPeer:
         return LostPeer([self._rank], str(error))
+
+
+def _drop(parts: Sequence[Any], num_bytes: int) -> Sequence[Any]:
+    """Return what buffers have behind their first bytes."""
+    for position, part in enumerate(parts):
+        if num_bytes < len(part):
+            return [memoryview(part)[num_bytes:], *parts[position + 1 :]]
+        num_bytes -= len(part)
+    return ()
 
 
 def connect(messenger: Messenger, peer: int, *, offers: bool) -> Connection | None:

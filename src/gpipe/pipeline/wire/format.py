@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import json
@@ -16,8 +17,10 @@ from torch import Tensor
 from gpipe.pipeline.microbatch import Payload, Structure
 from gpipe.pipeline.transfer import MiniBatch
 
+_HOST = torch.device("cpu")
 _ALIGNMENT = 64  # bytes, that of torch's own allocations, so that received tensors are computed on alike
 PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
+_ZEROS = bytes(2 * _ALIGNMENT)
 
 
 class PayloadLayout(NamedTuple):
@@ -50,7 +53,9 @@ class PayloadLayout(NamedTuple):
 
     def allocate(self, num_elements: int, device: torch.device) -> Tensor:
         """Return memory for so many elements that begins at the offset."""
-        return torch.empty(self.offset + num_elements, dtype=self.torch_dtype, device=device)[self.offset :]
+        if not self.offset:
+            return torch.empty(num_elements, dtype=self.torch_dtype, device=device)
+        return torch.empty(self.offset + num_elements, dtype=self.torch_dtype, device=device)[self.offset :].data
 
     @property
     def distinct(self) -> tuple[int, ...]:
@@ -117,6 +122,40 @@ class MessageFormat:
         placed = zip(self.layouts, self.offsets[:-1], strict=True)
         return [(slice(at, at + layout.num_bytes), layout.torch_dtype) for layout, at in placed]
 
+    @functools.cached_property
+    def _gaps(self) -> list[int]:
+        """How many bytes lie between the prefix and the first tensor, between two tensors, and behind the last one."""
+        ends = [PREFIX_BYTES, *(place.stop for place, _ in self._places)]
+        return [at - end for end, at in zip(ends, self.offsets, strict=True)]
+
+    def lay_out(self, prefix: bytes, payload: Payload) -> list[Any]:
+        """Return a message as buffers, in their order: the tensors where they lie, if they lie there as they travel."""
+        parts: list[Any] = [prefix]
+        for tensor, layout, (place, _), gap in zip(
+            payload.tensors, self.layouts, self._places, self._gaps, strict=False
+        ):
+            if gap:
+                parts.append(_ZEROS[:gap])
+            if layout.strides is None and not (tensor.is_conj() or tensor.is_neg()):
+                parts.append(_memory(tensor, place.stop - place.start))
+            else:
+                parts.append(flatten(tensor, layout).numpy().data)
+        if self._gaps[-1]:
+            parts.append(_ZEROS[: self._gaps[-1]])
+        return [part for part in parts if len(part)]
+
+    def allocate(self) -> tuple[list[Tensor], list[Any]]:
+        """Return memory for the elements of each tensor and, with it, the buffers of a message."""
+        elements, parts = [], [bytearray(PREFIX_BYTES)]
+        for layout, (place, _), gap in zip(self.layouts, self._places, self._gaps, strict=False):
+            if gap:
+                parts.append(bytearray(gap))
+            elements.append(layout.allocate(layout.num_elements, _HOST))
+            parts.append(_memory(elements[-1], place.stop - place.start))
+        if self._gaps[-1]:
+            parts.append(bytearray(self._gaps[-1]))
+        return elements, [part for part in parts if len(part)]
+
     def pack(self, payload: Payload, message: Tensor) -> None:
         """Copy the tensors' bytes behind the prefix of a message, uint8 [offsets[-1]]."""
         for tensor, layout, (place, dtype) in zip(payload.tensors, self.layouts, self._places, strict=True):
@@ -152,6 +191,11 @@ class MessageFormat:
             ),
             MiniBatch(*batch),
         )
+
+
+def _memory(tensor: Tensor, num_bytes: int) -> Any:
+    """Return the memory of a tensor, in the order of its addresses, as a buffer that does not keep it alive."""
+    return (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
 
 
 def flatten(tensor: Tensor, layout: PayloadLayout) -> Tensor:

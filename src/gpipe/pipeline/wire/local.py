@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
-
-import torch
+from collections.abc import Sequence
+from typing import Any
 
 from gpipe.pipeline.job.errors import PeerFailure
 from gpipe.pipeline.microbatch import Payload
@@ -42,24 +42,21 @@ class LocalSender(Sender):
         if self._error is not None:
             raise self._error
         found = MessageFormat.of(payload, batch)
-        message = torch.empty(found.offsets[-1], dtype=torch.uint8)
-        found.pack(payload, message)
-        view = message.numpy().data
-        self._formats.write_header(view)
         # Once the format is announced, nothing can come in the payload's place any more.
         if found is not (predicted := self._formats.predict()) and found != predicted:
-            self._deliver_at_once(_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1]))
-        self._deliver_at_once(view)
+            self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1])])
+        self._deliver_at_once(found.lay_out(self._formats.prefix(), payload))
         self._formats.advance(found)
 
-    def _deliver_at_once(self, message: memoryview) -> None:
+    def _deliver_at_once(self, parts: Sequence[Any]) -> None:
         if self._num_left == self._num_sent:
-            message = self._connection.send_at_once(message)
-        if message:
+            parts = self._connection.send_at_once(parts)
+        if parts:
             self._num_left += 1
-            self._work.put(lambda: self._send_rest(message))
+            rest = b"".join(parts)  # a copy: what the payload lies in may change
+            self._work.put(lambda: self._send_rest(rest))
 
-    def _send_rest(self, message: memoryview) -> None:
+    def _send_rest(self, message: bytes) -> None:
         self._connection.send(message)
         self._num_sent += 1
 
@@ -109,26 +106,24 @@ class LocalReceiver:
     def _next(self) -> tuple[Payload, MiniBatch]:
         found = self._formats.predict()
         with self.link.messenger.waiting_for(self.link.peer):
-            message = torch.empty(found.offsets[-1], dtype=torch.uint8)
-            view = message.numpy().data
-            self._connection.receive(view)
-            mark, size, *_ = HEADER.unpack_from(view)
+            elements, parts = found.allocate()
+            self._connection.receive(*parts)
+            mark, size, *_ = HEADER.unpack_from(parts[0])
             if mark != Mark.DATA:
-                text = bytearray(view[PREFIX_BYTES : PREFIX_BYTES + size])
-                rest = bytearray(size - len(text))
-                self._connection.receive(memoryview(rest))
+                text = bytearray().join(parts[1:])[:size]
+                if rest := bytearray(size - len(text)):
+                    self._connection.receive(rest)
                 if mark == Mark.FAILURE:
                     raise PeerFailure(**json.loads(text + rest))
                 found = MessageFormat.from_json(bytes(text + rest))
-                message = torch.empty(found.offsets[-1], dtype=torch.uint8)
-                view = message.numpy().data
-                self._connection.receive(view)
-            self._formats.check_header(view)
+                elements, parts = found.allocate()
+                self._connection.receive(*parts)
+            self._formats.check_prefix(parts[0])
         self._formats.advance(found)
-        return found.unpack(message), found.batch
+        return found.payload(elements), found.batch
 
 
-def _frame(mark: Mark, text: bytes, least: int) -> memoryview:
+def _frame(mark: Mark, text: bytes, least: int) -> bytes:
     """Return a text as a message of at least so many bytes."""
     message = HEADER.pack(mark, len(text), False, 0).ljust(PREFIX_BYTES, b"\0") + text
-    return memoryview(message.ljust(least, b"\0"))
+    return message.ljust(least, b"\0")

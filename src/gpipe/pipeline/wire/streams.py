@@ -25,7 +25,7 @@ from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
 
 HEADER = struct.Struct("<BQ?I")
-"""Of a message: its mark, its size; whether it is of a training step, and how many messages of that came before."""
+"""A mark, and the size of a text; whether data is of a training step, and how many messages of that came before."""
 
 _AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
 
@@ -91,11 +91,11 @@ class Formats:
         """Begin a step."""
         self._training, self.position = training, 0
 
-    def write_header(self, message: memoryview) -> None:
-        """Begin the next message of data."""
-        HEADER.pack_into(message, 0, Mark.DATA, len(message), self._training, self.position)
+    def prefix(self) -> bytes:
+        """Return what the next message of data begins with."""
+        return HEADER.pack(Mark.DATA, 0, self._training, self.position).ljust(PREFIX_BYTES, b"\0")
 
-    def check_header(self, message: memoryview) -> None:
+    def check_prefix(self, message: Any) -> None:
         """Refuse a message of data that is not the next one of this end's step.
 
         Raises:
@@ -205,7 +205,7 @@ class Sender(_End):
         if found is not (predicted := self._formats.predict()) and found != predicted:
             self._send_text(Mark.FORMAT, found.to_json())
         message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
-        self._formats.write_header(message.numpy().data)
+        message.numpy()[:PREFIX_BYTES].data[:] = self._formats.prefix()
         if delivery is None:
             found.pack(payload, message)
         self._deliver(message)
@@ -313,7 +313,7 @@ class Receiver(_End):
                 raise PeerFailure(**json.loads(text))
             found = MessageFormat.from_json(text)
             message = self._receive_message(self.link.message_bytes(found))
-        self._formats.check_header(message.numpy().data)
+        self._formats.check_prefix(message.numpy().data)
         self._formats.advance(found)
         if self._stream is None:
             return _Received(found.unpack(message), found.batch, None)
