@@ -1,5 +1,6 @@
 """Files of a run: each appears complete or not at all, whatever ends the process or the machine meanwhile."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,14 @@ def write_flushed(path: Path, content: str | bytes) -> None:
     """Write a small file, text as UTF-8, so that it appears as a whole and is on the disk."""
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the lock that a file is, and hold it; the system releases it when the process exits or is killed."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def flush(path: Path) -> None:

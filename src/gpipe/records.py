@@ -23,7 +23,9 @@ RECORD_FILE = "record.json"
 KINDS = ("measured", "simulated", "planned", "not run")
 # Two runs with the same settings may differ in these: where they run, and what observes them.
 WHEREABOUTS = {
-    "launch", "tracking", "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
+    "launch.num_processes", "launch.num_threads", "launch.pin_cores", "launch.device", "launch.max_restarts",
+    "launch.shard_optimizer", "launch.device_threads", "launch.gpus_per_node", "launch.debug", "tracking",
+    "reproduction", "trainer.resume", "trainer.resume_from", "trainer.max_hours", "data.root",
     "data.cache", "data.num_workers", "data.prefetch_factor",
 }  # fmt: skip
 # Another place may have other data, or another state to resume from.
@@ -36,6 +38,7 @@ _EFFORTS = (WHEREABOUTS - _SOURCES) | {
 }  # fmt: skip
 # A run that resumes from the state of another run may differ in these: its length, its learning rate, how it is run.
 RESUMED_MAY_DIFFER = _EFFORTS | {
+    "launch.num_replicas",  # whose micro-batches are smaller: other statistics of batch norms, other masks
     "name", "schedule", "optimizer.learning_rate", "optimizer.times_batch_size", "optimizer.clip_norm",
     "pipeline.num_stages", "pipeline.schedule", "pipeline.stages_per_device", "pipeline.rematerialize",
     "data.tokenizer", "data.vocabulary_size",  # whose content, and what follows from it, is compared
@@ -236,12 +239,13 @@ def _short(value: Any) -> str:
 
 
 def _without(left_out: Collection[str], config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings without those whose full keys are left out."""
-    return {
+    """Return the settings without those whose full keys are left out, and without sections that had no others."""
+    found = {
         name: _without(left_out, value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         for name, value in config.items()
         if f"{prefix}{name}" not in left_out
     }
+    return {name: value for name, value in found.items() if value or not config[name]}
 
 
 def without_places(record: Record) -> Record:

@@ -2,10 +2,11 @@
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from gpipe.checkpoint.errors import CheckpointError
-from gpipe.checkpoint.manifest import MANIFEST, STEP_FOLDER
+from gpipe.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest
 from gpipe.durable_files import flush, write_flushed
 from gpipe.records import RECORD_FILE
 
@@ -61,11 +62,21 @@ def find_run(path: Path) -> Path:
         return path
     saved = path.glob(f"*/checkpoints/step-*/{MANIFEST}")
 
-    def rank(manifest: Path) -> tuple[bool, float]:
-        return (manifest.parents[2] / RECORD_FILE).exists(), manifest.stat().st_mtime
+    def rank(manifest: Path) -> tuple[bool, bool, float]:
+        is_finished = (manifest.parents[2] / RECORD_FILE).exists()
+        return is_finished, is_finished or not _began_in(path, manifest), manifest.stat().st_mtime
 
     newest = max(saved, key=rank, default=None)
     return path if newest is None else newest.parents[2]
+
+
+def _began_in(folder: Path, manifest: Path) -> bool:
+    """Return whether a run began from one of this folder: the same command goes on with it, and not from it."""
+    with suppress(CheckpointError):
+        config = Manifest.read(manifest.parent).config
+        origins = config.get("init_from"), config.get("trainer", {}).get("resume_from")
+        return any(value is not None and Path(value).resolve().parent == folder.resolve() for value in origins)
+    return False
 
 
 def list_newest_first(folder: Path) -> list[Path]:

@@ -155,6 +155,10 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
     if not entries:
         raise CheckpointError(f"{path} has no {kind}: choose another.")
     rename = _model_renaming(source.manifest)
+    beside = path.parent.parent / _MODEL_FILE
+    copied = output.parent / _MODEL_FILE if beside.is_file() and rename is not _rename else None
+    if copied is not None and copied.exists() and copied.read_bytes() != beside.read_bytes():
+        raise FileExistsError(f"{copied} exists, and is another model's: name a file in another folder with --output.")
     others = {name: value for name, value in source.manifest.config.items() if name.endswith("_sha256")}
     if rename is not _rename:
         others["format"] = "pt"  # without which transformers reads no file
@@ -164,8 +168,8 @@ def export(path: Path, output: Path, *, averages: bool = True) -> str:
     output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(output) as partial:
         image.write(partial)
-    if (beside := path.parent.parent / _MODEL_FILE).is_file() and rename is not _rename:
-        with replacing(output.parent / _MODEL_FILE) as partial:
+    if copied is not None:
+        with replacing(copied) as partial:
             shutil.copyfile(beside, partial)
     return kind
 

@@ -18,6 +18,7 @@ from gpipe.config import (
     RunConfig,
     to_plain,
 )
+from gpipe.data.images.loader import ImageLoader
 from gpipe.launch import stops
 from gpipe.launch.processes import Place
 from gpipe.models import set_drop_path
@@ -168,6 +169,8 @@ def build_trainer(
     if workload.has_batch_norm and settings.evaluation.statistics_batches is not None:
         # A loader of its own: training is in the midst of an epoch of the other.
         statistics_loader, _ = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+        if isinstance(statistics_loader, ImageLoader) and isinstance(train_loader, ImageLoader):
+            statistics_loader.broken_images = train_loader.broken_images  # of the same images: each is named once
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)
     rate = run.optimizer.learning_rate * (settings.batch_size if run.optimizer.times_batch_size else 1)
     progress = Progress(

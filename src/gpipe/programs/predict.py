@@ -152,9 +152,14 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    with replacing(Path(path)) as partial, partial.open("w", encoding="utf-8", newline="") as stream:
+    with replacing(Path(path)) as partial, _open_text(partial) as stream:
         csv.writer(stream).writerow(["image", "rank", "class", "probability"])
         yield stream
+
+
+def _open_text(path: Path) -> TextIO:
+    """Open a file for text; names of files that are no UTF-8 keep their bytes."""
+    return path.open("w", encoding="utf-8", errors="surrogateescape", newline="")
 
 
 def _write(answer: Answer, stream: TextIO, *, is_csv: bool) -> None:
@@ -163,7 +168,8 @@ def _write(answer: Answer, stream: TextIO, *, is_csv: bool) -> None:
         csv.writer(stream).writerows(rows)
     else:
         classes = ", ".join(f"{name} {p:.1%}" for name, p in answer.classes)
-        print(f"{answer.path}: {classes}", file=stream, flush=True)
+        path = str(answer.path).encode(errors="backslashreplace").decode()  # which may be no UTF-8
+        print(f"{path}: {classes}", file=stream, flush=True)
 
 
 def _draw(answers: Sequence[Answer], path: Path) -> None:

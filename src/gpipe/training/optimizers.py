@@ -159,16 +159,37 @@ def named_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state as tensors named `<parameter name>/<slot>`; numbers become 0-dimensional tensors.
+    """Return the state as tensors named `<parameter name>/<slot>`.
 
-    A parameter that never had a gradient has no state and does not appear.
+    Numbers become 0-dimensional tensors in slots called `number.<slot>`. What a group of parameters counts, as some of
+    timm's optimisers do, is in slots called `group.<key>` of each of them. A parameter that never had a gradient has no
+    state and does not appear.
     """
     state: dict[str, Tensor] = {}
+    groups = _groups_by_parameter(optimizer)
     for name, parameter in named_parameters_of(optimizer).items():
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                state[f"{name}/{slot}"] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        if own := optimizer.state.get(parameter, {}):
+            group = groups[parameter]
+            counted = {_OF_GROUP + key: group[key] for key in _find_counters(optimizer, group)}
+            for slot, value in {**own, **counted}.items():
+                if isinstance(value, Tensor):
+                    state[f"{name}/{slot}"] = value.detach()
+                elif value is not None:
+                    kind = torch.float64 if isinstance(value, float) else None  # Python's own
+                    state[f"{name}/{_NUMBER}{slot}"] = torch.tensor(value, dtype=kind)
     return state
+
+
+_NUMBER, _OF_GROUP = "number.", "group."
+
+
+def _groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _find_counters(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a group that are no settings of it, but what its steps have counted."""
+    return [key for key in ("step",) if key in group and key not in optimizer.defaults]
 
 
 @torch.no_grad()
@@ -181,14 +202,21 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, T
     Raises:
         KeyError: the optimiser lacks a parameter.
     """
-    parameters = named_parameters_of(optimizer)
+    parameters, groups = named_parameters_of(optimizer), _groups_by_parameter(optimizer)
     fused = {parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]}
     optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for key in _find_counters(optimizer, group):
+            del group[key]
     for key, value in state.items():
         name, slot = key.rsplit("/", 1)
         parameter = parameters[name]
         device = parameter.device if value.ndim > 0 or parameter in fused else torch.device("cpu")
-        optimizer.state[parameter][slot] = value.to(device, copy=True)
+        is_number = slot.startswith(_NUMBER)
+        slot = slot.removeprefix(_NUMBER)
+        is_of_group = slot.startswith(_OF_GROUP)
+        place = groups[parameter] if is_of_group else optimizer.state[parameter]
+        place[slot.removeprefix(_OF_GROUP)] = value.item() if is_number else value.to(device, copy=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

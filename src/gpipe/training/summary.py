@@ -23,7 +23,7 @@ class Summary:
         tokens_per_second: the same; None where an example has one target.
         step_seconds: the same, without the wait for data.
         peak_memory_bytes: of the process of the pipeline that uses most.
-        num_replaced: broken training examples that were replaced, counted in each epoch, in the first replica's data.
+        num_replaced: broken training examples that were replaced, counted in each epoch.
         evaluation: the last figures of every evaluation set.
         least_loss: the first set's figures at its least loss, and the "step" after which that was.
         num_skipped_steps: mini-batches skipped because a number was not finite; overflows of float16 are not counted.

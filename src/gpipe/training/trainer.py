@@ -19,6 +19,7 @@ from gpipe.durable_files import replacing
 from gpipe.pipeline.engine import Pipeline
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.errors import NonFiniteError, PipelineError, StepAbandoned
+from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.step_report import StepReport
 from gpipe.pipeline.timeline import Timeline
 from gpipe.training.checkpoints import Checkpoints
@@ -32,6 +33,11 @@ from gpipe.training.progress import Progress, StepStatus
 from gpipe.training.statistics import estimate_statistics
 from gpipe.training.summary import StepSpeed, Summary, Totals
 from gpipe.training.tracking import Tracker
+
+
+def count_first(targets: Any) -> int:
+    """Return how many numbers the first tensor of some targets has."""
+    return Payload.of_mini_batch(targets)[0].tensors[0].numel()
 
 
 @dataclass(kw_only=True)
@@ -69,7 +75,8 @@ class Trainer:
         patience: training ends after that many evaluations in a row without a smaller loss of the main set; None never.
         final_drop_path: the drop-path rate of the last step.
         examples: what messages call the data's examples.
-        count_targets: returns the number of targets of a mini-batch, on the processes that load them.
+        count_targets: returns the number of targets of a mini-batch, on the processes that load them; by default how
+            many numbers their first tensor has.
         num_untimed_steps: first steps that the summary's speed leaves out.
         checkpoint_folder: None saves nothing; else the end of training is saved, and the newest `keep_checkpoints` and
             the best stay.
@@ -99,7 +106,7 @@ class Trainer:
     set_drop_path: Callable[[float], None] | None = None
     final_drop_path: float = 0.0
     examples: str = "examples"
-    count_targets: Callable[[Any], float] = torch.numel
+    count_targets: Callable[[Any], float] = count_first
     num_untimed_steps: int = 1
     evaluate_every_epochs: int | None = 1
     evaluate_every_steps: int | None = None
@@ -199,6 +206,8 @@ class Trainer:
             )
         self.pipeline.step, self._epoch, self._batch = position.step, position.epoch, position.batch
         self._totals = Totals.resume(manifest.results)
+        if path.parent != self.checkpoint_folder:  # where the least loss was is another run's checkpoint
+            self._totals.least_loss, self._totals.num_worse = {}, 0
         if self.scaler is not None and self._totals.scaler is not None:
             self.scaler.load_state_dict(self._totals.scaler)
         self._tracker.rewind(position.step)
@@ -257,10 +266,11 @@ class Trainer:
                 values, report = self._step(batch)
             values["wait_seconds"] = self.train_loader.wait_seconds - waited_seconds
             waited_seconds = self.train_loader.wait_seconds
-            if self.train_loader.num_replaced > num_replaced:
-                values[f"replaced_{self.examples}"] = self.train_loader.num_replaced - num_replaced
-                self._totals.num_replaced += self.train_loader.num_replaced - num_replaced
-                num_replaced = self.train_loader.num_replaced
+            notes = report.notes if report is not None else []
+            if (replaced := sum(note["replaced"] for note in notes)) > num_replaced:  # of all replicas, in this epoch
+                values[f"replaced_{self.examples}"] = replaced - num_replaced
+                self._totals.num_replaced += replaced - num_replaced
+                num_replaced = replaced
             self._batch += 1
             seconds = time.perf_counter() - started
             self._totals.seconds += seconds
@@ -271,7 +281,6 @@ class Trainer:
             else:
                 num_targets = 0 if batch[1] is None else round(self.count_targets(batch[1]))
                 self._log(values, report, num_targets, seconds)
-            notes = report.notes if report is not None else []
             self._after_step([note["save"] for note in notes])
             if self._is_done:
                 return
@@ -337,7 +346,8 @@ class Trainer:
 
     def _note(self) -> dict[str, Any]:
         """Return what this process tells all others at the end of a step."""
-        return {"stop": self.asked_to_stop(), "save": self._checkpoints.status()}
+        stop, save = self.asked_to_stop(), self._checkpoints.status()
+        return {"stop": stop, "save": save, "replaced": self.train_loader.num_replaced}
 
     def _skip_or_stop(self, batch: tuple[Any, Any], error: NonFiniteError) -> None:
         """Skip the update, or end the training with an explanation and a checkpoint of the state before."""

@@ -1,6 +1,7 @@
 """Plain text as sequences of tokens: every .txt file of a folder, cut into pieces of equal length."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from gpipe.data.images.image_set import SPLITS
 from gpipe.data.location import DataMissing, check_known
 from gpipe.data.text.tokenizer import END, Tokenizer
-from gpipe.durable_files import replacing
+from gpipe.durable_files import locked, replacing
 
 CACHE = ".token_cache"
 _FOLDERS = {"train": "train", "test": "val"}
@@ -31,7 +32,7 @@ class TextSequences:
 
     def __len__(self) -> int:
         """Return the number of sequences; what is left at the end makes none."""
-        return (len(self._tokens) - 1) // self._length
+        return max(0, len(self._tokens) - 1) // self._length
 
     def sequence(self, index: int) -> NDArray[np.int64]:
         """Return sequence `index`, [length + 1]."""
@@ -122,15 +123,31 @@ def _read_cached(
     stats = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     key = sha256(repr((tokenizer.sha256, share, split, stats)).encode()).hexdigest()
     cached = folder / CACHE / f"{key[:32]}.npy"
-    if not cached.exists():
-        tokens = np.concatenate([_take(_encode(path, tokenizer), share, split) for path in paths])
+    if (found := _load(cached)) is not None:
+        return found
+    with ExitStack() as stack:
+        is_writable = True
         try:
             cached.parent.mkdir(exist_ok=True)
-            with replacing(cached) as partial, partial.open("wb") as stream:
-                np.save(stream, tokens, allow_pickle=False)
+            stack.enter_context(locked(cached.parent / ".lock"))
         except OSError:  # a folder that nobody may write to: every start reads the text
-            return tokens
-    found: NDArray[np.int32] = np.load(cached, mmap_mode="r", allow_pickle=False)
+            is_writable = False
+        if (found := _load(cached)) is not None:  # another process has just written it
+            return found
+        tokens = np.concatenate([_take(_encode(path, tokenizer), share, split) for path in paths])
+        with suppress(OSError):
+            if is_writable:
+                with replacing(cached) as partial, partial.open("wb") as stream:
+                    np.save(stream, tokens, allow_pickle=False)
+    return tokens
+
+
+def _load(cached: Path) -> NDArray[np.int32] | None:
+    """Return the tokens of a cache; None where it is not there, or damaged."""
+    try:
+        found: NDArray[np.int32] = np.load(cached, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
     return found
 
 
@@ -142,8 +159,19 @@ def _encode(path: Path, tokenizer: Tokenizer) -> NDArray[np.int32]:
             while lines := list(islice(stream, _LINES)):
                 parts.append(_join(tokenizer.encode_lines(lines)))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it.") from None
+        raise ValueError(f"{path}, line {_find_line(path)}, is not UTF-8 ({error.reason}): convert it.") from None
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def _find_line(path: Path) -> int:
+    """Return the number of the first line that is not UTF-8, from 1: the error counts within what was read at once."""
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 0  # the file has changed
 
 
 def _join(lines: Iterable[list[int]]) -> NDArray[np.int32]:

@@ -12,14 +12,13 @@ the longest sentence, and the version of this format. Text that changes is there
 only when it is complete. You may delete a folder at any time if no run uses it.
 """
 
-import fcntl
 import json
 import mmap
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -32,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from gpipe.data.text.parallel_corpus import LanguagePairs, Skipped
 from gpipe.data.text.sentences import Sentences, choose_token_type
-from gpipe.durable_files import flush, write_flushed
+from gpipe.durable_files import flush, locked, write_flushed
 
 DEFAULT_NAME = "token_cache"
 _FORMAT = 1
@@ -301,7 +300,7 @@ class TokenCache:
 
     def _build(self, folder: Path, key: Key, files: Sequence[Path], fill: Fill, *, keep_tokens: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _lock(self.folder / ".lock"):
+        with locked(self.folder / ".lock"):
             if folder.exists():  # another process has just written it
                 return
             for left in self.folder.glob(".*.partial"):  # of a killed process: a live one would hold the lock
@@ -322,14 +321,6 @@ class TokenCache:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Wait for the lock and hold it; the system releases it when the process exits or is killed."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _describe(files: Sequence[Path]) -> list[list[Any]]:
