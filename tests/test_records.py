@@ -152,6 +152,7 @@ def test_the_same_settings_elsewhere_are_the_same() -> None:
     here = {"seed": 1, "data": {"name": "digits", "root": "a", "num_workers": 0}, "trainer": {"resume_from": None}}
     there = {**here, "data": {"name": "digits", "root": "b", "num_workers": 4}, "trainer": {"resume_from": "x"}}
     assert same_settings(here, {**there, "launch": {"num_processes": 2}, "tracking": {"mode": "online"}})
+    assert not same_settings(here, {**there, "launch": {"num_processes": 2, "num_replicas": 2}})
     assert not same_settings(here, {**there, "seed": 2})
     assert not same_settings(here, {**there, "data": {"name": "mnist_5k"}})
 

@@ -84,6 +84,12 @@ def test_of_a_folder_of_runs_the_finished_one_that_saved_last_counts(tmp_path: P
         assert find_run(unchanged) == unchanged
     assert find_checkpoint(tmp_path) == tmp_path / "a" / "checkpoints" / "step-00000001"
     assert find_checkpoint(tmp_path / "c") is None
+    config = {"init_from": None, "trainer": {"resume_from": str(tmp_path / "b")}}
+    for name in ("a", "b"):
+        (tmp_path / name / "checkpoints" / "step-00000001" / "manifest.json").unlink()
+    small_run().save(tmp_path / "b" / "checkpoints", POSITION)
+    small_run().save(tmp_path / "a" / "checkpoints", POSITION, config=config)  # it began from "b", and goes on from it
+    assert find_run(tmp_path) == tmp_path / "b"
     (tmp_path / "b" / "record.json").touch()  # "a" was interrupted
     assert find_run(tmp_path) == tmp_path / "b"
     (tmp_path / "a" / "record.json").touch()

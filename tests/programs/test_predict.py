@@ -1,6 +1,7 @@
 """A trained model classifies images as it did in its evaluation."""
 
 import csv
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,3 +117,15 @@ def test_the_program_prints_a_line_per_image(run: Path, images: Path) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"{images / 'a, b' / '0.png'}: ") and line.count("%") == 2
+
+
+def test_a_name_that_is_not_utf8_keeps_its_bytes(run: Path, tmp_path: Path, predict: Predict) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    image = open_image_set("fashion_mnist_embedded", "test", None).image(0)
+    image.save(folder / "plain.png")
+    os.rename(bytes(folder / "plain.png"), bytes(folder) + b"/caf\xe9.png")
+    output = tmp_path / "answers.csv"
+    assert predict(f"images={folder}", f"output={output}")[1] == ""
+    assert b"caf\xe9.png,1," in output.read_bytes()
+    assert "caf\\udce9.png: " in predict(f"images={folder}")[0]

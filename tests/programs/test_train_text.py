@@ -50,10 +50,18 @@ def test_a_run_has_the_tokenizers_vocabulary_and_keeps_the_tokenizer(trained: Pa
     assert 0 < loss < 20
 
 
-def test_transformers_loads_what_was_trained_and_answers_alike(trained: Path, tmp_path: Path) -> None:
+def test_transformers_loads_what_was_trained_and_answers_alike(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "gpt2" / "model.safetensors"
     assert checkpoint_program(["export", str(trained), "--output", str(output)]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(output.parent).eval()
+    other = tmp_path / "another" / "model.safetensors"
+    other.parent.mkdir()
+    (other.parent / "config.json").write_text("{}")
+    assert checkpoint_program(["export", str(trained), "--output", str(other)]) == 1
+    assert "config.json exists, and is another model's: name a file in another folder" in capsys.readouterr().err
+    assert [path.name for path in other.parent.iterdir()] == ["config.json"]
     assert type(model).__name__ == "GPT2LMHeadModel"
     checkpoint = find_checkpoint(trained)
     layers = build_layers(from_plain(Manifest.read(checkpoint).config))

@@ -12,6 +12,9 @@ from gpipe.training.optimizers import (
     set_learning_rate,
 )
 
+# isort: split
+import timm
+
 NAMES = ("rmsprop", "sgd", "adamw", "adafactor")
 
 
@@ -107,6 +110,35 @@ def test_the_state_goes_by_name_and_continues_bitwise(name: str) -> None:
         set_gradients(module, 2)
         continued.step()
     for (key, parameter), other in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(parameter, other), key
+
+
+@pytest.mark.parametrize("name", ["adan", "lamb", "adamp", "adabelief", "laprop", "mars", "radam", "nadam", "lion"])
+def test_an_optimiser_of_timm_continues_bitwise_whatever_it_counts(name: str) -> None:
+    """Some keep Python's numbers, and some count per group of parameters."""
+    first = small_layers()
+    optimizer = timm.optim.create_optimizer_v2(first.named_parameters(), opt=name, lr=0.1)
+    for seed in (1, 2, 3):
+        set_gradients(first, seed)
+        optimizer.step()
+    state = {key: value.clone() for key, value in optimizer_state(optimizer).items()}
+    second = small_layers(seed=1)
+    second.load_state_dict(first.state_dict())
+    resumed = timm.optim.create_optimizer_v2(second.named_parameters(), opt=name, lr=0.1)
+    load_optimizer_state(resumed, state)
+    load_optimizer_state(optimizer, state)
+    for seed in (4, 5):
+        for module, continued in ((first, optimizer), (second, resumed)):
+            set_gradients(module, seed)
+            continued.step()
+    for (key, parameter), other in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(parameter, other), key
+    third = small_layers()
+    whole = timm.optim.create_optimizer_v2(third.named_parameters(), opt=name, lr=0.1)
+    for seed in (1, 2, 3, 4, 5):
+        set_gradients(third, seed)
+        whole.step()
+    for (key, parameter), other in zip(third.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(parameter, other), key
 
 

@@ -411,3 +411,29 @@ def test_the_speeds_of_a_long_training_are_those_of_its_last_steps() -> None:
         totals.speeds.append(StepSpeed(number, 0.0, 1, 1))
     summary = totals.summarize(30_000, 1, None, "examples", 1)
     assert summary.num_timed_steps < 30_000 and summary.step_seconds is not None and summary.step_seconds > 20_000
+
+
+class NestedTargets(RandomImages):
+    """Targets as a nest, of which the first tensor has a number per example."""
+
+    def __iter__(self) -> Any:
+        for images, labels in super().__iter__():
+            yield images, {"labels": labels, "again": labels}
+
+
+def test_targets_may_be_nested(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, train_loader=NestedTargets(), evaluation_loaders={})
+    trainer.pipeline._loss = lambda outputs, targets: torch.nn.functional.cross_entropy(outputs, targets["again"])
+    assert trainer.train().num_steps == 12
+
+
+def test_a_run_that_resumes_from_another_has_a_best_checkpoint_of_its_own(tmp_path: Path) -> None:
+    first = small_trainer(tmp_path / "first")
+    first.train()
+    first._totals.least_loss = {"loss": 0.0, "step": 1}  # a loss that the other run does not reach
+    first._save()
+    first._checkpoints.finish()
+    second = small_trainer(tmp_path / "second", num_epochs=first.num_epochs + 1)
+    assert second.resume(find_latest(tmp_path / "first" / "checkpoints"))
+    second.train()
+    assert find_best(tmp_path / "second" / "checkpoints") is not None

@@ -1,5 +1,6 @@
 """ImageNet in one folder per class: order, links, and what is said of folders and images that are broken."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from PIL import Image
 
 from gpipe.data import BrokenImage, DataMissing, check_image_set, open_image_set
+from gpipe.data.images.class_folders import check_own_folders
 from tests.data.permissions import bound_by_permissions, folder_for_everybody
 
 
@@ -166,3 +168,12 @@ def test_own_images_need_a_split_or_a_share(own_root: Path) -> None:
     (own_root / "val").mkdir()
     with pytest.raises(ValueError, match=r"data.validation_share is 0.1, but .*val has images for evaluation"):
         check_image_set("image_folder", own_root, validation_share=0.1)
+
+
+def test_a_class_whose_name_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
+    for name in (b"cat", b"caf\xe9"):
+        os.makedirs(bytes(tmp_path) + b"/" + name)
+    with pytest.raises(
+        ValueError, match=r"caf.udce9' has a name that is not UTF-8, and runs keep the names of classes"
+    ):
+        check_own_folders(tmp_path, 0.5)

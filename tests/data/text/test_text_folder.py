@@ -1,12 +1,17 @@
 """A folder of plain text becomes sequences of tokens, of which none is lost, repeated or in both splits."""
 
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gpipe.data import DataMissing, check_data, open_text_folder, open_text_tokenizer
+from gpipe.data.text import text_folder
 from gpipe.data.text.tokenizer import END
+from tests.support.process_pool import ProcessPool
 
 TOKENIZER = open_text_tokenizer(None)
 LINES = [f"Line {number} says something of {number * 7} things." for number in range(200)]
@@ -66,11 +71,53 @@ def test_the_tokens_are_kept_until_a_file_changes(root: Path, monkeypatch: pytes
     assert read(root, "train") != first
 
 
+@pytest.mark.parametrize("size", [0, 100, 200])
+def test_a_damaged_cache_is_made_again(root: Path, size: int) -> None:
+    first = read(root, "train")
+    (cached,) = (root / ".token_cache").glob("*.npy")
+    os.truncate(cached, size)
+    assert read(root, "train") == first
+    assert cached.stat().st_size > 200
+
+
+def test_processes_that_start_together_read_the_text_once(root: Path, processes: ProcessPool) -> None:
+    expected = read(root, "train")
+    for path in (root / ".token_cache").glob("*.npy"):
+        path.unlink()
+    found = processes.run(4, read_and_count, str(root))
+    assert [sequences for sequences, _ in found] == [expected] * 4
+    assert sum(num_read for _, num_read in found) == 2, "each of the two files once"
+
+
+def read_and_count(rank: int, root: str) -> tuple[list[list[int]], int]:
+    """Read a text; return its sequences, and how many of its files this process has cut into tokens."""
+    encode, num_read = text_folder._encode, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        time.sleep(0.2)
+        return encode(*args)
+
+    text_folder._encode = counted
+    try:
+        return read(Path(root), "train"), num_read
+    finally:
+        text_folder._encode = encode
+
+
 def test_what_cannot_be_read_is_said(root: Path) -> None:
     with pytest.raises(ValueError, match=r"expected at least data.sequence_length \+ 1 = 100001: add text, or lower"):
         read(root, "train", length=100_000)
     (root / "a.txt").write_bytes("Blödsinn".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"a.txt is not UTF-8 \(invalid .* at byte 2\): convert it"):
+    with pytest.raises(ValueError, match=r"a.txt, line 1, is not UTF-8 \(invalid .*\): convert it"):
+        read(root, "train")
+    (root / "a.txt").write_bytes(b"good\n" * 12_000 + b"caf\xe9\n")  # more than is read at once
+    with pytest.raises(ValueError, match=r"a.txt, line 12001, is not UTF-8"):
+        read(root, "train")
+    (root / "a.txt").write_text("\n\n")
+    (root / "deep" / "b.txt").write_text("")
+    with pytest.raises(ValueError, match=r"the train text in .* has 0 tokens, expected at least"):
         read(root, "train")
     with pytest.raises(DataMissing, match=r"Looked for: the folder data.root, which is not set"):
         check_data("text_folder")
