@@ -51,8 +51,8 @@ def check_own_folders(root: Path, share: float | None) -> None:
             f"data.root is {root}, which has {num_classes} folders of classes in {_training_folder(root)}, expected 2 "
             "or more: sort your images into one folder per class."
         )
-    for entry in os.scandir(_training_folder(root)):
-        if not _is_utf8(entry.name):
+    for path in _training_folder(root).iterdir():
+        if not _is_utf8(path.name):
             raise ValueError(
                 f"{entry.path!a} has a name that is not UTF-8, and runs keep the names of classes: rename it."
             )
