@@ -124,7 +124,7 @@ def test_a_name_that_is_not_utf8_keeps_its_bytes(run: Path, tmp_path: Path, pred
     folder.mkdir()
     image = open_image_set("fashion_mnist_embedded", "test", None).image(0)
     image.save(folder / "plain.png")
-    os.rename(bytes(folder / "plain.png"), bytes(folder) + b"/caf\xe9.png")
+    (folder / "plain.png").rename(folder / os.fsdecode(b"caf\xe9.png"))
     output = tmp_path / "answers.csv"
     assert predict(f"images={folder}", f"output={output}")[1] == ""
     assert b"caf\xe9.png,1," in output.read_bytes()

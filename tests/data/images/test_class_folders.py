@@ -172,8 +172,6 @@ def test_own_images_need_a_split_or_a_share(own_root: Path) -> None:
 
 def test_a_class_whose_name_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     for name in (b"cat", b"caf\xe9"):
-        os.makedirs(bytes(tmp_path) + b"/" + name)
-    with pytest.raises(
-        ValueError, match=r"caf.udce9' has a name that is not UTF-8, and runs keep the names of classes"
-    ):
+        (tmp_path / os.fsdecode(name)).mkdir()
+    with pytest.raises(ValueError, match=r"caf.udce9' has a name that is not UTF-8, and runs keep the names of class"):
         check_own_folders(tmp_path, 0.5)

@@ -54,7 +54,7 @@ def check_own_folders(root: Path, share: float | None) -> None:
     for path in _training_folder(root).iterdir():
         if not _is_utf8(path.name):
             raise ValueError(
-                f"{entry.path!a} has a name that is not UTF-8, and runs keep the names of classes: rename it."
+                f"{str(path)!a} has a name that is not UTF-8, and runs keep the names of classes: rename it."
             )
     if share is None:
         _find_classes(root)
