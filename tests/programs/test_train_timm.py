@@ -158,6 +158,23 @@ def test_training_begins_with_a_run_of_another_image_size_and_other_classes(
 
 
 @pytest.mark.usefixtures("composer")
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_broken_images_are_named_once_and_counted_in_all_replicas(tmp_path: Path, num_replicas: int) -> None:
+    root = write_folder(tmp_path / "photographs")
+    for number in (1, 5):
+        (root / "train" / "cats" / f"{number}.png").write_bytes(b"no image")
+    shape = (
+        f"launch.num_replicas={num_replicas}", f"launch.num_processes={num_replicas}", "pipeline.num_stages=1",
+        "pipeline.num_microbatches=1",
+    )  # fmt: skip
+    statistics = ("data.max_broken_images=2", "trainer.evaluation.statistics_batches=3")
+    done = start(tmp_path, *WORDS, f"data.root={root}", *shape, *statistics)
+    assert done.returncode == 0, done.stderr
+    named = [line.partition(" (number")[0] for line in done.stderr.splitlines() if "cannot decode" in line]
+    assert len(named) >= 2 and (num_replicas > 1 or len(set(named)) == len(named) == 2)
+    assert json.loads((run_folder(tmp_path) / "record.json").read_text())["results"]["num_replaced"] == 2
+
+
 def test_a_folder_without_val_is_shared_out(folder: Path, tmp_path: Path) -> None:
     train_here(tmp_path, *WORDS, f"data.root={folder / 'train'}", "data.validation_share=0.25")
     assert (tmp_path / "runs" / "train" / "now" / "record.json").exists()
