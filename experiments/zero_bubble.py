@@ -38,7 +38,8 @@ from experiments.engine_overhead.hand_written_loop import compute_loss
 from experiments.engine_overhead.sleeping_layers import FORWARD, SplitSleeper, calibrate
 from experiments.program import StudyProgram
 from gpipe.models import amoebanet_d, transformer_lm
-from gpipe.pipeline.schedule import SCHEDULES, Kind, Rematerialize, Task
+from gpipe.pipeline.schedule import Kind, Rematerialize, Task
+from gpipe.pipeline.schedule_choice import SCHEDULES
 from gpipe.planning.simulation import simulate
 from gpipe.planning.timing import LayerTimer
 from gpipe.records import make_record

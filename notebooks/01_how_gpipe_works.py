@@ -135,8 +135,9 @@ draw(simulate_split_steps(4, 8))
 
 # %% [markdown]
 # The gradients are the same, to the last bit. ZB-H1 and ZB-V hold no more micro-batches than 1F1B, but also what the
-# second halves still need: in the [measured example](../reproductions/bubble/README.md) the fullest device needs up to
-# a quarter more memory. In practice the parts are not equally long, and a split costs some time of its own.
+# second halves still need: in the [planned example](../reproductions/bubble/README.md) the fullest device of ZB-H1
+# needs a quarter more memory without re-materialisation. In practice the parts are not equally long, and a split costs
+# some time of its own.
 #
 # ## 3. A real pipeline
 #

@@ -13,7 +13,7 @@ from reproductions.table import markdown
 
 Differences = Callable[[Record], list[str]]
 """(record) -> the settings in which it departs from the paper-scale run to compare it with."""
-_MAY_DIFFER = WHEREABOUTS | {"seed", "init_from", "data.name", "data.tokenizer"}
+_MAY_DIFFER = WHEREABOUTS | {"launch", "seed", "init_from", "data.name", "data.tokenizer"}
 _ABSENT = "absent"
 
 

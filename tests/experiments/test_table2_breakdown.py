@@ -19,7 +19,9 @@ def plan_of(setting: Setting, scales: list[float], transfer: float = 0.0, update
     stages = []
     for scale in scales:
         scaled: dict[str, Any] = {name: scale * value for name, value in seconds.items()}
-        stages.append(StagePlan(*(0,) * 5, output_bytes=0, transfer_seconds=transfer, **scaled))
+        stages.append(
+            StagePlan(*(0,) * 5, output_bytes=0, transfer_seconds=transfer, return_seconds=transfer, **scaled)
+        )
     timeline = simulate(setting.tasks, lambda task: stages[task.stage].seconds(task.kind), lambda _: transfer)
     return Plan(setting, tuple(stages), (), timeline, 0.0, update, 0.0)
 

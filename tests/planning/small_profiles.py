@@ -20,6 +20,7 @@ LOSS = LayerProfile(
     deferred_bytes=0,
     gradient_sizes=(),
     input_bytes=10,
+    boundary_bytes=10,
     inputs=(Input(10, -1, 0, None),),
     arrivals=(Arrival(10, 10, -1),),
     kept_bytes=0,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpipe.planning.profile import LayerCost, analyze_layers
+from gpipe.planning.profile import LayerCost, analyze_layers, profile_layers
 from gpipe.planning.timing import measure_layers
 
 Analysis = Callable[[nn.Sequential, Any], list[LayerCost]]
@@ -242,3 +242,53 @@ def test_a_layer_without_a_gradient_is_timed_too() -> None:
     told: list[float] = []
     found = measure_layers(layers, torch.zeros(2, 3, dtype=torch.int64), repeats=1, on_layer=told.append)
     assert [cost.seconds for cost in found] == told and min(told) > 0
+
+
+class LastToken(nn.Module):
+    """Returns a view of a large tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, -1]
+
+
+class Chunks(nn.Module):
+    """Returns two of three views of one tensor."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.chunk(3, dim=-1)[:2]
+
+
+def test_of_a_view_travels_what_it_shows() -> None:
+    (cost,) = analyze_layers(nn.Sequential(LastToken()), torch.zeros(2, 128, 6))
+    assert cost.output_bytes == 4 * 2 * 6
+    (cost,) = analyze_layers(nn.Sequential(Chunks()), torch.zeros(2, 5, 6))
+    assert cost.output_bytes == 4 * 2 * 5 * 4
+
+
+@pytest.mark.parametrize("num_directions", [1, 2])
+def test_an_lstm_multiplies_by_two_matrices_per_step_and_example(num_directions: int) -> None:
+    time, batch, inputs, state = 7, 3, 8, 16
+
+    class First(nn.LSTM):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            found: Tensor = super().forward(x)[0]
+            return found
+
+    layers = nn.Sequential(First(inputs, state, bidirectional=num_directions == 2))
+    (profile, _) = profile_layers(layers, lambda o, _: o.sum(), (torch.zeros(time, batch, inputs), torch.zeros(1)))
+    assert profile.forward_flops == 2 * time * batch * 4 * state * (inputs + state) * num_directions
+    assert profile.backward_flops == 2 * profile.forward_flops
+
+
+def test_products_with_vectors_and_of_three_tensors_are_counted() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bilinear, self.matrix = nn.Bilinear(8, 8, 4), nn.Parameter(torch.zeros(5, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            both: Tensor = self.bilinear(x, x)
+            return both @ (self.matrix.mT @ torch.ones(5))
+
+    (cost,) = analyze_layers(nn.Sequential(Products()), torch.zeros(3, 8))
+    assert cost.flops == 2 * 3 * 4 * 8 * 8 + 2 * 5 * 4 + 2 * 3 * 4

@@ -43,7 +43,7 @@ def test_flops_and_parameters_are_those_of_the_described_layers() -> None:
         assert following.input_bytes == sum(tensor.nbytes for tensor in Payload.of(value).tensors)
     costs = gpipe.analyze_layers(layers, images)
     assert [cost.flops for cost in costs] == [profile.forward_flops for profile in profiles[:-1]]
-    assert [cost.output_bytes for cost in costs] == [profile.input_bytes for profile in profiles[1:]]
+    assert [cost.output_bytes for cost in costs] == [profile.boundary_bytes for profile in profiles[1:]]
     assert [layer.training for layer in layers] == [True] * len(layers)
     assert all(not parameter.is_meta and parameter.grad is None for parameter in layers.parameters())
 
@@ -200,3 +200,43 @@ def test_a_profile_is_made_without_touching_the_generators() -> None:
     found = profile_layers(layers, F.cross_entropy, (torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)))
     assert isinstance(found[0], LayerProfile)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Skip(nn.Module):
+    """Hands on what it takes, twice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, 2 * x
+
+
+class Passing(nn.Module):
+    """Changes the first tensor, and passes the second on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(both[0]).relu(), both[1]
+
+
+class Join(nn.Module):
+    """Adds the two."""
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] * both[1]
+
+
+@pytest.mark.parametrize("num_passing", [4, 5, 9])
+def test_a_tensor_that_equal_layers_pass_on_is_held_from_where_it_was_made_to_where_it_is_used(
+    num_passing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = nn.Sequential(
+        nn.Linear(8, 8), Skip(), *(Passing() for _ in range(num_passing)), Join(), *(nn.Linear(8, 8) for _ in range(5))
+    )
+    example = torch.zeros(3, 8), torch.zeros(3, 8)
+    shortened = profile_layers(layers, F.mse_loss, example)
+    monkeypatch.setattr(Shortened, "is_valid", lambda *_: False)
+    whole = profile_layers(layers, F.mse_loss, example)
+    assert len({one.inputs for one in whole[2 : 2 + num_passing]}) > 2
+    assert shortened == whole

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Rematerialize
 from gpipe.pipeline.shared.averaging import BUCKET_BYTES
-from gpipe.planning.accelerator import Speed
+from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.step import Setting, plan_memory, plan_step
 from tests.planning.small_profiles import LOSS, layer
 
@@ -191,3 +191,14 @@ def test_a_plan_has_rows_partitions_and_sizes() -> None:
     assert found.imbalance == pytest.approx(1 / 3, rel=1e-6)
     assert found.microbatch_size == 4  # 15 images of each replica in four micro-batches
     assert (found.parameters, found.evaluated_parameters) == (2_000, 1_500)
+
+
+def test_gradients_come_back_for_what_is_differentiable_alone() -> None:
+    both = replace(layer(), boundary_bytes=1000)  # such as numbers of tokens
+    profiles = [layer(), both, LOSS]
+    speed = Speed(1.0, 1.0, 1e9, 10.0)
+    plan = plan_step(profiles, [LayerSeconds(1, 1, 2)] * 3, [1, 1], Setting(2, 1, Rematerialize.NEVER), speed)
+    assert (plan.stages[0].output_bytes, plan.stages[0].transfer_seconds) == (1000, 100.0)
+    assert plan.stages[0].return_seconds == 1.0
+    assert plan.timeline.makespan_seconds == 1 + 100 + (1 + 1) + (2 + 2) + 1 + 2
+    assert both.returned_bytes == 10

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpipe.pipeline.schedule import Kind, Rematerialize, Task
 from gpipe.pipeline.schedule_choice import SCHEDULES
-from gpipe.planning.memory import DeviceMemory, StageMemory, Walk
+from gpipe.planning.memory import DeviceMemory, StageMemory, StateRatios, Walk
 
 STAGES_PER_DEVICE = {"interleaved_1f1b": 3, "zb_v": 2}
 
@@ -42,7 +42,7 @@ def test_a_walk_says_what_going_through_the_tasks_says(
         own = {stage: stages[stage] for stage in {task.stage for task in tasks}}
         flags = {"synchronizes": synchronizes, "averages": averages}
         walk = Walk.of(tasks, num_microbatches, **flags)
-        assert walk.measure(own, ratio) == device_memory(tasks, own, num_microbatches, ratio, **flags)
+        assert walk.measure(own, StateRatios(ratio)) == device_memory(tasks, own, num_microbatches, ratio, **flags)
 
 
 def device_memory(

@@ -157,7 +157,6 @@ def test_training_begins_with_a_run_of_another_image_size_and_other_classes(
         assert not is_kept or torch.allclose(found[name], tensor), name
 
 
-@pytest.mark.usefixtures("composer")
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_broken_images_are_named_once_and_counted_in_all_replicas(tmp_path: Path, num_replicas: int) -> None:
     root = write_folder(tmp_path / "photographs")
@@ -175,6 +174,7 @@ def test_broken_images_are_named_once_and_counted_in_all_replicas(tmp_path: Path
     assert json.loads((run_folder(tmp_path) / "record.json").read_text())["results"]["num_replaced"] == 2
 
 
+@pytest.mark.usefixtures("composer")
 def test_a_folder_without_val_is_shared_out(folder: Path, tmp_path: Path) -> None:
     train_here(tmp_path, *WORDS, f"data.root={folder / 'train'}", "data.validation_share=0.25")
     assert (tmp_path / "runs" / "train" / "now" / "record.json").exists()

@@ -203,7 +203,7 @@ class _StagePeaks:
                 self._stages[first, end] = stage_memory(self._profiles, first, end)
             stages = {stage: self._stages[first, end]}
             walk, setting = self._setting.walks[stage], self._setting
-            self._peaks[key] = walk.measure(stages, setting.kept_ratio, setting.updated_ratio).peak_bytes
+            self._peaks[key] = walk.measure(stages, setting.ratios).peak_bytes
         return self._peaks[key]
 
     def least(self, first: int, end: int) -> int:
@@ -299,7 +299,8 @@ class _StepBound:
         kinds = {kind for kind, _ in self._counts}
         self._seconds = {kind: list(accumulate((layer.of(kind) for layer in merged), initial=0.0)) for kind in kinds}
         (self._backward,) = (kind for kind in kinds if kind.makes_gradients)
-        self._send = [speed.transfer_seconds(profile.input_bytes) for profile in profiles]
+        self._send = [speed.transfer_seconds(profile.boundary_bytes) for profile in profiles]
+        self._return = [speed.transfer_seconds(profile.returned_bytes) for profile in profiles]
         self._placement = setting.placement
 
     def __call__(self, partitions: Sequence[int]) -> _Score:
@@ -315,6 +316,6 @@ class _StepBound:
                 part[device] += self._counts[kind, stage] * value
             ramps.append((there, back))
             there += taken[Kind.FORWARD] + self._send[end]
-            back += taken[self._backward] + self._send[end]
+            back += taken[self._backward] + self._return[end]
         rows = zip(work, later, ramps, strict=False)  # device d's first stage is stage d
         return (max(there + own + max(waiting, back) for own, waiting, (there, back) in rows),)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gpipe.pipeline.schedule import Kind, Rematerialization, Rematerialize, StepSchedule, Task, with_recomputations
 from gpipe.pipeline.schedule_choice import SCHEDULES
-from gpipe.planning.memory import StageMemory, Walk
+from gpipe.planning.memory import StageMemory, StateRatios, Walk
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class Order(NamedTuple):
 def fit_graphs(
     order: Order,
     devices: Sequence[Mapping[int, StageMemory]],
-    state_ratio: float,
-    update_ratio: float,
+    ratios: StateRatios,
     memory_bytes: int,
 ) -> Rematerialization:
     """Return how many graphs of forwards each stage may keep at once, or the mode that this comes to.
@@ -60,15 +59,14 @@ def fit_graphs(
     Args:
         order: of the tasks.
         devices: the stages of each, by index.
-        state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
-        update_ratio: bytes that an update allocates for a while, likewise.
+        ratios: of what belongs to parameters.
         memory_bytes: what the peak of a device may reach.
     """
     counts = [0] * order.num_stages
     for device, stages in enumerate(devices):
 
         def fits(own: tuple[int, ...], device: int = device, stages: Mapping[int, StageMemory] = stages) -> bool:
-            return walk_device(order, device, own).measure(stages, state_ratio, update_ratio).peak_bytes <= memory_bytes
+            return walk_device(order, device, own).measure(stages, ratios).peak_bytes <= memory_bytes
 
         for stage, count in zip(sorted(stages), _count(_count_at_once(order, device), fits), strict=True):
             counts[stage] = count

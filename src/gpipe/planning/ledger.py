@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -226,12 +227,40 @@ def _convolution_backward(args: tuple[Any, ...]) -> int:
     return int(conv_flop_count(inputs, weight, gradient, transposed) * (of_inputs + of_weight))
 
 
-# What torch's own counter does not know, the processor's fused attention, or counts wrongly: the gradient of the weight
-# of a convolution in groups, as if there were none.
+def _matrix_vector(args: tuple[Any, ...]) -> int:
+    """Count a product of a matrix, or a vector, and a vector: the last argument."""
+    return 2 * int(args[-2].numel())
+
+
+def _recurrent(args: tuple[Any, ...]) -> int:
+    """Count the processor's layer of an LSTM: each step of each example multiplies by two matrices."""
+    inputs, of_inputs, of_state = args[:3]
+    return 2 * int(inputs.numel() // inputs.shape[-1] * (of_inputs.numel() + of_state.numel()))
+
+
+def _trilinear(args: tuple[Any, ...]) -> int:
+    """Count a sum of products of three tensors, each of which is repeated along some dimensions."""
+    shapes = []
+    for tensor, repeated in zip(args[:3], args[3:6], strict=True):
+        shape = list(tensor.shape)
+        for dimension in sorted(repeated):
+            shape.insert(dimension, 1)
+        shapes.append(shape)
+    return int(2 * math.prod(map(max, *shapes)))
+
+
+# What torch's own counter does not know, such as the processor's fused attention, or counts wrongly: the gradient of
+# the weight of a convolution in groups, as if there were none.
 _COUNTS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten.convolution_backward: _convolution_backward,
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten.mkldnn_rnn_layer_backward: lambda args: 2 * _recurrent(args),
+    _aten.mv: _matrix_vector,
+    _aten.dot: _matrix_vector,
+    _aten.addmv: _matrix_vector,
+    _aten._trilinear: _trilinear,
 }
 
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class StageMemory:
         weights_peak_bytes: of making them, above what was held.
         bucket_bytes: of the gradients that are copied at once to be averaged over replicas.
         converted_bytes: of the copies of weights that autocast makes once per step.
+        largest_gradient_bytes: of the gradient of its largest parameter.
     """
 
     parameter_bytes: int
@@ -63,11 +65,26 @@ class StageMemory:
     weights_peak_bytes: int
     bucket_bytes: int = 0
     converted_bytes: int = 0
+    largest_gradient_bytes: int = 0
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """All of them that tasks move, in a fixed order."""
         return _get_sizes(self)
+
+
+class StateRatios(NamedTuple):
+    """Bytes per byte of trainable parameters.
+
+    Attributes:
+        kept: of optimiser state and averages.
+        update: that an update allocates for a while.
+        largest: that it allocates on top, per byte of the largest parameter.
+    """
+
+    kept: float
+    update: float = 0.0
+    largest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +152,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         parameter_bytes=sum(profile.parameter_bytes + profile.buffer_bytes for profile in own),
         gradient_bytes=gradients,
         statistics_bytes=sum(profile.statistics_bytes for profile in own),
-        input_bytes=own[0].input_bytes,
+        input_bytes=own[0].boundary_bytes,
         kept_bytes=kept,
         quiet_peak_bytes=quiet,
         forward_peak_bytes=forward,
@@ -146,6 +163,7 @@ def stage_memory(profiles: Sequence[LayerProfile], first: int, end: int) -> Stag
         weights_peak_bytes=_weights_peak(own),
         bucket_bytes=min(gradients, max(BUCKET_BYTES, *(profile.largest_gradient_bytes for profile in own))),
         converted_bytes=sum(profile.converted_bytes for profile in own),
+        largest_gradient_bytes=max(profile.largest_gradient_bytes for profile in own),
     )
 
 
@@ -259,29 +277,29 @@ class Walk:
         stash[:, _INPUT :: len(_PER_STAGE)] = held[:, _INPUT :: len(_PER_STAGE)]
         return cls(stages, *(rows.double() for rows in (stash, activations, everything)))
 
-    def measure(self, stages: Mapping[int, StageMemory], state_ratio: float, update_ratio: float = 0.0) -> DeviceMemory:
+    def measure(self, stages: Mapping[int, StageMemory], ratios: StateRatios) -> DeviceMemory:
         """Return what a device with these tasks needs at most.
 
         Args:
             stages: those of the device, by index.
-            state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
-            update_ratio: bytes that an update allocates for a while, likewise.
+            ratios: of what belongs to parameters.
         """
         # Whole numbers below 2**53 are exact.
         sizes = torch.tensor([size for index in self.stages for size in stages[index].sizes], dtype=torch.float64)
-        fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * state_ratio) for stage in stages.values())
+        fixed = sum(stage.parameter_bytes + int(stage.gradient_bytes * ratios.kept) for stage in stages.values())
         gradients = sum(stage.gradient_bytes for stage in stages.values())
         converted = sum(stage.converted_bytes for stage in stages.values())
+        largest = max((stage.largest_gradient_bytes for stage in stages.values()), default=0)
         stash, activations, most = (
             int((counts @ sizes).max().item()) for counts in (self.stash, self.activations, self.all)
         )
+        updated = int(ratios.update * gradients + ratios.largest * largest)  # while there are no activations
         return DeviceMemory(
             parameter_bytes=fixed + gradients,
             gradient_bytes=gradients,
             stash_bytes=stash,
             activation_bytes=converted + activations,
-            # The update: all gradients, no activations.
-            peak_bytes=fixed + max(converted + most, gradients + int(gradients * update_ratio)),
+            peak_bytes=fixed + max(converted + most, gradients + updated),
             converted_bytes=converted,
         )
 

@@ -16,6 +16,7 @@ from gpipe.pipeline.first_forward import wants_saved_tensors, without_saved_tens
 from gpipe.pipeline.low_precision import lower, wants_low_precision
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.split_backward import DeferredProduct, find_products
+from gpipe.pipeline.wire.format import count_bytes
 from gpipe.planning.errors import layer_error
 from gpipe.planning.ledger import Ledger, Work
 
@@ -70,6 +71,7 @@ class ObservedModel:
         self.ledger = ledger
         self.position = 0
         self.input_bytes: list[int] = []
+        self.boundary_bytes: list[int] = []
         self._is_backward = False
         self._boundaries: dict[int, list[int]] = {}  # of each living storage, the layers that it is an input of
         self.inputs: list[list[Input]] = [[] for _ in self.layers]
@@ -92,6 +94,7 @@ class ObservedModel:
             self.position = index
             if kind == "forward":
                 self.input_bytes.append(self._follow(index, payload))
+                self.boundary_bytes.append(sum(map(count_bytes, payload.tensors)))
                 payload = self._cross(index, payload)
             before = ledger.live_bytes
             ledger.converted_bytes = 0

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gpipe._compat.torch_description import TorchDispatchMode, tree_leaves
 
-NUM_PARAMETERS = 64  # so many that what an update allocates for one of them hardly counts
+NUM_PARAMETERS = 64
 
 
 class OptimizerMemory(NamedTuple):
@@ -21,10 +21,12 @@ class OptimizerMemory(NamedTuple):
     Attributes:
         kept: between updates.
         update: that an update allocates beside that, at most at once.
+        largest: that it allocates on top, per byte of the largest parameter: where it goes from one to the next.
     """
 
     kept: float
     update: float
+    largest: float
 
 
 def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]) -> OptimizerMemory:
@@ -32,7 +34,15 @@ def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer
 
     make: from names and parameters; with the update that it has where it will run, such as the fused one of GPUs.
     """
-    parameters = [nn.Parameter(torch.zeros(64, 16)) for _ in range(NUM_PARAMETERS)]
+    kept, one = _try(make, 1)
+    kept, many = _try(make, NUM_PARAMETERS)
+    update = (NUM_PARAMETERS * many - one) / (NUM_PARAMETERS - 1)
+    return OptimizerMemory(kept, update, one - update)
+
+
+def _try(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer], num_parameters: int) -> tuple[float, float]:
+    """Return what an optimizer of some equal parameters keeps, and what its update allocates, per byte of them."""
+    parameters = [nn.Parameter(torch.zeros(64, 16)) for _ in range(num_parameters)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = make([(f"layers.0.{number}", parameter) for number, parameter in enumerate(parameters)])
@@ -42,9 +52,7 @@ def try_optimizer(make: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer
     with _Allocations([*parameters, *gradients, *state]) as allocations:
         optimizer.step()
     num_bytes = sum(parameter.nbytes for parameter in parameters)
-    return OptimizerMemory(
-        sum(value.nbytes for value in state if value.ndim > 0) / num_bytes, allocations.peak_bytes / num_bytes
-    )
+    return sum(value.nbytes for value in state if value.ndim > 0) / num_bytes, allocations.peak_bytes / num_bytes
 
 
 class _Allocations(TorchDispatchMode):

@@ -53,9 +53,9 @@ class Planner:
         Raises:
             ValueError: the model cannot be cut so.
         """
-        profiles, seconds, setting = self.describe(setting)
-        partitions = self._cut(profiles, setting)
-        found = plan_step(profiles, seconds, partitions, setting, self.speed)
+        profiles, seconds, shortened = self.describe(setting)
+        partitions = self._cut(profiles, shortened)
+        found = plan_step(profiles, seconds, partitions, shortened, self.speed)
         return replace(
             found,
             auxiliary_parameters=self.auxiliary_parameters,

@@ -6,7 +6,7 @@ is described in seconds, and nothing is allocated. The figures of any partition 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,7 +43,8 @@ class LayerProfile:
         weight_gradients: the part of that work that a split backward leaves for later.
         deferred_bytes: what it holds until then.
         gradient_sizes: the bytes of what each of its products makes then, in the order of a backward.
-        input_bytes: the size of what it takes from the layer before, which would travel over a boundary.
+        input_bytes: the size of what it takes from the layer before, as the plain model holds it.
+        boundary_bytes: the size of that as it would travel over a boundary: of views, what they show.
         inputs: the tensors of its input, except those that outlive the step.
         arrivals: the gradients that its backward, and those of later layers, give the layers before.
         kept_bytes: by how much the graph of the plain model grows over it; what it frees of earlier layers counts.
@@ -73,6 +74,7 @@ class LayerProfile:
     deferred_bytes: int
     gradient_sizes: tuple[int, ...]
     input_bytes: int
+    boundary_bytes: int
     inputs: tuple[Input, ...]
     arrivals: tuple[Arrival, ...]
     kept_bytes: int
@@ -96,6 +98,11 @@ class LayerProfile:
     def backward_flops(self) -> int:
         """FLOPs of the backward pass."""
         return sum(work.flops for work in self.backward)
+
+    @property
+    def returned_bytes(self) -> int:
+        """The size of the gradients of its input, as they would travel over a boundary."""
+        return sum(arrival.size for arrival in self.arrivals)
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ def analyze_layers(layers: nn.Sequential, example: Any) -> list[LayerCost]:
             profile.forward_flops,
             profile.parameters,
             profile.parameter_bytes,
-            following.input_bytes,
+            following.boundary_bytes,
             tied_parameters=profile.tied_parameters,
         )
         for profile, following in pairwise(profiles)
@@ -182,13 +189,38 @@ def profile_layers(
     """
     shortened = Shortened.of(layers)
     found = _profile(shortened.layers, loss, example, autocast, measured, training=training)
-    if shortened.is_valid([profile.input_bytes for profile in found]):
-        found = shortened.expand(found)
+    if shortened.is_valid([profile.input_bytes for profile in found], [list(_offsets(profile)) for profile in found]):
+        found = shortened.expand(found, _move)
     else:
         found = _profile(list(layers), loss, example, autocast, measured, training=training)
     counts = _count_tied_parameters(layers)
     # Equal layers share their profile.
     return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
+
+
+def _offsets(profile: LayerProfile) -> Iterator[int]:
+    """Yield the offsets of layers that a profile has."""
+    for one in profile.inputs:
+        yield from (offset for offset in (one.made_by, one.freed_by, one.kept_by) if offset is not None)
+    yield from (one.made_by for one in profile.arrivals)
+
+
+def _move(profile: LayerProfile, place: Callable[[int], int]) -> LayerProfile:
+    """Return the profile with other offsets; itself where they are the same."""
+    moved = {offset: place(offset) for offset in _offsets(profile)}
+    if all(before == after for before, after in moved.items()):
+        return profile
+    inputs = tuple(
+        one._replace(
+            made_by=moved[one.made_by],
+            freed_by=None if one.freed_by is None else moved[one.freed_by],
+            kept_by=None if one.kept_by is None else moved[one.kept_by],
+        )
+        for one in profile.inputs
+    )
+    return replace(
+        profile, inputs=inputs, arrivals=tuple(one._replace(made_by=moved[one.made_by]) for one in profile.arrivals)
+    )
 
 
 def _count_tied_parameters(layers: nn.Sequential) -> list[int]:
@@ -252,6 +284,7 @@ def _layer_profile(model: ObservedModel, index: int, start: int) -> LayerProfile
         deferred_bytes=sum(size for _, size in model.deferred[index]),
         gradient_sizes=tuple(model.gradient_sizes[index]),
         input_bytes=model.input_bytes[index],
+        boundary_bytes=model.boundary_bytes[index],
         inputs=tuple(model.inputs[index]),
         arrivals=tuple(model.arrivals[index]),
         kept_bytes=model.live_after[index] - before,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import accumulate, groupby
 from typing import TypeVar
 
 from torch import nn
@@ -41,12 +42,41 @@ class Shortened:
                 counts += [1] * len(members)
         return cls(chosen, counts)
 
-    def is_valid(self, input_bytes: Sequence[int]) -> bool:
-        """Return whether the layers of each run take and return equally much: else their inputs differ."""
-        runs = (index for index, count in enumerate(self.counts) if count > 1)
-        return all(input_bytes[index - 1] == input_bytes[index] == input_bytes[index + 1] for index in runs)
+    def is_valid(self, input_bytes: Sequence[int], offsets: Sequence[Iterable[int]]) -> bool:
+        """Return whether the whole model follows from the shortened one.
 
-    def expand(self, found: Sequence[_Item]) -> list[_Item]:
-        """Return what was found for each layer of the whole model, and for what follows the last."""
+        The layers of a run take and return equally much: else their inputs differ. And none of them is meant by a layer
+        further away than its neighbour: which one would be meant in the whole model?
+
+        Args:
+            input_bytes: of each layer.
+            offsets: of each layer, those of the layers that belong to it, such as that which made its input.
+        """
+        middles = [index for index, count in enumerate(self.counts) if count > 1]
+        run_of = {index + step: index for index in middles for step in (-1, 0, 1)}
+        return all(input_bytes[i - 1] == input_bytes[i] == input_bytes[i + 1] for i in middles) and not any(
+            abs(offset) > 1 and (index + offset in middles or run_of.get(index + offset, -1) == run_of.get(index, -2))
+            for index, own in enumerate(offsets)
+            for offset in own
+        )
+
+    def expand(self, found: Sequence[_Item], move: Callable[[_Item, Callable[[int], int]], _Item]) -> list[_Item]:
+        """Return what was found for each layer of the whole model, and for what follows the last.
+
+        move: (an item, from an offset in the shortened model to that in the whole one) -> the item there.
+        """
         counts = self.counts + [1] * (len(found) - len(self.counts))
-        return [item for item, count in zip(found, counts, strict=True) for _ in range(count)]
+        starts = list(accumulate(counts, initial=0))
+        return [
+            move(found[index], partial(_move, starts, index, place))
+            for index, count in enumerate(counts)
+            for place in range(starts[index], starts[index] + count)
+        ]
+
+
+def _move(starts: Sequence[int], index: int, place: int, offset: int) -> int:
+    """Return the offset in the whole model of a layer that is at `index` in the shortened one, and here at `place`."""
+    if abs(offset) <= 1:  # a neighbour stays one
+        return offset
+    target = index + offset
+    return (starts[target] if target >= 0 else target) - place

@@ -24,7 +24,7 @@ from gpipe.pipeline.schedule_choice import place_stages
 from gpipe.pipeline.timeline import Timeline
 from gpipe.planning.accelerator import LayerSeconds, Speed
 from gpipe.planning.fit import Fit, Order, fit_graphs, walk_device
-from gpipe.planning.memory import DeviceMemory, StageMemory, Walk, stage_memory
+from gpipe.planning.memory import DeviceMemory, StageMemory, StateRatios, Walk, stage_memory
 from gpipe.planning.profile import LayerProfile
 from gpipe.planning.simulation import Simulation, simulate
 
@@ -42,6 +42,7 @@ class Setting:
         state_ratio: bytes of optimiser state and averages per byte of trainable parameters.
         shared_ratio: the same of the state that replicas share out, all together; each is planned with an equal part.
         update_ratio: bytes that the update of a whole model allocates for a while, per byte of trainable parameters.
+        largest_update_ratio: bytes that it allocates on top, per byte of the largest parameter.
         num_replicas: R pipelines, which share a mini-batch out and average their gradients.
         synchronize_batch_norm: whether batch norms normalise over the replicas; the memory of their statistics is
             planned, the time of their exchanges is not.
@@ -60,6 +61,7 @@ class Setting:
     state_ratio: float = 1.0
     shared_ratio: float = 0.0
     update_ratio: float = 0.0
+    largest_update_ratio: float = 0.0
     num_replicas: int = 1
     synchronize_batch_norm: bool = False
     is_sequential: bool = False
@@ -79,9 +81,10 @@ class Setting:
         return self.state_ratio + self.shared_ratio / self.num_replicas
 
     @property
-    def updated_ratio(self) -> float:
-        """The bytes that an update allocates for a while on one device, likewise."""
-        return self.update_ratio / (self.num_replicas if self.shared_ratio else 1)
+    def ratios(self) -> StateRatios:
+        """What belongs to the parameters of one device."""
+        update = self.update_ratio / (self.num_replicas if self.shared_ratio else 1)
+        return StateRatios(self.kept_ratio, update, self.largest_update_ratio)
 
     @property
     def synchronizes(self) -> bool:
@@ -137,8 +140,9 @@ class StagePlan:
         backward_seconds: seconds of a backward.
         weight_gradient_seconds: seconds of its part that can wait where backwards are split.
         splitting_seconds: by how much the parts of a split backward exceed a whole one.
-        output_bytes: bytes that travel to the next stage; as many gradients come back; 0 in the last stage.
-        transfer_seconds: seconds of these, one way.
+        output_bytes: bytes that travel to the next stage; 0 in the last stage.
+        transfer_seconds: seconds of these.
+        return_seconds: seconds of the gradients that come back for them: not for numbers of tokens, for example.
         task_seconds: what the engine adds to each task.
     """
 
@@ -154,6 +158,7 @@ class StagePlan:
     splitting_seconds: float
     output_bytes: int
     transfer_seconds: float
+    return_seconds: float
     task_seconds: float
 
     def seconds(self, kind: Kind) -> float:
@@ -296,7 +301,9 @@ def plan_step(
 
     def transfer_seconds(task: Task) -> float:
         """Outputs travel forward, the gradients of inputs back over the boundary before."""
-        return stages[task.stage - task.kind.makes_gradients].transfer_seconds
+        if task.kind.makes_gradients:
+            return stages[task.stage - 1].return_seconds
+        return stages[task.stage].transfer_seconds
 
     assert not isinstance(setting.rematerialize, Fit), "it is settled"
     seconds = {(kind, stage): one.seconds(kind) for stage, one in enumerate(stages) for kind in Kind}
@@ -331,8 +338,7 @@ def plan_memory(
     """Return the memory of each device."""
     setting = settle(profiles, partitions, setting)
     devices = _place_memory(profiles, partitions, setting)
-    ratios = setting.kept_ratio, setting.updated_ratio
-    return tuple(walk.measure(own, *ratios) for walk, own in zip(setting.walks, devices, strict=True))
+    return tuple(walk.measure(own, setting.ratios) for walk, own in zip(setting.walks, devices, strict=True))
 
 
 def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting: Setting) -> Setting:
@@ -340,8 +346,8 @@ def settle(profiles: Sequence[LayerProfile], partitions: Sequence[int], setting:
     if not isinstance(setting.rematerialize, Fit):
         return setting
     devices = _place_memory(profiles, partitions, setting)
-    room, ratios = setting.rematerialize.memory_bytes, (setting.kept_ratio, setting.updated_ratio)
-    return replace(setting, rematerialize=fit_graphs(setting.order, devices, *ratios, room))
+    room = setting.rematerialize.memory_bytes
+    return replace(setting, rematerialize=fit_graphs(setting.order, devices, setting.ratios, room))
 
 
 def _place_memory(
@@ -376,7 +382,7 @@ def _stage(
     if is_last:
         end += 1  # the loss
     own, seconds = profiles[first:end], LayerSeconds.add_up(layer_seconds[first:end])
-    output_bytes = 0 if is_last else profiles[end].input_bytes
+    output_bytes, returned_bytes = (0, 0) if is_last else (profiles[end].boundary_bytes, profiles[end].returned_bytes)
     forward_flops = sum(profile.forward_flops for profile in own)
     return StagePlan(
         first_layer=first,
@@ -391,5 +397,6 @@ def _stage(
         splitting_seconds=seconds.splitting,
         output_bytes=output_bytes,
         transfer_seconds=speed.transfer_seconds(output_bytes),
+        return_seconds=speed.transfer_seconds(returned_bytes),
         task_seconds=speed.task_seconds,
     )

@@ -140,6 +140,7 @@ def build_setting(run: RunConfig, accelerator: Accelerator, place: Place | None 
         state_ratio=(run.ema.decay is not None) + (0 if run.launch.shard_optimizer else memory.kept),
         shared_ratio=memory.kept if run.launch.shard_optimizer else 0,
         update_ratio=memory.update,
+        largest_update_ratio=memory.largest,
         num_replicas=run.launch.num_replicas,
         synchronize_batch_norm=settings.synchronize_batch_norm,
         is_sequential=run.launch.num_processes == 1 if place is None else place.mesh is None,

@@ -53,9 +53,8 @@ class PayloadLayout(NamedTuple):
 
     def allocate(self, num_elements: int, device: torch.device) -> Tensor:
         """Return memory for so many elements that begins at the offset."""
-        if not self.offset:
-            return torch.empty(num_elements, dtype=self.torch_dtype, device=device)
-        return torch.empty(self.offset + num_elements, dtype=self.torch_dtype, device=device)[self.offset :].data
+        memory = torch.empty(self.offset + num_elements, dtype=self.torch_dtype, device=device)
+        return memory[self.offset :].data if self.offset else memory
 
     @property
     def distinct(self) -> tuple[int, ...]:
@@ -191,6 +190,11 @@ class MessageFormat:
             ),
             MiniBatch(*batch),
         )
+
+
+def count_bytes(tensor: Tensor) -> int:
+    """Return how many bytes of a tensor travel."""
+    return _layout(tensor.dtype, tensor.shape, tensor.stride(), False, False, 0).num_bytes
 
 
 def _memory(tensor: Tensor, num_bytes: int) -> Any:
