@@ -11,8 +11,8 @@ from torch.fx.node import map_arg
 
 from gpipe.tracing.tracer import Tracer, TracingError
 
-BATCHES = (3, 5, 7)
-"""The numbers of examples that are tried; any number may be 1, which broadcasts."""
+BATCHES = (3, 4, 33)
+"""The numbers of examples that are tried: odd, even and large. Any number may be 1, which broadcasts."""
 
 
 class OfBatch(NamedTuple):
@@ -43,9 +43,14 @@ class FreeArguments(NamedTuple):
     kwargs: Any
 
 
-def are_equal(first: fx.Graph, second: fx.Graph) -> bool:
-    """Return whether two graphs have the same operations on the same tensors and numbers."""
+def are_equal(first: fx.Graph, second: fx.Graph, tracers: Sequence[Tracer]) -> bool:
+    """Return whether two graphs have the same operations on the same tensors, constants and numbers."""
     rows = [list(graph.nodes) for graph in (first, second)]
+    own, other = (tracer.constants for tracer in tracers)
+    if own.keys() != other.keys() or not all(
+        own[name].shape == other[name].shape and torch.equal(own[name], other[name]) for name in own
+    ):
+        return False
     position = {node: number for row in rows for number, node in enumerate(row)}
 
     def describe(node: fx.Node) -> Any:
@@ -112,12 +117,18 @@ def _line(values: Sequence[Any], place: str) -> OfBatch:
 
 def _join_constants(tensors: Sequence[Tensor], name: str) -> Constant | Numbering:
     first = tensors[0]
+    if first.is_meta:
+        raise TracingError(
+            f"the model is on the meta device, where {name}, which its code makes there, has no numbers; give the "
+            "model on another device"
+        )
     if all(tensor.shape == first.shape for tensor in tensors):
         if all(torch.equal(tensor, first) for tensor in tensors):
             return Constant(first, None)
         raise TracingError(f"{name} has other values for another number of examples; name what makes it, leaves=[...]")
     shape = _join([tuple(tensor.shape) for tensor in tensors], {}, name)
-    if all(
+    is_number = first.dtype is not torch.bool and not first.is_complex()
+    if is_number and all(
         torch.equal(tensor.flatten(), torch.arange(size, dtype=tensor.dtype, device=tensor.device))
         for tensor, size in zip(tensors, BATCHES, strict=True)
     ):

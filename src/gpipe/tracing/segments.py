@@ -98,6 +98,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
             the line. A ValueError.
     """
     modes = {module: module.training for module in model.modules()}
+    odd = {module for module, mode in modes.items() if mode != model.training}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]  # torch computes with small ones
     model.train()
     try:
@@ -105,11 +106,11 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
         while True:
             traces = []
             for batch in BATCHES:
-                traces.append(trace(model, example, whole, batch))
+                traces.append(trace(model, example, whole, batch, odd=odd))
                 whole = traces[-1][2]
             if whole == traces[0][2]:
                 break
-        _refuse_decision(model, example, whole, *traces[0][:2])
+        _refuse_decision(model, example, whole, *traces[0][:2], odd)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -128,12 +129,19 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     return layers
 
 
-def _refuse_decision(model: nn.Module, example: Any, whole: Collection[Any], graph: fx.Graph, tracer: Tracer) -> None:
+def _refuse_decision(
+    model: nn.Module,
+    example: Any,
+    whole: Collection[Any],
+    graph: fx.Graph,
+    tracer: Tracer,
+    odd: Collection[nn.Module],
+) -> None:
     """Refuse a model whose own code decides by `training`, unless it runs the same operations in both modes."""
     if tracer.decision is None:
         return
-    other, _, _ = trace(model, example, whole, BATCHES[0], training=False)
-    if not are_equal(graph, other):
+    other, other_tracer, _ = trace(model, example, whole, BATCHES[0], training=False, odd=odd)
+    if not are_equal(graph, other, (tracer, other_tracer)):
         raise TracingError(explain(model, tracer.decision, "decides by self.training"))
 
 

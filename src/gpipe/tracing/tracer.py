@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import operator
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +61,8 @@ class _Call(nn.Module):
 
 def _travelling(outputs: Any) -> Any:
     """Return outputs as tensors, tuples, lists and dicts; of a dataclass of transformers what is not None."""
+    if type(outputs) is TracedTensor:
+        return _travelling(dict(outputs.items())) if isinstance(outputs.value, dict) else outputs
     if isinstance(outputs, dict) and is_dataclass(outputs):
         found = {key: _travelling(value) for key, value in outputs.items() if value is not None}
         return next(iter(found.values())) if len(found) == 1 else found
@@ -79,6 +83,11 @@ class TracedTensor(fx.Proxy):
     value: Any
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_GRAPH:
+            raise _Undecided(f"asks for {name} of a tensor, which depends on who runs it")
+        if isinstance(self.value, dict) and name in ("keys", "values", "items"):
+            entries = {key: operator.getitem(self, key) for key in self.value}
+            return getattr(entries, name)
         found = getattr(self.value, name)
         if isinstance(found, Tensor):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
@@ -89,7 +98,14 @@ class TracedTensor(fx.Proxy):
     def __len__(self) -> int:
         return len(self.value)
 
+    def __contains__(self, key: Any) -> bool:
+        if isinstance(self.value, dict):
+            return key in self.value
+        raise _Undecided("looks for a value in a tensor")
+
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.value, dict):
+            return iter(self.value)
         return iter([operator.getitem(self, position) for position in range(len(self.value))])
 
     def __bool__(self) -> bool:
@@ -104,6 +120,9 @@ class TracedTensor(fx.Proxy):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", _set_item, (self, key, value), {})
+
+
+_OF_GRAPH = ("requires_grad", "requires_grad_", "grad_fn", "is_leaf")
 
 
 def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], Any]:
@@ -153,6 +172,7 @@ class Tracer(fx.Tracer):
         whole: names of submodules, and types, that are one operation each. Those of torch.nn are, too.
         batch: the number of examples.
         training: the mode by which the model's own code decides.
+        odd: submodules in another mode than the model: they are one operation each, if they look at it.
 
     Attributes:
         values: of each node, without data.
@@ -162,16 +182,24 @@ class Tracer(fx.Tracer):
         decision: where the model's own code first decided by the mode; None where it did not.
     """
 
-    def __init__(self, whole: Collection[str | type[nn.Module]], batch: int, *, training: bool) -> None:
+    def __init__(
+        self,
+        whole: Collection[str | type[nn.Module]],
+        batch: int,
+        *,
+        training: bool = True,
+        odd: Collection[nn.Module] = (),
+    ) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
-        self._whole, self._batch, self._training = whole, batch, training
+        self._whole, self._batch, self._training, self._odd = whole, batch, training, odd
         self.decision: traceback.StackSummary | None = None
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.values: dict[fx.Node, Any] = {}
         self.flops: dict[fx.Node, int] = {}
         self.changed: dict[fx.Node, set[int]] = {}
         self.constants: dict[str, Tensor] = {}
+        self._trained: set[fx.Node] = set()  # nodes whose values have a gradient in training
         self._is_running = False  # an operation, whose own code is not recorded
 
     def record(self, model: nn.Module, example: Any) -> fx.Graph:
@@ -181,11 +209,16 @@ class Tracer(fx.Tracer):
         with self._fake:
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
-        with _known_training(self), _unchanged(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        known = _known_training(self), _unchanged(model), _refusing(self)
+        with known[0], known[1], known[2], torch.enable_grad(), torch.random.fork_rng(devices=[]):
             return self.trace(_Call(model, example))
 
-    def _describe(self, leaf: Any) -> Tensor:
+    def _describe(self, leaf: Any) -> Tensor | None:
         """Return a tensor of the example with this tracer's number of examples, without data."""
+        if leaf is None:
+            return None
+        if not isinstance(leaf, Tensor | Examples):
+            raise TypeError(f"the example has {leaf!r}, and layers take tensors and None; make it a part of the model")
         given = leaf if isinstance(leaf, Examples) else Examples(leaf, 0)
         shape = list(given.tensor.shape)
         if given.dimension is not None:
@@ -196,6 +229,14 @@ class Tracer(fx.Tracer):
     def is_recording(self) -> bool:
         """Whether code of the model runs that is recorded."""
         return bool(self._current) and not self._is_running
+
+    def read_training(self, module: nn.Module) -> Any:
+        """Return what stands for the mode of a module where the model's code asks for it."""
+        if not self.is_recording:
+            return module.__dict__["training"]
+        if module in self._odd:
+            raise _Whole(module)
+        return _Training(self)
 
     def decide(self) -> bool:
         """Return `training` to code that decides by it: that of the model itself, for a submodule can be a whole."""
@@ -210,7 +251,8 @@ class Tracer(fx.Tracer):
             return False
         name = module_qualified_name.removeprefix("model.")
         is_torchs = type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, _CONTAINERS)
-        return is_torchs or name in self._whole or type(m) in self._whole
+        has_hooks = bool(m._backward_hooks or m._backward_pre_hooks)
+        return is_torchs or has_hooks or name in self._whole or type(m) in self._whole
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a submodule's operations, or the submodule as one."""
@@ -249,6 +291,8 @@ class Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Return an argument as a graph has it."""
+        if type(a) is TracedTensor:
+            return a.node
         if isinstance(a, _Training):
             return self.create_node("get_attr", "training", (), {})
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
@@ -263,12 +307,14 @@ class Tracer(fx.Tracer):
         """Run an operation on tensors without data, and note it where it gives any."""
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
+        if (kind == "call_method" or target in _CHANGING) and _is_changed_constant(target, args):
+            raise _Undecided("changes a tensor in place that it made itself; make it from another, as x.new_zeros does")
         bare = _bare((args, kwargs))
         tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         self._is_running = True
         try:
-            with self._fake, FlopCounterMode(display=False) as counter:
+            with self._fake, torch.no_grad(), FlopCounterMode(display=False) as counter:
                 value = self._run(kind, target, *bare)
         finally:
             self._is_running = False
@@ -276,12 +322,28 @@ class Tracer(fx.Tracer):
         if is_assertion or (kind != "placeholder" and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))):
             return value
         traced = super().create_proxy(kind, target, args, kwargs)
-        assert isinstance(traced, TracedTensor)
+        assert type(traced) is TracedTensor
         traced.value = value
+        if self._is_trained(traced.node):
+            if not torch.is_grad_enabled():
+                raise _Undecided("computes without gradients what follows from weights that are trained")
+            self._trained.add(traced.node)
         self.values[traced.node], self.flops[traced.node] = value, counter.get_total_flops()
         pairs = zip(tensors, versions, strict=True)
         self.changed[traced.node] = {storage_of(tensor) for tensor, version in pairs if tensor._version != version}
         return traced
+
+    def _is_trained(self, node: fx.Node) -> bool:
+        """Return whether what a node gives depends on parameters that are trained."""
+        if any(used in self._trained for used in node.all_input_nodes):
+            return True
+        if node.op == "call_module":
+            return any(parameter.requires_grad for parameter in self.root.get_submodule(str(node.target)).parameters())
+        if node.op != "get_attr":
+            return False
+        owner, _, name = str(node.target).rpartition(".")
+        found = self.root.get_submodule(owner)._parameters.get(name)
+        return found is not None and found.requires_grad
 
     def _run(self, kind: str, target: Any, args: Any, kwargs: Any) -> Any:
         if kind == "placeholder":
@@ -311,6 +373,51 @@ class Tracer(fx.Tracer):
             args, kwargs = tree_map(ones, (args, kwargs))
             found = copy.deepcopy(module).forward(*args, **kwargs)
         return tree_map(lambda leaf: self._fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, found)
+
+
+_CHANGING = {*_IN_PLACE, _set_item}
+
+
+def _is_changed_constant(target: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation changes its first argument, a tensor that the model's code made out of nothing."""
+    name = target if isinstance(target, str) else "__setitem__"
+    changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return changes and issubclass(type(args[0]), Tensor)
+
+
+@contextmanager
+def _refusing(tracer: Tracer) -> Iterator[None]:
+    """Refuse what a layer would not do as the model does: own backwards, and contexts of autocast.
+
+    And let `isinstance` in the model's code see what is traced: torch's own code, some of it in C++, must not.
+    """
+    apply, enter = torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
+    check = builtins.isinstance
+
+    def check_traced(value: Any, kinds: Any) -> bool:
+        if type(value) is TracedTensor and not sys._getframe(1).f_code.co_filename.startswith((_OURS, _TORCHS)):
+            return check(value.value, kinds)
+        return check(value, kinds)
+
+    def apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracer.is_recording and any(type(leaf) is TracedTensor for leaf in args):
+            raise _Undecided(f"calls {cls.__name__}.apply, whose own backward would be lost; call it in a submodule")
+        return apply.__func__(cls, *args, **kwargs)
+
+    def enter_traced(context: torch.autocast) -> Any:
+        if tracer.is_recording:
+            raise _Undecided("enters torch.autocast, which its layers would not")
+        return enter(context)  # type: ignore[no-untyped-call]
+
+    torch.autograd.Function.apply = classmethod(apply_traced)  # type: ignore[assignment]
+    torch.autocast.__enter__ = enter_traced  # type: ignore[method-assign]
+    builtins.isinstance = check_traced
+    try:
+        yield
+    finally:
+        builtins.isinstance = check
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -348,13 +455,10 @@ def _bare(nest: Any) -> Any:
 def _known_training(tracer: Tracer) -> Iterator[None]:
     """Notice where the code of a model reads `training`."""
 
-    def read(module: nn.Module) -> Any:
-        return _Training(tracer) if tracer.is_recording else module.__dict__["training"]
-
     def write(module: nn.Module, value: bool) -> None:
         module.__dict__["training"] = value
 
-    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    nn.Module.training = property(tracer.read_training, write)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -363,20 +467,31 @@ def _known_training(tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what the code of a model puts into attributes and buffers, such as a table for later calls."""
-    kept = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
+    """Undo what the code of a model puts into attributes, buffers and hooks, such as a table for later calls."""
+    kept = [(module, dict(module.__dict__)) for module in model.modules()]
+    values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
+    entries = [(value, copy.copy(value)) for value in values if isinstance(value, dict | list | set)]
+    tensors = [(value, value.clone()) for value in values if type(value) is Tensor]
     try:
         yield
     finally:
-        for module, attributes, buffers in kept:
+        hooks = [value for _, attributes in kept for name, value in attributes.items() if name.endswith("_hooks")]
+        sizes = list(map(len, hooks))
+        for module, attributes in kept:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for value, before in entries:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        with torch.no_grad():
+            for tensor, number in tensors:
+                tensor.copy_(number)
+    if sizes != list(map(len, hooks)):
+        raise _Undecided("registers hooks while it runs, which its layers would not have; run it once before")
 
 
 def trace(
-    model: nn.Module, example: Any, leaves: Collection[str | type[nn.Module]], batch: int, *, training: bool = True
+    model: nn.Module, example: Any, leaves: Collection[str | type[nn.Module]], batch: int, **modes: Any
 ) -> tuple[fx.Graph, Tracer, set[str | type[nn.Module]]]:
     """Record a model's operations on so many examples.
 
@@ -387,7 +502,7 @@ def trace(
     """
     whole = set(leaves)
     while True:
-        tracer = Tracer(whole, batch, training=training)
+        tracer = Tracer(whole, batch, **modes)
         try:
             return tracer.record(model, example), tracer, whole
         except _Whole as found:

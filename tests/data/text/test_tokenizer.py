@@ -1,5 +1,6 @@
 """The tokenizer: exact round trips, fairseq's ids, training that repeats itself, and refusals."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_a_vocabulary_that_the_lines_cannot_fill_is_refused_and_leaves_no_file(t
     with pytest.raises(ValueError, match="these lines cannot make a vocabulary of 9000 tokens"):
         Tokenizer.train(["one line"], 9000, tmp_path / "a.model")
     assert not (tmp_path / "a.model").exists()
+    before = Tokenizer.train(LINES, 500, tmp_path / "a.model").sha256
+
+    def broken() -> Iterator[str]:
+        yield LINES[0]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(ValueError, match="these lines cannot make a vocabulary of 9000 tokens"):
+        Tokenizer.train(["one line"], 9000, tmp_path / "a.model")
+    with pytest.raises(OSError, match="the disk is gone"):
+        Tokenizer.train(broken(), 500, tmp_path / "a.model")
+    assert Tokenizer(tmp_path / "a.model").sha256 == before
 
 
 def test_an_id_outside_the_vocabulary_has_no_text() -> None:

@@ -7,6 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from gpipe.durable_files import replacing
+
 # Every vocabulary begins with these ids, in the order of fairseq's Dictionary. A SentencePiece model trained here and a
 # fairseq Dictionary with the same pieces therefore have the same ids.
 BEGIN, PADDING, END, UNKNOWN = range(4)
@@ -113,11 +115,11 @@ class Tokenizer:
         """
         import sentencepiece
 
-        path = Path(path)
+        path, cleaned = Path(path), [clean_line(line) for line in lines]
         try:
-            with path.open("wb") as stream:
+            with replacing(path) as partial, partial.open("wb") as stream:
                 sentencepiece.SentencePieceTrainer.train(
-                    sentence_iterator=iter([clean_line(line) for line in lines]),
+                    sentence_iterator=iter(cleaned),
                     model_writer=stream,
                     model_type="bpe",
                     vocab_size=vocabulary_size,
@@ -135,6 +137,5 @@ class Tokenizer:
                     minloglevel=2,
                 )
         except RuntimeError as error:
-            path.unlink()
             raise ValueError(f"these lines cannot make a vocabulary of {vocabulary_size} tokens: {error}") from error
         return cls(path)
