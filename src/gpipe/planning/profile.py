@@ -189,13 +189,13 @@ def profile_layers(
     """
     shortened = Shortened.of(layers)
     found = _profile(shortened.layers, loss, example, autocast, measured, training=training)
-    if shortened.is_valid([profile.input_bytes for profile in found], [list(_offsets(profile)) for profile in found]):
-        found = shortened.expand(found, _move)
-    else:
-        found = _profile(list(layers), loss, example, autocast, measured, training=training)
+    sizes, offsets = [profile.input_bytes for profile in found], [list(_offsets(profile)) for profile in found]
+    whole = shortened.expand(found, sizes, offsets, _move)
+    if whole is None:
+        whole = _profile(list(layers), loss, example, autocast, measured, training=training)
     counts = _count_tied_parameters(layers)
     # Equal layers share their profile.
-    return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(found, counts, strict=True)]
+    return [replace(one, tied_parameters=tied) if tied else one for one, tied in zip(whole, counts, strict=True)]
 
 
 def _offsets(profile: LayerProfile) -> Iterator[int]:
@@ -205,22 +205,18 @@ def _offsets(profile: LayerProfile) -> Iterator[int]:
     yield from (one.made_by for one in profile.arrivals)
 
 
-def _move(profile: LayerProfile, place: Callable[[int], int]) -> LayerProfile:
+def _move(profile: LayerProfile, offsets: Sequence[int]) -> LayerProfile:
     """Return the profile with other offsets; itself where they are the same."""
-    moved = {offset: place(offset) for offset in _offsets(profile)}
-    if all(before == after for before, after in moved.items()):
+    if list(offsets) == list(_offsets(profile)):
         return profile
-    inputs = tuple(
-        one._replace(
-            made_by=moved[one.made_by],
-            freed_by=None if one.freed_by is None else moved[one.freed_by],
-            kept_by=None if one.kept_by is None else moved[one.kept_by],
-        )
-        for one in profile.inputs
-    )
-    return replace(
-        profile, inputs=inputs, arrivals=tuple(one._replace(made_by=moved[one.made_by]) for one in profile.arrivals)
-    )
+    moved = iter(offsets)
+    inputs = []
+    for one in profile.inputs:
+        made_by, *ends = (None if offset is None else next(moved) for offset in one[1:])
+        assert made_by is not None
+        inputs.append(Input(one.size, made_by, *ends))
+    arrivals = tuple(one._replace(made_by=next(moved)) for one in profile.arrivals)
+    return replace(profile, inputs=tuple(inputs), arrivals=arrivals)
 
 
 def _count_tied_parameters(layers: nn.Sequential) -> list[int]:

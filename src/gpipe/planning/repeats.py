@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, groupby
 from typing import TypeVar
 
@@ -42,41 +41,63 @@ class Shortened:
                 counts += [1] * len(members)
         return cls(chosen, counts)
 
-    def is_valid(self, input_bytes: Sequence[int], offsets: Sequence[Iterable[int]]) -> bool:
-        """Return whether the whole model follows from the shortened one.
-
-        The layers of a run take and return equally much: else their inputs differ. And none of them is meant by a layer
-        further away than its neighbour: which one would be meant in the whole model?
-
-        Args:
-            input_bytes: of each layer.
-            offsets: of each layer, those of the layers that belong to it, such as that which made its input.
-        """
-        middles = [index for index, count in enumerate(self.counts) if count > 1]
-        run_of = {index + step: index for index in middles for step in (-1, 0, 1)}
-        return all(input_bytes[i - 1] == input_bytes[i] == input_bytes[i + 1] for i in middles) and not any(
-            abs(offset) > 1 and (index + offset in middles or run_of.get(index + offset, -1) == run_of.get(index, -2))
-            for index, own in enumerate(offsets)
-            for offset in own
-        )
-
-    def expand(self, found: Sequence[_Item], move: Callable[[_Item, Callable[[int], int]], _Item]) -> list[_Item]:
+    def expand(
+        self,
+        found: Sequence[_Item],
+        input_bytes: Sequence[int],
+        offsets: Sequence[Sequence[int]],
+        move: Callable[[_Item, Sequence[int]], _Item],
+    ) -> list[_Item] | None:
         """Return what was found for each layer of the whole model, and for what follows the last.
 
-        move: (an item, from an offset in the shortened model to that in the whole one) -> the item there.
+        None where that does not follow: the layers of a run must take and return equally much, else their inputs
+        differ. And it must be clear which layers they name, such as those that made their inputs.
+
+        Args:
+            found: in the shortened model.
+            input_bytes: of each layer.
+            offsets: of each layer, to the layers that it names.
+            move: (an item, its offsets in the whole model) -> the item there.
         """
         counts = self.counts + [1] * (len(found) - len(self.counts))
         starts = list(accumulate(counts, initial=0))
-        return [
-            move(found[index], partial(_move, starts, index, place))
-            for index, count in enumerate(counts)
-            for place in range(starts[index], starts[index] + count)
-        ]
+        items = []
+        for index, count in enumerate(counts):
+            named = [self._find_named(index, number, offsets) for number in range(len(offsets[index]))]
+            if None in named:
+                return None
+            if count > 1 and len(set(input_bytes[index - 1 : index + 2])) > 1:
+                return None
+            for place in range(starts[index], starts[index] + count):
+                moved = []
+                for offset, (target,) in zip(offsets[index], filter(None, named), strict=True):
+                    if target is None or target < 0:  # before the first layer is the example
+                        moved.append(offset if target is None else -1 - place)
+                    else:
+                        moved.append(starts[target] + (counts[target] - 1) * (target < index) - place)
+                items.append(move(found[index], moved))
+        return items
 
+    def _find_named(self, index: int, number: int, offsets: Sequence[Sequence[int]]) -> tuple[int | None] | None:
+        """Return what one of a layer's offsets means: (None,) one relative to it, or (a layer,); None for neither."""
+        offset = offsets[index][number]
+        target = index + offset
+        if target < 0:
+            return (-1,)
+        run, other = self._find_run(index), self._find_run(target)
+        if run is not None:
+            in_run = [offsets[member] for member in range(run - 1, run + 2)]
+            if len({len(own) for own in in_run}) > 1:
+                return None
+            of_all = [own[number] for own in in_run]
+            if of_all == [offset] * 3:
+                return (None,)
+            if [one - of_all[0] for one in of_all] != [0, -1, -2] or other == run:
+                return None
+        if other is not None and target != other and (target < other) == (target < index):
+            return None  # the far end of a run: perhaps its layer, perhaps that at the distance
+        return (target,)
 
-def _move(starts: Sequence[int], index: int, place: int, offset: int) -> int:
-    """Return the offset in the whole model of a layer that is at `index` in the shortened one, and here at `place`."""
-    if abs(offset) <= 1:  # a neighbour stays one
-        return offset
-    target = index + offset
-    return (starts[target] if target >= 0 else target) - place
+    def _find_run(self, index: int) -> int | None:
+        """Return the layer that stands for several of the run that a layer is in; None where it is in none."""
+        return next((i for i in range(index - 1, index + 2) if 0 <= i < len(self.counts) and self.counts[i] > 1), None)

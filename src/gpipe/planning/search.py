@@ -111,7 +111,7 @@ def find_fastest(
         like: what the space does not vary.
         room_bytes: what a device's planned peak may reach.
         count: how many plans.
-        most_cuts: how many settings are cut like a run.
+        most_cuts: how many settings are cut like a run, beside those that may be faster than the fastest of them.
     """
     assert isinstance(planner.cut, Cutter)
     sizes = {
@@ -125,7 +125,8 @@ def find_fastest(
     rough = replace(planner, profiler=profiler, cut=replace(cut, objective="max"), evaluation=None)
     bounded = [Candidate(setting, bound) for setting in sizes if (bound := _find_bound(rough, setting)) is not None]
     planned = _plan(rough, sorted(bounded, key=lambda one: one.bound), count)
-    found = _keep_best(_plan(replace(rough, cut=cut), _choose(planned, most_cuts), count))
+    chosen = _choose(planned, most_cuts)
+    found = _keep_best(_improve(replace(rough, cut=cut), _plan(replace(rough, cut=cut), chosen, count), planned))
     # Profiles were interpolated, and evaluations left out: a setting may turn out slower, or not fit.
     precise = replace(planner, cut=cut)
     exact = (_try_plan(precise, one.setting) for one in found)
@@ -181,6 +182,19 @@ def _plan(planner: Planner, candidates: Sequence[Candidate], count: int) -> list
             continue
         found.append(replace(one, plan=plan))
         best[one.shape] = min(best.get(one.shape, math.inf), plan.step_seconds)
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _improve(planner: Planner, found: list[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+    """Add the plans of others that may be faster than all that were found: the rough cut knows nothing of transfers."""
+    least = min((one.seconds for one in found), default=math.inf)
+    known = {one.setting for one in found}
+    for one in sorted(others, key=lambda one: one.bound):
+        if one.bound >= least:
+            break
+        if one.setting not in known and (plan := _try_plan(planner, one.setting)) is not None:
+            found.append(replace(one, plan=plan))
+            least = min(least, plan.step_seconds)
     return sorted(found, key=lambda one: one.seconds)
 
 
