@@ -1,9 +1,10 @@
 """Streams between two processes of one host: a socket for each direction of a boundary.
 
 The stage's own thread writes a payload into the socket, and reads from it: nothing lies between the two stages but the
-kernel. Messages and their formats are those of streams.py; a text is as long as the payload in whose place it comes, or
-longer, so that one call reads whatever comes. What a socket has no room for is left to a thread: no stage waits for its
-neighbour to read.
+kernel. The tensors are sent from where they lie and received where they will lie: to pack small ones takes longer than
+to send them. Messages and their formats are those of streams.py; a text is as long as the payload in whose place it
+comes, or longer, so that one call reads whatever comes. What a socket has no room for is left to a thread: no stage
+waits for its neighbour to read.
 """
 
 from __future__ import annotations
