@@ -298,9 +298,13 @@ class Pipeline:
             refuse_max_norm(max_gradient_norm)
             refuse_other_scaler(scaler)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
-            scale = 1.0 if scaler is None else scaler.scale
+            given = {
+                "step": self.step,
+                "scaler.scale": None if scaler is None else scaler.scale,
+                "max_gradient_norm": max_gradient_norm,
+            }
             outputs: dict[int, Payload] | None = {} if return_outputs else None
-            loss = self._training_loss(targets, mini_batch, scale, outputs) if self.is_last else None
+            loss = self._training_loss(targets, mini_batch, given, outputs) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
             if scaler is not None:
                 scaler.scale_earlier(self.parameters())  # all: tied parameters set theirs aside next
@@ -329,7 +333,7 @@ class Pipeline:
             self._finish_gradients()
             if scaler is not None:
                 scaler.unscale(self.parameters())
-            conclusion = self._conclude(loss, note, scaler, max_norm=max_gradient_norm)
+            conclusion = self._conclude(loss, note, scaler, given)
             totals, notes, is_skipped, norm = conclusion
             if scaler is not None:
                 scaler.update(is_skipped=is_skipped)
@@ -749,16 +753,20 @@ class Pipeline:
         return microbatch_sizes(mini_batch.num_examples, mini_batch.num_microbatches)
 
     def _minibatch_loss(
-        self, targets: Any, mini_batch: MiniBatch, scale: float = 1.0, outputs: dict[int, Payload] | None = None
+        self,
+        targets: Any,
+        mini_batch: MiniBatch,
+        given: Mapping[str, Any] | None = None,
+        outputs: dict[int, Payload] | None = None,
     ) -> MiniBatchLoss:
         sizes = self._check_targets(targets, mini_batch)
         device = self.stages[self.num_stages - 1].device
-        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, scale, outputs)
+        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, given, outputs)
 
     def _training_loss(
-        self, targets: Any, mini_batch: MiniBatch, scale: float, outputs: dict[int, Payload] | None
+        self, targets: Any, mini_batch: MiniBatch, given: Mapping[str, Any], outputs: dict[int, Payload] | None
     ) -> MiniBatchLoss:
-        loss = self._minibatch_loss(targets, mini_batch, scale, outputs)
+        loss = self._minibatch_loss(targets, mini_batch, given, outputs)
         loss.known = None if self._is_loss_known else list(self.parameters())
         return loss
 
@@ -767,20 +775,15 @@ class Pipeline:
         loss: MiniBatchLoss | None,
         note: Callable[[], Any] | None,
         scaler: GradientScaler | None,
-        *,
-        max_norm: float | None,
+        given: Mapping[str, Any],
     ) -> tuple[dict[str, float], list[Any], bool, float | None]:
         """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes.
 
         scaler: with one, drop all gradients where one has a fault, and return True as the third value; without, raise.
-        max_norm: clip the gradients at it, and return their norm as the last value.
+        given: what must be the same in all processes. With a largest norm of the gradients, clip them at it, and return
+            their norm as the last value.
         """
-        norms = self._compute_norms()
-        given = {
-            "step": self.step,
-            "scaler.scale": None if scaler is None else scaler.scale,
-            "max_gradient_norm": max_norm,
-        }
+        norms, max_norm = self._compute_norms(), given["max_gradient_norm"]
         own = {
             "given": given,
             "totals": loss.totals() if loss else None,
@@ -789,7 +792,7 @@ class Pipeline:
             "note": [note() if note else None, self._compilation is not None and self._compilation.is_abandoned],
         }
         parts = self.job.gather(own)
-        refuse_different([part["given"] for part in parts])
+        refuse_different([part["given"] for part in parts], "process {} of the pipeline")
         noted = [part["note"] for part in parts]
         if note is not None or self._compilation is not None:
             noted = self.job.join_replicas(noted)

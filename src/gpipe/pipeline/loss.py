@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe.pipeline.microbatch import Payload, split
-from gpipe.pipeline.refusals import refuse_leaves_of_loss
+from gpipe.pipeline.refusals import refuse_different, refuse_leaves_of_loss
 from gpipe.pipeline.shared.replicas import Replicas
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
@@ -27,7 +27,7 @@ class MiniBatchLoss:
         sizes: examples of each micro-batch.
         device: where the outputs will be.
         replicas: their mini-batches make up the whole one.
-        scale: by which gradients will be too large.
+        given: what every replica must give to the step, such as "scaler.scale", by which gradients will be too large.
         outputs: where to put the outputs of each micro-batch; None: nowhere.
 
     Attributes:
@@ -35,7 +35,7 @@ class MiniBatchLoss:
 
     Raises:
         TypeError: a weight is no number.
-        ValueError: the weights are not positive in sum, or another replica has another scale.
+        ValueError: the weights are not positive in sum, or another replica was given something else.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class MiniBatchLoss:
         sizes: Sequence[int],
         device: torch.device,
         replicas: Replicas,
-        scale: float = 1.0,
+        given: Mapping[str, Any] | None = None,
         outputs: dict[int, Payload] | None = None,
     ) -> None:
-        self._scale, self._outputs = scale, outputs
+        given = given or {}
+        self._scale, self._outputs = given.get("scaler.scale") or 1.0, outputs
         self.known: list[nn.Parameter] | None = None
         self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
@@ -57,12 +58,8 @@ class MiniBatchLoss:
             float(n) if weight is None else _weigh(weight, part.value())
             for n, part in zip(sizes, self._targets, strict=True)
         ]
-        totals, scales = zip(*replicas.gather([sum(weights), scale]), strict=True)
-        if other := [replica for replica, found in enumerate(scales) if found != scales[0]]:
-            raise ValueError(
-                f"scaler.scale is {scales[0]} in replica 0 and {scales[other[0]]} in replica {other[0]}; give every "
-                "process the same"
-            )
+        totals, of_all = zip(*replicas.gather([sum(weights), given]), strict=True)
+        refuse_different(of_all, "replica {}")
         total = sum(totals)
         if not total > 0:
             raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")

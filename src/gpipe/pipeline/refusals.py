@@ -244,8 +244,12 @@ def refuse_other_scaler(scaler: Any) -> None:
         raise TypeError(f"scaler is of type {type(scaler).__name__}; give a gpipe.GradientScaler")
 
 
-def refuse_different(given: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what the processes of a pipeline gave to a step, where it differs.
+def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse what processes gave to a step, where it differs.
+
+    Args:
+        given: by each.
+        where: names the process of a number: "replica {}".
 
     Raises:
         ValueError: naming the first value.
@@ -254,8 +258,8 @@ def refuse_different(given: Sequence[Mapping[str, Any]]) -> None:
         for name, value in given[0].items():
             if other[name] != value:
                 raise ValueError(
-                    f"{name} is {value} in process 0 of the pipeline and {other[name]} in process {process}; give "
-                    "every process the same"
+                    f"{name} is {value} in {where.format(0)} and {other[name]} in {where.format(process)}; give every "
+                    "process the same"
                 )
 
 

@@ -566,7 +566,7 @@ def test_processes_that_make_different_calls_are_told_so(pool: ProcessPool) -> N
 
 def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
     """Give one process something else than the other; return the error, and that of the next step."""
-    are_replicas = what in ("frozen", "scale of a replica")
+    are_replicas = what == "frozen" or what.endswith("of a replica")
     mesh = init_device_mesh("cpu", (2, 1) if are_replicas else (1, 2), mesh_dim_names=("replica", "stage"))
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with host_of_its_own() if what.endswith("apart") else nullcontext():
@@ -579,7 +579,7 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
         scaler = gpipe.GradientScaler(2.0**4 if what.startswith("scale") and rank == 1 else 2.0**3)
     if what == "scaler" and rank == 1:
         scaler = gpipe.GradientScaler()
-    if what == "step":
+    if what.startswith("step"):
         pipeline.step = rank
     if what == "frozen":
         layers[rank].requires_grad_(False)
@@ -589,7 +589,7 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
                 pipeline.evaluate(batch[0])
             else:
                 pipeline.train_step(
-                    batch, scaler=scaler, max_gradient_norm=1.0 if what == "norm" and rank == 0 else None
+                    batch, scaler=scaler, max_gradient_norm=1.0 if what.startswith("norm") and rank == 0 else None
                 )
         except (ValueError, gpipe.PipelineError) as error:
             errors.append(str(error))
@@ -599,13 +599,15 @@ def give_other_arguments(rank: int, what: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("scaler", r"scaler\.scale is None in process 0 of the pipeline and 65536\.0 in process 1; give every"),
-        ("scale", r"scaler\.scale is 8\.0 in process 0 of the pipeline and 16\.0 in process 1; give every"),
-        ("norm", r"max_gradient_norm is 1\.0 in process 0 of the pipeline and None in process 1; give every"),
-        ("step", r"step is 0 in process 0 of the pipeline and 1 in process 1; give every process the same"),
+        ("scaler", r"scaler\.scale is None in process 0 of the pipeline and 65536\.0 in process 1 of the pipeline;"),
+        ("scale", r"scaler\.scale is 8\.0 in process 0 of the pipeline and 16\.0 in process 1 of the pipeline;"),
+        ("norm", r"max_gradient_norm is 1\.0 in process 0 of the pipeline and None in process 1 of the pipeline;"),
+        ("step", r"step is 0 in process 0 of the pipeline and 1 in process 1 of the pipeline; give every"),
         ("frozen", r"layers\.0\.weight is frozen in one replica and not in another; freeze the same"),
         ("evaluation", r"every process must make the same calls of the pipeline, in the same order"),
         ("evaluation, apart", r"every process must make the same calls of the pipeline, in the same order"),
+        ("norm of a replica", r"max_gradient_norm is 1\.0 in replica 0 and None in replica 1; give every process the"),
+        ("step of a replica", r"step is 0 in replica 0 and 1 in replica 1; give every process the same"),
         ("scale of a replica", r"scaler\.scale is 8\.0 in replica 0 and 16\.0 in replica 1; give every process the"),
     ],
 )
@@ -628,3 +630,25 @@ def use_when_closed(rank: int) -> str:
 def test_a_pipeline_that_was_closed_says_so(pool: ProcessPool) -> None:
     said = "this pipeline stopped before and cannot go on, build a new one; it stopped: it was closed"
     assert pool.run(2, use_when_closed) == [said, said]
+
+
+def stop_early(rank: int) -> str:
+    """Close the pipeline in one process, or let go of it, and take a step in the other."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = gpipe.Pipeline(layers, Loss(None), [1, 1], 2, mesh=mesh, timeout_seconds=10.0)
+    batch = torch.ones(8, 4), torch.ones(8, 4)
+    pipeline.train_step(batch)
+    if rank == 0:
+        pipeline.close()
+        return ""
+    with pytest.raises(gpipe.PipelineError) as error:
+        pipeline.train_step(batch)
+    return str(error.value)
+
+
+def test_a_process_that_closes_its_pipeline_is_not_taken_for_killed(pool: ProcessPool) -> None:
+    _, said = pool.run(2, stop_early)
+    assert re.search(
+        r"^stage 0 \(rank 0, .*\) has closed its pipeline; every process must make the same calls of it", said
+    )

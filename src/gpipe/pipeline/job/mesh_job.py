@@ -165,6 +165,7 @@ class MeshJob(Job):
             self._watch.give_up()
             self.transfer.join()
         else:
+            self._watch.note_closing()
             with suppress(LostPeer):
                 for messenger in filter(None, (self._messenger, self._replica_messenger)):
                     messenger.flush()

@@ -190,6 +190,9 @@ class Watch:
             time.sleep(0.05)
         rank = (*ended, *lost.ranks)[0]
         stage, name = self._describe(rank)
+        if self._board.read(f"closing/{rank}") is not None:
+            text = f"{name} has closed its pipeline; every process must make the same calls of it, and then close it"
+            return PeerFailure(text, stage=stage)
         seen = self._last_seen(rank)
         text = f"{name} is gone without a word{seen}: it was killed, ran out of memory, exited, or its host is down"
         return PeerFailure(text, stage=stage)
@@ -207,6 +210,10 @@ class Watch:
     def retire(self) -> None:
         """Cut this process's connections soon, after the others have heard why it stops, and end the threads."""
         self._retired = time.monotonic()
+
+    def note_closing(self) -> None:
+        """Note that this process will make no further call of its pipeline."""
+        self._board.write(f"closing/{self._rank}", True)
 
     def close(self) -> None:
         """End the threads."""
