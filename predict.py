@@ -1,6 +1,7 @@
 """Classify images with a model that train.py has trained. See `--help`."""
 
 import sys
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -19,7 +20,8 @@ def main(composed: DictConfig) -> None:
         settings = to_settings(composed)
         from gpipe.programs.chosen_checkpoint import choose_checkpoint
 
-        choose_checkpoint("checkpoint", settings.checkpoint)  # before what else takes seconds to load
+        if Path(settings.images).exists():  # else that is told
+            choose_checkpoint("checkpoint", settings.checkpoint)  # before what else takes seconds to load
     from gpipe.programs.predict import start
 
     start(settings)

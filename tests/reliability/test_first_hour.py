@@ -147,10 +147,7 @@ def test_a_study_prints_its_table_and_leaves_the_pages_alone(home: Path) -> None
     ("arguments", "said"),
     [
         (("evaluate=runs/nothing",), "evaluate is runs/nothing"),
-        (
-            ("predict.py", "checkpoint=runs/amoebanet_imagenet_laptop", "images=nothing"),
-            "checkpoint is runs/amoebanet_imagenet_laptop",
-        ),
+        (("predict.py", "checkpoint=runs/amoebanet_imagenet_laptop", "images=nothing"), "images is nothing"),
         (("model.num_filters=0",), "model.num_filters is 0"),
     ],
     ids=str,

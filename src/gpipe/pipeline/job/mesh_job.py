@@ -92,14 +92,20 @@ class MeshJob(Job):
         own = settings()
         self._require_agreement(own, self._messenger, "stage")
         if self._num_processes > 1:
-            self._messenger.connect_to_first()
+            self._connect_to_first(self._messenger)
             self.transfer = self._connect_stages()
         if len(self._rows) > 1:
             self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
-            self._replica_messenger.connect_to_first()
+            self._connect_to_first(self._replica_messenger)
             self.replicas = self.connect_replicas()
             compared = own if among_replicas is None else {name: own[name] for name in among_replicas}
             self._require_agreement(compared, self._replica_messenger, "replica")
+
+    def _connect_to_first(self, messenger: Messenger) -> None:
+        try:
+            messenger.connect_to_first()
+        except LostPeer as lost:
+            raise self._watch.explain(lost) from None
 
     def connect_replicas(self) -> Replicas:
         """Return the replicas, connected by a group of their own."""
