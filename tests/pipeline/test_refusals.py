@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.pipeline.refusals import refuse_different
 from tests.support import tied_model
 
 
@@ -297,3 +298,8 @@ def test_the_scaler_is_ours() -> None:
 def test_the_weight_of_a_loss_is_a_number(weight: Any, said: str) -> None:
     with refused(f"loss_weight returned {said}; return one number per micro-batch"):
         build(loss_weight=weight).train_step(batch())
+
+
+def test_a_step_beside_an_evaluation_is_refused() -> None:
+    with refused("step is 1 in replica 0 and None in replica 1; give every process the same"):
+        refuse_different([{"step": 1}, {}], "replica {}")

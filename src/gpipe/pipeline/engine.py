@@ -36,7 +36,6 @@ from gpipe.pipeline.refusals import (
     refuse_history,
     refuse_hooks,
     refuse_max_norm,
-    refuse_no_pair,
     refuse_other_scaler,
     refuse_own_behaviour,
     refuse_parameters_of_loss,
@@ -45,6 +44,7 @@ from gpipe.pipeline.refusals import (
     refuse_sharded,
     refuse_to_capture,
     refuse_to_shard,
+    unpack_mini_batch,
 )
 from gpipe.pipeline.schedule import (
     Kind,
@@ -294,7 +294,7 @@ class Pipeline:
         """
         begin = time.perf_counter()
         with self._step():
-            inputs, targets = refuse_no_pair(batch)
+            inputs, targets = unpack_mini_batch(batch)
             refuse_max_norm(max_gradient_norm)
             refuse_other_scaler(scaler)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
@@ -496,7 +496,7 @@ class Pipeline:
             return outputs
 
         with self._step():
-            inputs, targets = refuse_no_pair(batch)
+            inputs, targets = unpack_mini_batch(batch)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=False)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
             with torch.enable_grad():

@@ -211,7 +211,7 @@ def refuse_to_shard(layers: nn.Sequential, schedule: Any, tasks: StepSchedule, t
         )
 
 
-def refuse_no_pair(batch: Any) -> tuple[Any, Any]:
+def unpack_mini_batch(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and targets of a mini-batch.
 
     Raises:
@@ -256,9 +256,9 @@ def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
     """
     for process, other in enumerate(given[1:], 1):
         for name, value in given[0].items():
-            if other[name] != value:
+            if other.get(name) != value:
                 raise ValueError(
-                    f"{name} is {value} in {where.format(0)} and {other[name]} in {where.format(process)}; give every "
+                    f"{name} is {value} in {where.format(0)} and {other.get(name)} in {where.format(process)}; give every "
                     "process the same"
                 )
 
