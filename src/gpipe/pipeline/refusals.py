@@ -258,8 +258,8 @@ def refuse_different(given: Sequence[Mapping[str, Any]], where: str) -> None:
         for name, value in given[0].items():
             if other.get(name) != value:
                 raise ValueError(
-                    f"{name} is {value} in {where.format(0)} and {other.get(name)} in {where.format(process)}; give every "
-                    "process the same"
+                    f"{name} is {value} in {where.format(0)} and {other.get(name)} in {where.format(process)}; give "
+                    "every process the same"
                 )
 
 
