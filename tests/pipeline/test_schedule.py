@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.pipeline.one_forward_one_backward import interleaved_one_forward_one_backward, one_forward_one_backward
 from gpipe.pipeline.schedule import (
     Kind,
     Rematerialize,
@@ -20,8 +21,6 @@ from gpipe.pipeline.schedule import (
     dependencies,
     gpipe,
     inference,
-    interleaved_one_forward_one_backward,
-    one_forward_one_backward,
     sequential,
 )
 from gpipe.pipeline.schedule_choice import SCHEDULES, SPLIT_SCHEDULES, place_stages

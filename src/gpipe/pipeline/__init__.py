@@ -20,33 +20,40 @@ Read these ten files in this order. They are the engine; nothing else is needed 
     stage.py       forward, recomputation, backward; why torch's own checkpointing is not used
     transfer.py    the boundary between two stages, in one process
     engine.py      Pipeline: one loop runs tasks, to train, to evaluate and to look for faults
-    timeline.py    when tasks ran: events, clock, bubble
+    timeline.py    when tasks ran: events, bubble
 
 Beside them, for when you need them:
 
     wire/                  the boundary between processes
     job/                   the processes: agreement, failures
     shared/                tied parameters, replicas
+    one_forward_one_backward.py  1F1B, interleaved or not
     zero_bubble.py         schedules that split backwards
     split_backward.py      gradients of weights wait, for these schedules
+    schedule_choice.py     a schedule by name, or a user's own, and what of it a process runs
     moving_statistics.py   the moving averages of the mini-batch
     buffers.py             other layers' averages and buffers, which a forward moves and a recomputation does not
-    schedule_choice.py     a schedule by name, or a user's own, and what of it a process runs
-    initialization.py      weights of layers on the meta device
+    execution.py           how layers run: as they are, or in one of the next three ways
     compilation.py         layers through torch.compile
     cuda_graphs.py         layers as CUDA graphs
     device_threads.py      a launching thread per GPU of a process
-    entry.py               where a stage's autograd graph begins
-    structure.py           which layers do the same work
-    autocast.py            weights are converted once per step
-    low_precision.py       what travels in 16 bits
-    first_forward.py       forwards that keep no graph
+    conclusion.py          what a step came to: norms, faults, notes, clipping
     gradient_norm.py       the norm of all gradients
     gradient_scaler.py     the loss is scaled for float16
     parameter_hooks.py     users' hooks are called once per step
-    refusals.py            what would be ignored
-    recomputation_check.py forwards beside recomputations
     step_report.py         what a step reports
+    clock.py               when tasks run, on the host or on a GPU
+    position.py            the layer under way, for messages
+    refusals.py            what would be ignored
+    outputs.py             outputs of micro-batches, put together
+    evaluation_mode.py     evaluation mode for a while
+    initialization.py      weights of layers on the meta device
+    entry.py               where a stage's autograd graph begins
+    first_forward.py       forwards that keep no graph
+    recomputation_check.py forwards beside recomputations
+    structure.py           which layers do the same work
+    autocast.py            weights are converted once per step
+    low_precision.py       what travels in 16 bits
     nothing.py, _compat.py an empty context; private interfaces of torch
 
 Torch's own checkpointing (torch.utils.checkpoint) is not used: it recomputes inside backward, when the gradient has

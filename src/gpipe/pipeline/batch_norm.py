@@ -193,24 +193,6 @@ def _unpickle(plain: type[AnyBatchNorm]) -> AnyBatchNorm:
     return converted.__new__(converted)
 
 
-def refuse_unconverted(layers: nn.Module) -> None:
-    """Refuse a batch norm whose moving averages would move once per micro-batch, and again in each recomputation.
-
-    Raises:
-        ValueError: naming the first such layer.
-    """
-    for name, module in layers.named_modules():
-        if isinstance(module, AnyBatchNorm) and not isinstance(module, MicroBatchNorm):
-            remedy = (
-                "use nn.BatchNorm, gpipe.convert_batch_norm(layers) and Pipeline(synchronize_batch_norm=True) instead"
-                if isinstance(module, SyncBatchNorm)
-                else "call gpipe.convert_batch_norm(layers) first"
-            )
-            raise ValueError(
-                f"layers.{name} ({type(module).__name__}) would count every micro-batch as a mini-batch; {remedy}"
-            )
-
-
 def converted_batch_norms(modules: Iterable[nn.Module]) -> list[MicroBatchNorm]:
     """Return the converted batch norms below the modules, each once, in their order."""
     found = {id(child): child for module in modules for child in module.modules() if isinstance(child, MicroBatchNorm)}

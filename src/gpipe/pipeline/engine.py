@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,50 +13,44 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from gpipe.pipeline import batch_norm, gradient_norm, moving_statistics
+from gpipe.pipeline import batch_norm, moving_statistics
 from gpipe.pipeline.autocast import step_autocast_cache
 from gpipe.pipeline.buffers import find_shared_buffers
-from gpipe.pipeline.compilation import Compilation
+from gpipe.pipeline.clock import Clock
+from gpipe.pipeline.conclusion import Conclusion, Gradients, conclude
 from gpipe.pipeline.device_threads import DeviceThreads
+from gpipe.pipeline.evaluation_mode import evaluation_mode
+from gpipe.pipeline.execution import LayerExecution
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.devices import Devices
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
 from gpipe.pipeline.job.mesh_job import join_job
 from gpipe.pipeline.loss import LossFunction, LossWeight, MiniBatchLoss
 from gpipe.pipeline.low_precision import wants_low_precision
-from gpipe.pipeline.microbatch import Payload, find_batch_size, merge, microbatch_sizes, split
+from gpipe.pipeline.microbatch import Payload, find_batch_size, microbatch_sizes, split
 from gpipe.pipeline.nothing import NOTHING
+from gpipe.pipeline.outputs import merge
 from gpipe.pipeline.partition import check_partitions, partition_ranges
 from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
-    refuse_cuda_graphs,
-    refuse_different,
+    check_numbers,
     refuse_history,
     refuse_hooks,
     refuse_max_norm,
+    refuse_model,
     refuse_other_scaler,
-    refuse_own_behaviour,
-    refuse_parameters_of_loss,
     refuse_replaced_layers,
-    refuse_second_way,
-    refuse_sharded,
-    refuse_to_capture,
     refuse_to_shard,
     unpack_mini_batch,
 )
-from gpipe.pipeline.schedule import (
-    Kind,
-    Rematerialization,
-    ScheduleFunction,
-    Task,
-)
+from gpipe.pipeline.schedule import Kind, Rematerialization, ScheduleFunction, Task
 from gpipe.pipeline.schedule_choice import check_rematerialization, choose_schedule, name_schedule, plan_tasks
-from gpipe.pipeline.shared.averaging import Averaging
+from gpipe.pipeline.shared.connection import connect_stages
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
-from gpipe.pipeline.timeline import Clock, Timeline
+from gpipe.pipeline.timeline import Timeline
 from gpipe.pipeline.transfer import MiniBatch
 
 RunTask = Callable[[Stage, Task, Any], Any]
@@ -69,7 +62,7 @@ Take = Callable[[int, Payload], Any]
 _OUTPUTS = object()  # in place of targets: the outputs are wanted
 
 
-class Pipeline:
+class Pipeline(LayerExecution):
     """Trains a sequence of layers, cut into partitions, by pipelined micro-batches (GPipe, section 2).
 
     Gradients, moving averages and masks do not depend on the number of partitions, on re-materialisation, on whether
@@ -146,18 +139,10 @@ class Pipeline:
         check_recomputation: bool = False,
         prepare_inputs: Callable[[Any], Any] | None = None,
     ) -> None:
-        if not isinstance(layers, nn.Sequential):
-            raise TypeError(
-                f"layers is of type {type(layers).__name__}; it must be an nn.Sequential of the model's layers"
-            )
-        refuse_own_behaviour(layers)
-        refuse_parameters_of_loss(loss)
+        refuse_model(layers, loss)
         check_partitions(partitions, len(layers))
-        batch_norm.refuse_unconverted(layers)
-        refuse_sharded(layers)
         tied = TiedParameters(layers)
-        if type(num_microbatches) is not int or num_microbatches < 1:
-            raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
+        check_numbers(num_microbatches, output_dimension, seed)
         self.num_microbatches = num_microbatches
         self.rematerialize = check_rematerialization(rematerialize, len(partitions))
         self.partitions = tuple(partitions)
@@ -168,16 +153,10 @@ class Pipeline:
         if shard_replicas:
             tasks = self._schedule(self.num_stages, num_microbatches, self.rematerialize, stages_per_device)
             refuse_to_shard(layers, schedule, tasks, [first.full_name for first, *_ in tied.groups])
-        if type(output_dimension) is not int or output_dimension < 0:
-            raise ValueError(f"output_dimension is {output_dimension!r}; count it from 0")
         self._output_dimension = output_dimension
-        if not isinstance(seed, int):
-            raise TypeError(f"seed is {seed!r}; it must be a whole number")
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight, prepare_inputs
         self._is_loss_known = False  # whether the graph of one was looked through
-        self._compilation: Compilation | None = None
-        self._device_threads: DeviceThreads | None = None
 
         self.job = join_job(mesh, devices, layers, self._placement, timeout_seconds)
         settings = {
@@ -215,30 +194,14 @@ class Pipeline:
             self._batch_norms = batch_norm.converted_batch_norms(self.layers.values())
             norms = batch_norm.converted_batch_norms(layers)
             self._synchronizes = synchronize_batch_norm and self.job.num_replicas > 1 and bool(norms)
-            self._connect_replicas()
+            connect_stages(
+                self.stages, self.layers, self.job, shards=self.shards_replicas, synchronizes=self._synchronizes
+            )
+            self._gradients = Gradients(self.layers, self._tied, self.job.replicas if self.shards_replicas else None)
         if check_recomputation:
             for stage in self.stages.values():
                 stage.recomputation_check = RecomputationCheck()
         self.job.on_failure += [weakref.WeakMethod(stage.reset) for stage in self.stages.values()]
-
-    def _connect_replicas(self) -> None:
-        """Let the stages average gradients and, where that is wanted, exchange statistics over the replicas."""
-        if self.job.num_replicas == 1:
-            return
-        if self.shards_replicas:
-            from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
-        if self._synchronizes:
-            from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
-        for k, stage in self.stages.items():
-            stage.averaging = (
-                Sharding(stage.layers, self.job.replicas)
-                if self.shards_replicas
-                else Averaging(stage.layers, self.job.replicas, is_awaited=k > 0)
-            )
-        if self._synchronizes:
-            exchange = StatisticsExchange(self.job.connect_replicas(), self.layers.named_modules(prefix="layers"))
-            for stage in self.stages.values():
-                stage.exchange = exchange
 
     @property
     def is_first(self) -> bool:
@@ -304,7 +267,7 @@ class Pipeline:
                 "max_gradient_norm": max_gradient_norm,
             }
             outputs: dict[int, Payload] | None = {} if return_outputs else None
-            loss = self._training_loss(targets, mini_batch, given, outputs) if self.is_last else None
+            loss = self._minibatch_loss(targets, mini_batch, given, outputs) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
             if scaler is not None:
                 scaler.scale_earlier(self.parameters())  # all: tied parameters set theirs aside next
@@ -333,13 +296,12 @@ class Pipeline:
             self._finish_gradients()
             if scaler is not None:
                 scaler.unscale(self.parameters())
-            conclusion = self._conclude(loss, note, scaler, given)
-            totals, notes, is_skipped, norm = conclusion
+            totals, notes, is_skipped, norm = self._conclude(loss, note, given)
             if scaler is not None:
                 scaler.update(is_skipped=is_skipped)
             step = self.step
             if not is_skipped:
-                self._commit(self._batch_norms)
+                moving_statistics.commit(self._batch_norms, self.job.replicas)
                 self.step += 1
             for stage in self.stages.values():
                 stage.finish_step()
@@ -445,7 +407,7 @@ class Pipeline:
         norms = self.batch_norms(layers) if move_statistics else []
         exchanges = move_statistics or self.shards_replicas
         try:
-            with self._step(), _evaluation_mode(used, norms):
+            with self._step(), evaluation_mode(used, norms):
                 num_microbatches = self._common_num_microbatches(inputs) if exchanges else self.num_microbatches
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
                 take, finish = begin(mini_batch)
@@ -462,7 +424,7 @@ class Pipeline:
                 self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
                 self.job.wait_for_devices()
                 if move_statistics:
-                    self._commit(norms)
+                    moving_statistics.commit(norms, self.job.replicas)
                 return finish()
         finally:
             batch_norm.discard(norms)
@@ -531,91 +493,7 @@ class Pipeline:
             ValueError: `max_norm` is negative or not a number.
         """
         refuse_max_norm(max_norm)
-        return self._clip(self.job.gather(self._compute_norms()), max_norm, self.step - 1)
-
-    def _clip(self, norms: Sequence[Sequence[tuple[str, float]]], max_norm: float, step: int) -> float:
-        """Scale the gradients, whose norms are those of all processes; return the global norm."""
-        try:
-            norm = gradient_norm.global_norm(gradient_norm.sort_by_layer(norms))
-        except ValueError as error:
-            raise NonFiniteError(f"step {step}: {error}") from None
-        gradient_norm.scale_gradients(self.parameters(), max_norm, norm)
-        return norm
-
-    def compile(self, asked_to_stop: Callable[[], Any] = lambda: None, **options: Any) -> None:
-        """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
-
-        A layer is compiled at its first run, and again for other shapes; equal layers share what was compiled. That
-        counts as progress, however long it takes. Batch norms that are synchronised over replicas run uncompiled
-        between two graphs: no fullgraph=True with them.
-
-        Args:
-            asked_to_stop: on any process, returns something true once the training is to stop. A training step that
-                learns of it while it compiles compiles no further layer and raises StepAbandoned.
-            options: of torch.compile, but for CUDA graphs.
-
-        Raises:
-            ValueError: the options ask for CUDA graphs, or the replicas share out their weights.
-        """
-        refuse_cuda_graphs(options)
-        refuse_second_way("torch.compile", self._find_way())
-        if self.shards_replicas:
-            raise ValueError(
-                "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
-                "not compile, or set shard_replicas=False"
-            )
-        layers = {int(index): layer for index, layer in self.layers.items()}
-        self._compilation = Compilation(layers, self.num_layers, self.job.activity, asked_to_stop, options)
-        for stage in self.stages.values():
-            stage.compilation = self._compilation
-        self.job.expect_compiling()
-
-    def use_cuda_graphs(self) -> None:
-        """Run each of this process's layers on a GPU as a CUDA graph in training: one launch for all its operations.
-
-        For layers of many small operations, which a GPU computes faster than the host starts them. A layer runs as it
-        is in its first micro-batch, then its forward and backward are captured, for each shape of its inputs. Gradients
-        and masks have the same bits. On a CPU it changes nothing.
-
-        Graphs keep their memory, and copies of each layer's inputs: see the guide. What a layer does in Python is done
-        only when it is captured. Layers that change buffers other than batch norms' moving averages run as they are,
-        and so do evaluations.
-
-        Raises:
-            ValueError: the layers are compiled, or exchange among replicas in the midst of a step.
-        """
-        exchanging = {"synchronize_batch_norm": self._synchronizes, "shard_replicas": self.shards_replicas}
-        refuse_to_capture(exchanging)
-        refuse_second_way("CUDA graphs", self._find_way())
-        for stage in self.stages.values():
-            stage.use_cuda_graphs()
-
-    def use_device_threads(self) -> None:
-        """Launch the tasks of each GPU by a thread of its own in training, where this process has several GPUs.
-
-        For layers of many small operations, where GPUs wait for the one thread that launches for all. Gradients and
-        masks have the same bits. In one step, the next one, a single thread launches all. On one GPU or a CPU it
-        changes nothing.
-
-        Layers and the loss run in several threads at once: one object that two of them change is theirs to protect.
-        Of what surrounds `train_step`, autocast and the current streams reach the threads, and no other context. A
-        layer that draws random numbers on the host, which all threads share, is refused when it does so in that step.
-
-        Raises:
-            ValueError: the layers are compiled or run as CUDA graphs.
-        """
-        refuse_second_way("a thread per device", self._find_way())
-        devices = [self.job.devices[k] for k in sorted(self.job.devices)]
-        if len(set(devices)) > 1 and all(device.type == "cuda" for device in devices):
-            self._device_threads = DeviceThreads(devices)
-
-    def _find_way(self) -> str | None:
-        """Return how the layers run, in words, if not as they are and launched by one thread."""
-        if self._compilation is not None:
-            return "torch.compile"
-        if self._device_threads is not None:
-            return "a thread per device"
-        return "CUDA graphs" if any(stage.graphs is not None for stage in self.stages.values()) else None
+        return self._gradients.clip(self.job.gather(self._gradients.norms()), max_norm, self.step - 1)
 
     def close(self) -> None:
         """Wait until everything sent has arrived, and end the threads; runs by itself when the pipeline is released."""
@@ -686,7 +564,7 @@ class Pipeline:
             received = job.transfer.receive(task) if k > 0 else self._move(parts[micro_batch], stage, micro_batch)
         elif kind.makes_gradients and k < self.num_stages - 1:
             received = job.transfer.receive(task)
-        job.activity.start(stage.describe, micro_batch, doing)
+        job.activity.start(stage.position.describe, micro_batch, doing)
         mark = None if clock is None else clock.start(stage.device)
         try:
             with job.replicas.waiting() if self.shards_replicas else NOTHING:
@@ -702,7 +580,7 @@ class Pipeline:
         except (PipelineError, LostPeer):
             raise
         except Exception as error:
-            raise stage.locate(error, micro_batch, doing) from error
+            raise stage.position.locate(error, micro_batch, doing) from error
 
     @torch.no_grad()
     def _move(self, inputs: Payload, stage: Stage, micro_batch: int) -> Payload:
@@ -732,9 +610,6 @@ class Pipeline:
             for averaging in averagings:
                 averaging.finish_step()
 
-    def _commit(self, norms: Sequence[batch_norm.MicroBatchNorm]) -> None:
-        moving_statistics.commit(norms, self.job.replicas)
-
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where replicas exchange within a step, what each of them can cut its mini-batch into."""
         if not (self._synchronizes or self.shards_replicas) or not self.is_first:
@@ -761,66 +636,26 @@ class Pipeline:
     ) -> MiniBatchLoss:
         sizes = self._check_targets(targets, mini_batch)
         device = self.stages[self.num_stages - 1].device
-        return MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, given, outputs)
-
-    def _training_loss(
-        self, targets: Any, mini_batch: MiniBatch, given: Mapping[str, Any], outputs: dict[int, Payload] | None
-    ) -> MiniBatchLoss:
-        loss = self._minibatch_loss(targets, mini_batch, given, outputs)
-        loss.known = None if self._is_loss_known else list(self.parameters())
+        loss = MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, given, outputs)
+        if given is not None and not self._is_loss_known:
+            loss.known = list(self.parameters())
         return loss
 
     def _conclude(
-        self,
-        loss: MiniBatchLoss | None,
-        note: Callable[[], Any] | None,
-        scaler: GradientScaler | None,
-        given: Mapping[str, Any],
-    ) -> tuple[dict[str, float], list[Any], bool, float | None]:
-        """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes.
-
-        scaler: with one, drop all gradients where one has a fault, and return True as the third value; without, raise.
-        given: what must be the same in all processes. With a largest norm of the gradients, clip them at it, and return
-            their norm as the last value.
-        """
-        norms, max_norm = self._compute_norms(), given["max_gradient_norm"]
-        own = {
-            "given": given,
-            "totals": loss.totals() if loss else None,
-            "fault": [named for named in norms if not math.isfinite(named[1])][:1],
-            "norms": norms if max_norm is not None else [],
-            "note": [note() if note else None, self._compilation is not None and self._compilation.is_abandoned],
-        }
-        parts = self.job.gather(own)
-        refuse_different([part["given"] for part in parts], "process {} of the pipeline")
-        noted = [part["note"] for part in parts]
-        if note is not None or self._compilation is not None:
-            noted = self.job.join_replicas(noted)
-        notes = [each for each, _ in noted]
-        if any(is_abandoned for _, is_abandoned in noted):
+        self, loss: MiniBatchLoss | None, note: Callable[[], Any] | None, given: Mapping[str, Any]
+    ) -> Conclusion:
+        """Learn with all processes what the step came to; where its gradients do not count, undo it."""
+        is_abandoned = None if self._compilation is None else self._compilation.is_abandoned
+        try:
+            found = conclude(
+                self.job, self._gradients, loss, given, self.num_stages - 1, note=note, is_abandoned=is_abandoned
+            )
+        except (NonFiniteError, StepAbandoned):
             self._undo()
-            raise StepAbandoned(self.step, notes)
-        (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
-        faults = gradient_norm.sort_by_layer(part["fault"] for part in parts)
-        if math.isfinite(totals["loss"]) and not faults:
-            norms_of_all = [part["norms"] for part in parts]
-            return totals, notes, False, None if max_norm is None else self._clip(norms_of_all, max_norm, self.step)
-        self._undo()
-        if not math.isfinite(totals["loss"]):
-            last = self.num_stages - 1
-            raise NonFiniteError(f"the loss of step {self.step} is {totals['loss']} in stage {last}", stage=last)
-        if scaler is not None:
-            for parameter in self.parameters():
-                parameter.grad = None
-            return totals, notes, True, None
-        ((name, norm), *_) = faults
-        raise NonFiniteError(f"the gradient of {name} in step {self.step} has the norm {norm}")
-
-    def _compute_norms(self) -> list[tuple[str, float]]:
-        """Return the norms of this process's gradients, of whole parameters."""
-        named = gradient_norm.name_parameters(self.layers).items()
-        norms = gradient_norm.compute_norms(self._tied.deduplicate(named))
-        return gradient_norm.join_parts(self.job.replicas.gather(norms)) if self.shards_replicas else norms
+            raise
+        if found.is_skipped:
+            self._undo()
+        return found
 
     def _undo(self) -> None:
         for stage in self.stages.values():
@@ -836,21 +671,3 @@ class Pipeline:
         origin = min(row[3] for row in rows)
         moved = [[*row[:3], row[3] - origin, row[4] - origin] for row in rows]
         return Timeline.from_json(moved, self.num_devices, self._placement)
-
-
-@contextmanager
-def _evaluation_mode(module: nn.Module, but: Sequence[nn.Module]) -> Iterator[None]:
-    """Put a module and all below it `but` some into evaluation mode, without gradients; then each is as it was."""
-    before = [(child, child.training) for child in module.modules()]
-    module.eval()
-    for child in but:
-        child.training = True
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for child, training in before:
-            if type(child).train is not nn.Module.train:  # it does something of its own, such as to merge weights
-                child.train(training)
-        for child, training in before:
-            child.training = training

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.pipeline.microbatch import Payload, split
-from gpipe.pipeline.refusals import refuse_different, refuse_leaves_of_loss
+from gpipe.pipeline.refusals import check_scalars, refuse_different, refuse_leaves_of_loss, weigh
 from gpipe.pipeline.shared.replicas import Replicas
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
@@ -55,7 +55,7 @@ class MiniBatchLoss:
         self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
         weights = [
-            float(n) if weight is None else _weigh(weight, part.value())
+            float(n) if weight is None else weigh(weight, part.value())
             for n, part in zip(sizes, self._targets, strict=True)
         ]
         totals, of_all = zip(*replicas.gather([sum(weights), given]), strict=True)
@@ -80,7 +80,7 @@ class MiniBatchLoss:
         if self._outputs is not None:
             self._outputs[micro_batch] = Payload.of(outputs).detach()
         targets = self._targets[micro_batch].to(self._device)
-        scalars = _check_scalars(self._function(outputs, targets.value()))
+        scalars = check_scalars(self._function(outputs, targets.value()))
         if self.known is not None:
             refuse_leaves_of_loss(scalars["loss"], Payload.of(outputs), self.known)
             self.known = None
@@ -118,33 +118,3 @@ class MiniBatchLoss:
         columns = zip(*torch.stack(rows).tolist(), strict=True)
         sums = [sum(w * value for w, value in zip(self._weights, column, strict=True)) for column in columns]
         return {name: sum(parts) for name, *parts in zip(names, *self._replicas.gather(sums), strict=True)}
-
-
-def _weigh(weight: LossWeight, targets: Any) -> float:
-    found = weight(targets)
-    try:
-        return float(found)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"loss_weight returned {_describe(found)}; return one number per micro-batch, such as that of its tokens"
-        ) from None
-
-
-def _check_scalars(result: Any) -> dict[str, Tensor]:
-    """Return the loss, under the name "loss", and the metrics that a loss function returned."""
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(loss, Tensor) or loss.ndim > 0:
-        raise TypeError(f"the loss has {_describe(loss)}; return one number, the mean over the micro-batch")
-    if loss.is_complex():
-        raise TypeError("the loss is a complex number; return a real one, such as its absolute value")
-    if not isinstance(metrics, dict) or "loss" in metrics:
-        found = "a metric called 'loss'" if isinstance(metrics, dict) else f"metrics of type {type(metrics).__name__}"
-        raise ValueError(f"the loss came with {found}; return (loss, {{name: scalar}}), and no metric under that name")
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor) or value.ndim > 0:
-            raise TypeError(f"the metric {name!r} has {_describe(value)}; return a scalar tensor for each micro-batch")
-    return {"loss": loss, **metrics}
-
-
-def _describe(value: Any) -> str:
-    return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm
 
+from gpipe.pipeline._compat import AnyBatchNorm
+from gpipe.pipeline.batch_norm import MicroBatchNorm
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.initialization import is_meta
 from gpipe.pipeline.microbatch import Payload
@@ -18,14 +21,43 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def refuse_own_behaviour(layers: nn.Sequential) -> None:
-    """Refuse a sequence that does more than to run its layers: a stage runs only some of them.
+def check_numbers(num_microbatches: Any, output_dimension: Any, seed: Any) -> None:
+    """Refuse settings of a pipeline that are not the numbers that they should be.
 
     Raises:
-        TypeError: it has a forward of its own.
+        TypeError: the seed is not.
+        ValueError: another one is not.
+    """
+    if type(num_microbatches) is not int or num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1")
+    if type(output_dimension) is not int or output_dimension < 0:
+        raise ValueError(f"output_dimension is {output_dimension!r}; count it from 0")
+    if not isinstance(seed, int):
+        raise TypeError(f"seed is {seed!r}; it must be a whole number")
+
+
+def refuse_model(layers: Any, loss: Any) -> None:
+    """Refuse layers and a loss that a pipeline would not run or train as their owner expects.
+
+    Raises:
+        TypeError, ValueError: naming what of them it would ignore.
+    """
+    refuse_own_behaviour(layers)
+    refuse_parameters_of_loss(loss)
+    refuse_unconverted(layers)
+    refuse_sharded(layers)
+
+
+def refuse_own_behaviour(layers: Any) -> None:
+    """Refuse what is no sequence, or does more than to run its layers: a stage runs only some of them.
+
+    Raises:
+        TypeError: it is something else, or has a forward of its own.
         ValueError: it has hooks, parameters or buffers of its own.
     """
     name = type(layers).__name__
+    if not isinstance(layers, nn.Sequential):
+        raise TypeError(f"layers is of type {name}; it must be an nn.Sequential of the model's layers")
     is_plain = type(layers).forward is nn.Sequential.forward and type(layers).__call__ is nn.Sequential.__call__
     if not is_plain or "forward" in layers.__dict__:
         raise TypeError(
@@ -89,6 +121,46 @@ def refuse_leaves_of_loss(loss: Tensor, outputs: Payload, known: Collection[Tens
         following = [edge for edge, _ in node.next_functions if edge is not None and edge not in seen]
         seen.update(following)
         stack += following
+
+
+def weigh(weight: Callable[[Any], Any], targets: Any) -> float:
+    """Return how much a micro-batch counts, of its targets.
+
+    Raises:
+        TypeError: the weight is no number.
+    """
+    found = weight(targets)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"loss_weight returned {_describe(found)}; return one number per micro-batch, such as that of its tokens"
+        ) from None
+
+
+def check_scalars(result: Any) -> dict[str, Tensor]:
+    """Return the loss, under the name "loss", and the metrics that a loss function returned.
+
+    Raises:
+        TypeError: one is no scalar, or the loss is complex.
+        ValueError: the metrics are no dict, or one is called "loss".
+    """
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor) or loss.ndim > 0:
+        raise TypeError(f"the loss has {_describe(loss)}; return one number, the mean over the micro-batch")
+    if loss.is_complex():
+        raise TypeError("the loss is a complex number; return a real one, such as its absolute value")
+    if not isinstance(metrics, dict) or "loss" in metrics:
+        found = "a metric called 'loss'" if isinstance(metrics, dict) else f"metrics of type {type(metrics).__name__}"
+        raise ValueError(f"the loss came with {found}; return (loss, {{name: scalar}}), and no metric under that name")
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor) or value.ndim > 0:
+            raise TypeError(f"the metric {name!r} has {_describe(value)}; return a scalar tensor for each micro-batch")
+    return {"loss": loss, **metrics}
+
+
+def _describe(value: Any) -> str:
+    return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"
 
 
 def refuse_history(value: Any, what: str) -> None:
@@ -169,6 +241,24 @@ def refuse_second_way(wanted: str, found: str | None) -> None:
     """
     if found not in (None, wanted):
         raise ValueError(f"the layers already run with {found}; use either {found} or {wanted}")
+
+
+def refuse_unconverted(layers: nn.Module) -> None:
+    """Refuse a batch norm whose moving averages would move once per micro-batch, and again in each recomputation.
+
+    Raises:
+        ValueError: naming the first such layer.
+    """
+    for name, module in layers.named_modules():
+        if isinstance(module, AnyBatchNorm) and not isinstance(module, MicroBatchNorm):
+            remedy = (
+                "use nn.BatchNorm, gpipe.convert_batch_norm(layers) and Pipeline(synchronize_batch_norm=True) instead"
+                if isinstance(module, SyncBatchNorm)
+                else "call gpipe.convert_batch_norm(layers) first"
+            )
+            raise ValueError(
+                f"layers.{name} ({type(module).__name__}) would count every micro-batch as a mini-batch; {remedy}"
+            )
 
 
 def refuse_sharded(layers: nn.Sequential) -> None:

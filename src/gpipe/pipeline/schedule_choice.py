@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from gpipe.pipeline.one_forward_one_backward import interleaved_one_forward_one_backward, one_forward_one_backward
 from gpipe.pipeline.schedule import (
     Kind,
     Rematerialization,
@@ -16,8 +17,6 @@ from gpipe.pipeline.schedule import (
     check_stages_per_device,
     gpipe,
     inference,
-    interleaved_one_forward_one_backward,
-    one_forward_one_backward,
     sequential,
 )
 from gpipe.pipeline.zero_bubble import split_gpipe, zero_bubble_h1, zero_bubble_v

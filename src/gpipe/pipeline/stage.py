@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe.pipeline._compat import run_backward
 from gpipe.pipeline.autocast import without_autocast
@@ -46,11 +46,11 @@ from gpipe.pipeline.first_forward import (
     wants_saved_tensors,
     without_saved_tensors,
 )
-from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.low_precision import lower
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.parameter_hooks import ParameterHooks
+from gpipe.pipeline.position import Position
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
 from gpipe.pipeline.refusals import refuse_changed_inputs
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
@@ -96,6 +96,7 @@ class Stage:
     Attributes:
         averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
+        position: the layer under way.
         recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
         graphs: runs the layers as CUDA graphs; None runs them operation by operation.
@@ -136,7 +137,7 @@ class Stage:
         discard(self._batch_norms)
         self._kept: dict[int, _Kept] = {}
         self._waiting: dict[int, WeightGradients] = {}
-        self._position: tuple[int, nn.Module | None] = (0, None)  # the layer under way, for error messages
+        self.position = Position(index)
         self._last = max(self.layers)
 
     @property
@@ -272,7 +273,7 @@ class Stage:
         waiting = self._waiting.pop(micro_batch, None)
         with without_autocast(self.device), self._averaged(micro_batch, waiting):
             if waiting is not None:
-                waiting.compute(self._note_position)
+                waiting.compute(self.position.note)
 
     def finish_gradients(self, micro_batch: int) -> None:
         """Begin to average over the replicas what is left to average, if this micro-batch's gradients were the last."""
@@ -285,12 +286,9 @@ class Stage:
             return NOTHING
         return self.averaging.reducing(None if waiting is None else waiting.parameters())
 
-    def _note_position(self, position: tuple[int, nn.Module | None]) -> None:
-        self._position = position
-
     def _run_backward(self, kept: _Kept, gradients: Payload | None, splits: int | None) -> None:
         assert kept.roots is not None, "the schedule forgot to recompute"
-        self._position = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
+        self.position.at = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         seeds = [kept.loss_gradient] if gradients is None else gradients.value()
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and s is not None]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
@@ -300,7 +298,7 @@ class Stage:
         if splits is None:
             run_backward([root for root, _ in pairs], [seed for _, seed in pairs])
         else:
-            self._waiting[splits] = run_split_backward(pairs, lambda: self._position)
+            self._waiting[splits] = run_split_backward(pairs, self.position.read)
 
     def evaluate(
         self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool
@@ -410,7 +408,7 @@ class Stage:
             if look is not None:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
             if announce and (index < self._last or self.loss is not None):
-                self._announce_backward(payload, passed_by, index, layer)
+                self.position.announce_backward(payload, passed_by, index, layer)
         if self._last + 1 in self._lowered:  # the next stage's first layer
             payload = lower(payload)
         payload.find_shared(inputs)
@@ -418,36 +416,10 @@ class Stage:
         return payload if graphs is None else payload.replace([tensor.clone() for tensor in payload.tensors])
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
-        self._position = (index, layer)
+        self.position.at = (index, layer)
         seed = derive_seed(self.first_micro_batch + micro_batch, index, state=self._masks)
         others = not self._is_torch_all_random.get(index)
         seed_generators(seed, self.device, host=self.seeds_host, others=others)
-
-    def _announce_backward(self, outputs: Payload, passed_by: list[Node | None], index: int, layer: nn.Module) -> None:
-        """Note the layer when its backward begins, so that an error in there can name it.
-
-        Its outputs may also have the backwards of layers before it: those of tensors that passed by.
-        """
-        for tensor in outputs.tensors:
-            if tensor.grad_fn is not None and tensor.grad_fn not in passed_by:
-                tensor.register_hook(lambda _: setattr(self, "_position", (index, layer)))
-
-    def describe(self, micro_batch: int, doing: str) -> str:
-        """Return in words where this stage is: the micro-batch, the layer under way, and what is done with it."""
-        layer, module = self._position
-        if module is not None:
-            name = f"layer {layer} ({type(module).__name__})"
-        else:
-            name = "the loss" if layer > 0 else "prepare_inputs"
-        return f"stage {self.index}, micro-batch {micro_batch}, {name}, {doing}"
-
-    def locate(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
-        """Return an error that says where another one happened: in a layer or the loss."""
-        layer, module = self._position
-        doing = "loss" if module is None and layer > 0 and doing != "backward" else doing
-        text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
-        layer_index = None if module is None else layer
-        return caused_by(error, text, stage=self.index, micro_batch=micro_batch, layer=layer_index)
 
 
 def _modules_below(layer: nn.Module) -> list[nn.Module]:

@@ -1,15 +1,12 @@
-"""When each task of a step ran, or would run in a simulation: bubble, Perfetto trace, clock."""
+"""When each task of a step ran, or would run in a simulation: its bubble, and a trace for Perfetto."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from gpipe.pipeline.schedule import Kind, Task, name_stages
 
@@ -108,62 +105,3 @@ class Timeline:
             for task, start, end in self.events
         ]
         path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
-
-
-class Clock:
-    """Times the tasks of one step.
-
-    On the CPU it reads the host's clock; on CUDA it leaves events in the stream, and nothing waits for them before
-    `events` is called. Times are seconds since the epoch, so that those of several processes can stand side by side (of
-    several hosts, as well as their clocks agree).
-
-    Args:
-        devices: on which tasks will run, and which have nothing to do.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._offset = _seconds_to_epoch()
-        self._host: list[tuple[Task, float, float]] = []
-        self._device: list[tuple[Task, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
-        self._origins = {
-            device: (time.perf_counter(), self._mark(device)) for device in set(devices) if device.type == "cuda"
-        }
-
-    def start(self, device: torch.device) -> float | torch.cuda.Event:
-        """Return a mark of when a task begins on a device, for `stop`."""
-        if device.type != "cuda":
-            return time.perf_counter()
-        return self._mark(device)
-
-    def stop(self, task: Task, device: torch.device, mark: float | torch.cuda.Event | None) -> None:
-        """Note that a task ends, which began at a mark."""
-        if isinstance(mark, float):
-            self._host.append((task, mark, time.perf_counter()))
-        else:
-            assert mark is not None
-            self._device.append((task, device, mark, self._mark(device)))
-
-    def events(self) -> list[Event]:
-        """Return the tasks with their times; on CUDA, wait for them first."""
-        found = [Event(task, start + self._offset, end + self._offset) for task, start, end in self._host]
-        for task, device, before, after in self._device:
-            after.synchronize()
-            origin, mark = self._origins[device]
-            origin += self._offset
-            found.append(Event(task, origin + mark.elapsed_time(before) / 1e3, origin + mark.elapsed_time(after) / 1e3))
-        return found
-
-    @staticmethod
-    def _mark(device: torch.device) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-
-def _seconds_to_epoch() -> float:
-    """Return what turns a reading of the performance counter into seconds since the epoch.
-
-    A process that is interrupted between the two readings finds too little, and its tasks would seem to run before
-    those that they waited for; so the largest of several is the right one.
-    """
-    return max(time.time() - time.perf_counter() for _ in range(16))

@@ -1,0 +1,129 @@
+"""The end of a training step: what all processes learn together, and whether the gradients count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn import Parameter
+
+from gpipe.pipeline import gradient_norm
+from gpipe.pipeline.job.errors import NonFiniteError, StepAbandoned
+from gpipe.pipeline.job.job import Job
+from gpipe.pipeline.loss import MiniBatchLoss
+from gpipe.pipeline.refusals import refuse_different
+from gpipe.pipeline.shared.replicas import Replicas
+from gpipe.pipeline.shared.tied_parameters import TiedGradients
+
+
+class Gradients:
+    """The gradients of this process's layers.
+
+    Args:
+        layers: by their index in the model.
+        tied: which parameters are copies of others.
+        shared_by: the replicas that have parts of each gradient; None: each has the whole.
+    """
+
+    def __init__(self, layers: nn.ModuleDict, tied: TiedGradients, shared_by: Replicas | None) -> None:
+        self._layers, self._tied, self._shared_by = layers, tied, shared_by
+
+    def norms(self) -> list[tuple[str, float]]:
+        """Return the name and the norm of each, of whole parameters."""
+        norms = gradient_norm.compute_norms(self._tied.deduplicate(gradient_norm.name_parameters(self._layers).items()))
+        return norms if self._shared_by is None else gradient_norm.join_parts(self._shared_by.gather(norms))
+
+    def clip(self, norms: Sequence[Sequence[tuple[str, float]]], max_norm: float, step: int) -> float:
+        """Scale the gradients, whose norms are those of all processes; return the global norm.
+
+        Raises:
+            NonFiniteError: the norm is not finite; nothing was scaled.
+        """
+        try:
+            norm = gradient_norm.global_norm(gradient_norm.sort_by_layer(norms))
+        except ValueError as error:
+            raise NonFiniteError(f"step {step}: {error}") from None
+        gradient_norm.scale_gradients(self._parameters(), max_norm, norm)
+        return norm
+
+    def drop(self) -> None:
+        """Let the parameters have none."""
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _parameters(self) -> Iterator[Parameter]:
+        return self._layers.parameters()
+
+
+class Conclusion(NamedTuple):
+    """What a training step came to, on every process.
+
+    Attributes:
+        totals: the loss, under the name "loss", and the metrics.
+        notes: of all processes of the job, where there are any.
+        is_skipped: whether a gradient has a fault, and a scaler skips the step: nobody has gradients.
+        gradient_norm: before the gradients were clipped; None where they are not to be.
+    """
+
+    totals: dict[str, float]
+    notes: list[Any]
+    is_skipped: bool
+    gradient_norm: float | None
+
+
+def conclude(
+    job: Job,
+    gradients: Gradients,
+    loss: MiniBatchLoss | None,
+    given: Mapping[str, Any],
+    last_stage: int,
+    *,
+    note: Callable[[], Any] | None,
+    is_abandoned: bool | None,
+) -> Conclusion:
+    """Exchange, in one message, what the step came to: the loss and metrics, a gradient's fault, and the notes.
+
+    Args:
+        job: the processes that train together.
+        gradients: those of this process, which are clipped if they are to be, and dropped if a scaler skips the step.
+        loss: of the mini-batch, in the last stage's process.
+        given: what must be the same in all processes: "step", "scaler.scale", "max_gradient_norm".
+        last_stage: its index.
+        note: as for `Pipeline.train_step`.
+        is_abandoned: whether this process was asked to stop while it compiled; None where nothing is compiled.
+
+    Raises:
+        NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process.
+        StepAbandoned: a process was asked to stop while it compiled; on every process.
+        ValueError: the processes were given different values.
+    """
+    norms, max_norm, step = gradients.norms(), given["max_gradient_norm"], given["step"]
+    own = {
+        "given": given,
+        "totals": loss.totals() if loss else None,
+        "fault": [named for named in norms if not math.isfinite(named[1])][:1],
+        "norms": norms if max_norm is not None else [],
+        "note": [note() if note else None, bool(is_abandoned)],
+    }
+    parts = job.gather(own)
+    refuse_different([part["given"] for part in parts], "process {} of the pipeline")
+    noted = [part["note"] for part in parts]
+    if note is not None or is_abandoned is not None:
+        noted = job.join_replicas(noted)
+    notes = [each for each, _ in noted]
+    if any(was_abandoned for _, was_abandoned in noted):
+        raise StepAbandoned(step, notes)
+    (totals,) = (part["totals"] for part in parts if part["totals"] is not None)
+    if not math.isfinite(totals["loss"]):
+        what = f"the loss of step {step} is {totals['loss']} in stage {last_stage}"
+        raise NonFiniteError(what, stage=last_stage)
+    if faults := gradient_norm.sort_by_layer(part["fault"] for part in parts):
+        if given["scaler.scale"] is not None:
+            gradients.drop()
+            return Conclusion(totals, notes, True, None)
+        ((name, norm), *_) = faults
+        raise NonFiniteError(f"the gradient of {name} in step {step} has the norm {norm}")
+    clipped = None if max_norm is None else gradients.clip([part["norms"] for part in parts], max_norm, step)
+    return Conclusion(totals, notes, False, clipped)

@@ -1,0 +1,110 @@
+"""How a pipeline's layers run: as they are, compiled, as CUDA graphs, or launched by a thread per GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from gpipe.pipeline.compilation import Compilation
+from gpipe.pipeline.device_threads import DeviceThreads
+from gpipe.pipeline.job.job import Job
+from gpipe.pipeline.refusals import refuse_cuda_graphs, refuse_second_way, refuse_to_capture
+from gpipe.pipeline.stage import Stage
+
+
+class LayerExecution:
+    """The part of `Pipeline` that says how its layers run.
+
+    Attributes:
+        layers: this process's layers, under their index in the whole model.
+        job: the processes that train together.
+        stages: this process's stages, by index.
+        num_layers: of the whole model.
+        shards_replicas: whether the replicas share out their weights.
+    """
+
+    layers: nn.ModuleDict
+    job: Job
+    stages: Mapping[int, Stage]
+    num_layers: int
+    shards_replicas: bool
+    _synchronizes: bool  # whether batch norms exchange statistics over the replicas
+    _compilation: Compilation | None = None
+    _device_threads: DeviceThreads | None = None
+
+    def compile(self, asked_to_stop: Callable[[], Any] = lambda: None, **options: Any) -> None:
+        """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
+
+        A layer is compiled at its first run, and again for other shapes; equal layers share what was compiled. That
+        counts as progress, however long it takes. Batch norms that are synchronised over replicas run uncompiled
+        between two graphs: no fullgraph=True with them.
+
+        Args:
+            asked_to_stop: on any process, returns something true once the training is to stop. A training step that
+                learns of it while it compiles compiles no further layer and raises StepAbandoned.
+            options: of torch.compile, but for CUDA graphs.
+
+        Raises:
+            ValueError: the options ask for CUDA graphs, or the replicas share out their weights.
+        """
+        refuse_cuda_graphs(options)
+        refuse_second_way("torch.compile", self._find_way())
+        if self.shards_replicas:
+            raise ValueError(
+                "shard_replicas is True, and torch's fully_shard puts weights together outside of what is compiled; do "
+                "not compile, or set shard_replicas=False"
+            )
+        layers = {int(index): layer for index, layer in self.layers.items()}
+        self._compilation = Compilation(layers, self.num_layers, self.job.activity, asked_to_stop, options)
+        for stage in self.stages.values():
+            stage.compilation = self._compilation
+        self.job.expect_compiling()
+
+    def use_cuda_graphs(self) -> None:
+        """Run each of this process's layers on a GPU as a CUDA graph in training: one launch for all its operations.
+
+        For layers of many small operations, which a GPU computes faster than the host starts them. A layer runs as it
+        is in its first micro-batch, then its forward and backward are captured, for each shape of its inputs. Gradients
+        and masks have the same bits. On a CPU it changes nothing.
+
+        Graphs keep their memory, and copies of each layer's inputs: see the guide. What a layer does in Python is done
+        only when it is captured. Layers that change buffers other than batch norms' moving averages run as they are,
+        and so do evaluations.
+
+        Raises:
+            ValueError: the layers are compiled, or exchange among replicas in the midst of a step.
+        """
+        exchanging = {"synchronize_batch_norm": self._synchronizes, "shard_replicas": self.shards_replicas}
+        refuse_to_capture(exchanging)
+        refuse_second_way("CUDA graphs", self._find_way())
+        for stage in self.stages.values():
+            stage.use_cuda_graphs()
+
+    def use_device_threads(self) -> None:
+        """Launch the tasks of each GPU by a thread of its own in training, where this process has several GPUs.
+
+        For layers of many small operations, where GPUs wait for the one thread that launches for all. Gradients and
+        masks have the same bits. In one step, the next one, a single thread launches all. On one GPU or a CPU it
+        changes nothing.
+
+        Layers and the loss run in several threads at once: one object that two of them change is theirs to protect.
+        Of what surrounds `train_step`, autocast and the current streams reach the threads, and no other context. A
+        layer that draws random numbers on the host, which all threads share, is refused when it does so in that step.
+
+        Raises:
+            ValueError: the layers are compiled or run as CUDA graphs.
+        """
+        refuse_second_way("a thread per device", self._find_way())
+        devices = [self.job.devices[k] for k in sorted(self.job.devices)]
+        if len(set(devices)) > 1 and all(device.type == "cuda" for device in devices):
+            self._device_threads = DeviceThreads(devices)
+
+    def _find_way(self) -> str | None:
+        """Return how the layers run, in words, if not as they are and launched by one thread."""
+        if self._compilation is not None:
+            return "torch.compile"
+        if self._device_threads is not None:
+            return "a thread per device"
+        return "CUDA graphs" if any(stage.graphs is not None for stage in self.stages.values()) else None

@@ -1,0 +1,62 @@
+"""Where a stage is: the layer under way, for messages and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch import nn
+from torch.autograd.graph import Node
+
+from gpipe.pipeline.job.errors import PipelineError, caused_by
+from gpipe.pipeline.microbatch import Payload
+
+
+class Position:
+    """The layer of a stage that is under way.
+
+    Attributes:
+        at: the layer's index in the model, and the layer; without one, an index below 0 is the preparation of the
+            inputs, and any other the loss.
+    """
+
+    __slots__ = ("_stage", "at")
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self.at: tuple[int, nn.Module | None] = (0, None)
+
+    def read(self) -> tuple[int, nn.Module | None]:
+        """Return where the stage is, to `note` it later."""
+        return self.at
+
+    def note(self, at: tuple[int, nn.Module | None]) -> None:
+        """Note where the stage is."""
+        self.at = at
+
+    def announce_backward(
+        self, outputs: Payload, passed_by: Container[Node | None], index: int, layer: nn.Module
+    ) -> None:
+        """Note a layer when its backward begins, so that an error in there can name it.
+
+        Its outputs may also have the backwards of layers before it: those of tensors that passed by.
+        """
+        for tensor in outputs.tensors:
+            if tensor.grad_fn is not None and tensor.grad_fn not in passed_by:
+                tensor.register_hook(lambda _: self.note((index, layer)))
+
+    def describe(self, micro_batch: int, doing: str) -> str:
+        """Return in words where the stage is: the micro-batch, the layer under way, and what is done with it."""
+        layer, module = self.at
+        if module is not None:
+            name = f"layer {layer} ({type(module).__name__})"
+        else:
+            name = "the loss" if layer > 0 else "prepare_inputs"
+        return f"stage {self._stage}, micro-batch {micro_batch}, {name}, {doing}"
+
+    def locate(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
+        """Return an error that says where another one happened: in a layer or the loss."""
+        layer, module = self.at
+        doing = "loss" if module is None and layer > 0 and doing != "backward" else doing
+        text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
+        layer_index = None if module is None else layer
+        return caused_by(error, text, stage=self._stage, micro_batch=micro_batch, layer=layer_index)

@@ -1,0 +1,39 @@
+"""What the stages of a process exchange with the same stages of other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from gpipe.pipeline.job.job import Job
+from gpipe.pipeline.shared.averaging import Averaging
+from gpipe.pipeline.stage import Stage
+
+
+def connect_stages(
+    stages: Mapping[int, Stage], layers: nn.ModuleDict, job: Job, *, shards: bool, synchronizes: bool
+) -> None:
+    """Let stages average gradients and, where that is wanted, exchange statistics over the replicas.
+
+    Args:
+        stages: of this process, by index.
+        layers: of this process, by their index in the model.
+        job: the processes that train together.
+        shards: whether the replicas share out their weights.
+        synchronizes: whether batch norms exchange statistics.
+    """
+    if job.num_replicas == 1:
+        return
+    if shards:
+        from gpipe.pipeline.shared.sharding import Sharding  # loads torch's distributed tensors
+    if synchronizes:
+        from gpipe.pipeline.shared.synchronized_norm import StatisticsExchange  # loads torch.compile's machinery
+    for k, stage in stages.items():
+        stage.averaging = (
+            Sharding(stage.layers, job.replicas) if shards else Averaging(stage.layers, job.replicas, is_awaited=k > 0)
+        )
+    if synchronizes:
+        exchange = StatisticsExchange(job.connect_replicas(), layers.named_modules(prefix="layers"))
+        for stage in stages.values():
+            stage.exchange = exchange
