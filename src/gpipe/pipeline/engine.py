@@ -564,7 +564,7 @@ class Pipeline(LayerExecution):
             received = job.transfer.receive(task) if k > 0 else self._move(parts[micro_batch], stage, micro_batch)
         elif kind.makes_gradients and k < self.num_stages - 1:
             received = job.transfer.receive(task)
-        job.activity.start(stage.position.describe, micro_batch, doing)
+        job.activity.start(stage.current_layer.describe, micro_batch, doing)
         mark = None if clock is None else clock.start(stage.device)
         try:
             with job.replicas.waiting() if self.shards_replicas else NOTHING:
@@ -580,7 +580,7 @@ class Pipeline(LayerExecution):
         except (PipelineError, LostPeer):
             raise
         except Exception as error:
-            raise stage.position.locate(error, micro_batch, doing) from error
+            raise stage.current_layer.locate(error, micro_batch, doing) from error
 
     @torch.no_grad()
     def _move(self, inputs: Payload, stage: Stage, micro_batch: int) -> Payload:

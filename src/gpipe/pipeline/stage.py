@@ -37,6 +37,7 @@ from gpipe.pipeline.batch_norm import converted_batch_norms, discard, microbatch
 from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.cuda_graphs import LayerGraphs
+from gpipe.pipeline.current_layer import CurrentLayer
 from gpipe.pipeline.entry import enter_graph
 from gpipe.pipeline.first_forward import (
     as_leaves,
@@ -50,7 +51,6 @@ from gpipe.pipeline.low_precision import lower
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.parameter_hooks import ParameterHooks
-from gpipe.pipeline.position import Position
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
 from gpipe.pipeline.refusals import refuse_changed_inputs
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
@@ -96,7 +96,7 @@ class Stage:
     Attributes:
         averaging: averages the gradients over the replicas, or shares them out; None where there is one replica.
         exchange: exchanges batch norms' statistics over the replicas; None where they are not synchronised.
-        position: the layer under way.
+        current_layer: the one under way.
         recomputation_check: compares recomputations with forwards; None compares nothing.
         compilation: runs the layers compiled; None runs them as they are.
         graphs: runs the layers as CUDA graphs; None runs them operation by operation.
@@ -137,7 +137,7 @@ class Stage:
         discard(self._batch_norms)
         self._kept: dict[int, _Kept] = {}
         self._waiting: dict[int, WeightGradients] = {}
-        self.position = Position(index)
+        self.current_layer = CurrentLayer(index)
         self._last = max(self.layers)
 
     @property
@@ -273,7 +273,7 @@ class Stage:
         waiting = self._waiting.pop(micro_batch, None)
         with without_autocast(self.device), self._averaged(micro_batch, waiting):
             if waiting is not None:
-                waiting.compute(self.position.note)
+                waiting.compute(self.current_layer.note)
 
     def finish_gradients(self, micro_batch: int) -> None:
         """Begin to average over the replicas what is left to average, if this micro-batch's gradients were the last."""
@@ -288,7 +288,7 @@ class Stage:
 
     def _run_backward(self, kept: _Kept, gradients: Payload | None, splits: int | None) -> None:
         assert kept.roots is not None, "the schedule forgot to recompute"
-        self.position.at = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
+        self.current_layer.at = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         seeds = [kept.loss_gradient] if gradients is None else gradients.value()
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and s is not None]
         others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
@@ -298,7 +298,7 @@ class Stage:
         if splits is None:
             run_backward([root for root, _ in pairs], [seed for _, seed in pairs])
         else:
-            self._waiting[splits] = run_split_backward(pairs, self.position.read)
+            self._waiting[splits] = run_split_backward(pairs, self.current_layer.read)
 
     def evaluate(
         self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool
@@ -408,7 +408,7 @@ class Stage:
             if look is not None:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
             if announce and (index < self._last or self.loss is not None):
-                self.position.announce_backward(payload, passed_by, index, layer)
+                self.current_layer.announce_backward(payload, passed_by, index, layer)
         if self._last + 1 in self._lowered:  # the next stage's first layer
             payload = lower(payload)
         payload.find_shared(inputs)
@@ -416,7 +416,7 @@ class Stage:
         return payload if graphs is None else payload.replace([tensor.clone() for tensor in payload.tensors])
 
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
-        self.position.at = (index, layer)
+        self.current_layer.at = (index, layer)
         seed = derive_seed(self.first_micro_batch + micro_batch, index, state=self._masks)
         others = not self._is_torch_all_random.get(index)
         seed_generators(seed, self.device, host=self.seeds_host, others=others)

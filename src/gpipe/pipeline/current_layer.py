@@ -11,7 +11,7 @@ from gpipe.pipeline.job.errors import PipelineError, caused_by
 from gpipe.pipeline.microbatch import Payload
 
 
-class Position:
+class CurrentLayer:
     """The layer of a stage that is under way.
 
     Attributes:
