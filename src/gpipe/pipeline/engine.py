@@ -260,6 +260,8 @@ class Pipeline(LayerExecution):
             inputs, targets = unpack_mini_batch(batch)
             refuse_max_norm(max_gradient_norm)
             refuse_other_scaler(scaler)
+            if not self.is_first:  # which waits for its first boundary input next, and then all stages after it
+                self._prepare_stages(scaler)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=True)
             given = {
                 "step": self.step,
@@ -269,12 +271,11 @@ class Pipeline(LayerExecution):
             outputs: dict[int, Payload] | None = {} if return_outputs else None
             loss = self._minibatch_loss(targets, mini_batch, given, outputs) if self.is_last else None
             tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
-            if scaler is not None:
-                scaler.scale_earlier(self.parameters())  # all: tied parameters set theirs aside next
-            self._tied.start_step()
+            if self.is_first:  # whose mini-batch is fine
+                self._prepare_stages(scaler)
             clock = self._start_clock() if record_timeline else None
             for k, stage in self.stages.items():
-                stage.start_step(self.step, loss if k == self.num_stages - 1 else None, final[k])
+                stage.expect(loss if k == self.num_stages - 1 else None, final[k])
 
             def train(stage: Stage, task: Task, received: Any) -> Payload | None:
                 kind, k, micro_batch = task
@@ -300,11 +301,7 @@ class Pipeline(LayerExecution):
             if scaler is not None:
                 scaler.update(is_skipped=is_skipped)
             step = self.step
-            if not is_skipped:
-                moving_statistics.commit(self._batch_norms, self.job.replicas)
-                self.step += 1
-            for stage in self.stages.values():
-                stage.finish_step()
+            self._finish_step(is_skipped=is_skipped)
             timeline = None if clock is None else self._gather_timeline(clock)
             merged = self._merge(outputs, mini_batch)
         return StepReport(
@@ -582,14 +579,22 @@ class Pipeline(LayerExecution):
         except Exception as error:
             raise stage.current_layer.locate(error, micro_batch, doing) from error
 
-    @torch.no_grad()
     def _move(self, inputs: Payload, stage: Stage, micro_batch: int) -> Payload:
         """Return the inputs of a micro-batch on the first stage's device, as the first layer takes them."""
         moved = inputs.to(stage.device)
         if self._prepare_inputs is None:
             return moved
         stage.enter_inputs(micro_batch)
-        return Payload.of(self._prepare_inputs(moved.value()))
+        with torch.no_grad():
+            return Payload.of(self._prepare_inputs(moved.value()))
+
+    def _prepare_stages(self, scaler: GradientScaler | None) -> None:
+        """Prepare what a step needs whatever its mini-batch is."""
+        if scaler is not None:
+            scaler.scale_earlier(self.parameters())  # all: tied parameters set theirs aside next
+        self._tied.start_step()
+        for stage in self.stages.values():
+            stage.start_step(self.step)
 
     def _finish_gradients(self) -> None:
         """Make each gradient that of the whole mini-batch, and call the hooks with it."""
@@ -656,6 +661,13 @@ class Pipeline(LayerExecution):
         if found.is_skipped:
             self._undo()
         return found
+
+    def _finish_step(self, *, is_skipped: bool) -> None:
+        if not is_skipped:
+            moving_statistics.commit(self._batch_norms, self.job.replicas)
+            self.step += 1
+        for stage in self.stages.values():
+            stage.finish_step()
 
     def _undo(self) -> None:
         for stage in self.stages.values():

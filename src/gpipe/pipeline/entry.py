@@ -1,4 +1,7 @@
-"""The beginning of a stage's autograd graph, which hands the gradients of the boundary input over as they are."""
+"""Where a stage's autograd graph begins, and where its backward does.
+
+The beginning hands the gradients of the boundary input over as they are.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe.pipeline._compat import apply_function
 from gpipe.pipeline.microbatch import Payload
@@ -38,3 +43,17 @@ def enter_graph(inputs: Payload, gradients: list[Tensor | None]) -> Payload:
     if not any(inputs.differentiable):
         return inputs
     return inputs.replace_differentiable(apply_function(_Entry, gradients, _ANCHOR, *inputs.differentiable_tensors()))
+
+
+def find_root(tensor: Tensor) -> GradientEdge | None:
+    """Return where the backward of a stage's output begins; None for an output without one.
+
+    It is torch's `get_gradient_edge`, where gradients are enabled and the tensor is no leaf: a node in C++ holds the
+    graph. A node in Python does not, and is held by another one, which that function makes in two more contexts.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor) if tensor.requires_grad else None
+    return GradientEdge(
+        node, tensor.output_nr, tensor.view_as(tensor).grad_fn if isinstance(node, BackwardCFunction) else None
+    )

@@ -16,6 +16,9 @@ A container is ("tuple" | "list", children) or ("dict", ((key, child), ...)): ha
 """
 
 
+_ALONE: Structure = ("tuple", (0,))
+
+
 class PayloadError(TypeError):
     """A value that cannot travel between layers."""
 
@@ -82,6 +85,13 @@ class Payload:
         return cls(tensors, structure, [tensor.requires_grad for tensor in tensors])
 
     @classmethod
+    def of_gradients(cls, gradients: tuple[Tensor | None, ...]) -> Payload:
+        """Return what `of` does: at once for one gradient, which is all that most stages have."""
+        if len(gradients) == 1 and (only := gradients[0]) is not None and only.layout is torch.strided:
+            return cls([only], _ALONE, [only.requires_grad])
+        return cls.of(gradients)
+
+    @classmethod
     def of_mini_batch(cls, value: Any) -> tuple[Payload, list[int | None]]:
         """Take inputs or targets apart, and find along which dimension of each tensor the examples are."""
         tensors: list[Tensor] = []
@@ -109,6 +119,8 @@ class Payload:
 
     def to(self, device: torch.device) -> Payload:
         """Return the same payload on a device, without waiting for the copies."""
+        if all(tensor.device == device for tensor in self.tensors):
+            return self
         return self.replace([tensor.to(device, non_blocking=True) for tensor in self.tensors])
 
     def detach(self) -> Payload:

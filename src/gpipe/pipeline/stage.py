@@ -38,7 +38,7 @@ from gpipe.pipeline.buffers import BufferCopies, Buffers
 from gpipe.pipeline.compilation import Compilation
 from gpipe.pipeline.cuda_graphs import LayerGraphs
 from gpipe.pipeline.current_layer import CurrentLayer
-from gpipe.pipeline.entry import enter_graph
+from gpipe.pipeline.entry import enter_graph, find_root
 from gpipe.pipeline.first_forward import (
     as_leaves,
     find_differentiable,
@@ -150,9 +150,9 @@ class Stage:
         self._step = step
         self._masks = mix_keys(MASKS, self.seed, step)
 
-    def start_step(self, step: int, loss: Loss | None, final_micro_batch: int) -> None:
-        """Prepare for training step number `step`, which the gradients of `final_micro_batch` end."""
-        self.step, self.loss, self._final_micro_batch = step, loss, final_micro_batch
+    def start_step(self, step: int) -> None:
+        """Prepare for training step number `step`, whatever its mini-batch is."""
+        self.step = step
         modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # layers may have got others
         self._buffers.start_step(chain(*modules.values()))
         self._hooks.take(p for below in modules.values() for module in below for p in module._parameters.values())
@@ -164,6 +164,10 @@ class Stage:
             self.averaging.start_step()
         if self.graphs is not None:
             self.graphs.start_step()
+
+    def expect(self, loss: Loss | None, final_micro_batch: int) -> None:
+        """Note the loss of the step, in the last stage, and the micro-batch whose gradients end it."""
+        self.loss, self._final_micro_batch = loss, final_micro_batch
 
     def use_cuda_graphs(self) -> None:
         """Run the layers as CUDA graphs from the next step on, if the stage is on a GPU."""
@@ -264,7 +268,7 @@ class Stage:
         found = iter(kept.gradients if self.graphs is None else map(_copy, kept.gradients))
         if self.graphs is not None:
             self.graphs.release(micro_batch)
-        return Payload.of(tuple([next(found) if wanted else None for wanted in kept.inputs.differentiable]))
+        return Payload.of_gradients(tuple([next(found) if wanted else None for wanted in kept.inputs.differentiable]))
 
     def make_weight_gradients(self, micro_batch: int) -> None:
         """Add to the parameters' `.grad` what a split backward left."""
@@ -361,7 +365,7 @@ class Stage:
             if self._loss_gradient is None or self._loss_gradient.dtype is not loss.dtype:
                 self._loss_gradient = torch.ones_like(loss)  # once a step: it takes as long as a small layer
             outputs, kept.loss_gradient = Payload.of(loss), self._loss_gradient
-        kept.roots = [get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors]
+        kept.roots = [find_root(tensor) for tensor in outputs.tensors]
         return outputs
 
     def _run(

@@ -92,18 +92,18 @@ class MeshJob(Job):
         own = settings()
         self._require_agreement(own, self._messenger, "stage")
         if self._num_processes > 1:
-            self._connect_to_first(self._messenger)
+            self._connect_neighbours(self._messenger)
             self.transfer = self._connect_stages()
         if len(self._rows) > 1:
             self._replica_messenger = Messenger(self._make_groups(self._columns, "gloo"), self._watch)
-            self._connect_to_first(self._replica_messenger)
+            self._connect_neighbours(self._replica_messenger)
             self.replicas = self.connect_replicas()
             compared = own if among_replicas is None else {name: own[name] for name in among_replicas}
             self._require_agreement(compared, self._replica_messenger, "replica")
 
-    def _connect_to_first(self, messenger: Messenger) -> None:
+    def _connect_neighbours(self, messenger: Messenger) -> None:
         try:
-            messenger.connect_to_first()
+            messenger.connect_neighbours()
         except LostPeer as lost:
             raise self._watch.explain(lost) from None
 

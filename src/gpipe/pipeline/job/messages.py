@@ -18,30 +18,36 @@ from gpipe.pipeline.job.watch import FOREVER, Watch
 FRAME_BYTES = 512  # of the first message of a text
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 1 + _LENGTH_BYTES  # in it, before the text: a mark and the text's length
+_FAILURE = b"!"  # before the cause of one; no JSON begins so
 CONTROL_TAG = 1  # of this module's messages; those of boundaries have higher ones
 
 
 class Messenger:
     """Sends and receives JSON over a Gloo group, whatever backend carries the tensors.
 
-    What `send` sends over Gloo is kept until it has surely arrived. Between the first rank and those of its host, where
-    most is said, it goes over sockets instead. All methods that send, receive or wait raise LostPeer where the
-    connection is gone.
+    What `send` sends over Gloo is kept until it has surely arrived. Between neighbours on one host, where most is said,
+    it goes over sockets instead. All methods that send, receive or wait raise LostPeer where the connection is gone.
+
+    Values are gathered along the ranks, from the last one to the first, and all go back the same way:
+
+        rank 0  <- 0 1 2 -  rank 1  <- 1 2 -  rank 2        the stages end a step in this order
+        rank 0  -- 0 1 2 >  rank 1  - 0 1 2 > rank 2        and begin the next one in this
+
+    So the first stage, for which all wait between two steps, has one message to receive and one to send.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
         self.group, self._watch = group, watch
         self._ranks = dist.get_process_group_ranks(group)  # of the members, in the job
         self.rank, self.size = dist.get_group_rank(group, dist.get_rank()), group.size()
-        self._others = [peer for peer in range(self.size) if peer != self.rank]
+        self._neighbours = [peer for peer in (self.rank - 1, self.rank + 1) if 0 <= peer < self.size]
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
         self._connections: dict[int, Connection] = {}
 
-    def connect_to_first(self) -> None:
-        """Let what the first rank and the others of its host say go over sockets from now on; all ranks call it."""
-        first = self.rank == 0
-        for peer in self._others if first else [0]:
-            if (connection := self.connect(peer, offers=first)) is not None:
+    def connect_neighbours(self) -> None:
+        """Let what neighbours on one host say go over sockets from now on; all ranks call it."""
+        for peer in self._neighbours:  # the one before first, which waits until this one has met its own
+            if (connection := self.connect(peer, offers=peer > self.rank)) is not None:
                 self._connections[peer] = connection
 
     def connect(self, peer: int, *, offers: bool) -> Connection | None:
@@ -56,18 +62,18 @@ class Messenger:
         for connection in self._connections.values():
             connection.close()
 
-    def send(self, value: Any, *peers: int) -> None:
-        """Send a value to ranks of the group, without waiting for more than room in a socket."""
-        text = json.dumps(value, separators=(",", ":")).encode()
-        messages = [] if self._connections.keys() >= set(peers) else frame_text(text)
-        for peer in peers:
-            if (connection := self._connections.get(peer)) is not None:
-                with self.waiting_for(peer):
-                    connection.send(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-                continue
-            with LostPeer.named([self._ranks[peer]]):
-                for message in messages:
-                    self._sent.append((peer, self.group.send([message], peer, CONTROL_TAG), message))
+    def send(self, value: Any, peer: int) -> None:
+        """Send a value to a rank of the group, without waiting for more than room in a socket."""
+        self._send_text(_to_json(value), peer)
+
+    def _send_text(self, text: bytes, peer: int) -> None:
+        if (connection := self._connections.get(peer)) is not None:
+            with self.waiting_for(peer):
+                connection.send(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+            return
+        with LostPeer.named([self._ranks[peer]]):
+            for message in frame_text(text):
+                self._sent.append((peer, self.group.send([message], peer, CONTROL_TAG), message))
         # Gloo does not tell whether a send is done. Every answer of a peer means that older messages have arrived, so
         # with this many after it the oldest is not waited for in practice.
         self._let_go(256 * self.size)
@@ -88,21 +94,21 @@ class Messenger:
         Raises:
             PeerFailure: the peer sent the cause of its failure instead.
         """
-        with self.waiting_for(peer):
-            text = self._receive_text(peer)
-        value = json.loads(text)
-        if isinstance(value, dict) and "failure" in value:
-            raise PeerFailure(**value["failure"])
-        return value
+        return json.loads(self._receive_text(peer))
 
     def _receive_text(self, peer: int) -> bytes:
-        if (connection := self._connections.get(peer)) is None:
-            return self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
-        length = bytearray(_LENGTH_BYTES)
-        connection.receive(length)
-        text = bytearray(int.from_bytes(length, "little"))
-        connection.receive(text)
-        return bytes(text)
+        with self.waiting_for(peer):
+            if (connection := self._connections.get(peer)) is None:
+                text = self.receive_text(self.receive_bytes(FRAME_BYTES, peer, CONTROL_TAG), peer, CONTROL_TAG)
+            else:
+                length = bytearray(_LENGTH_BYTES)
+                connection.receive(length)
+                content = bytearray(int.from_bytes(length, "little"))
+                connection.receive(content)
+                text = bytes(content)
+        if text.startswith(_FAILURE):
+            raise PeerFailure(**json.loads(text.removeprefix(_FAILURE)))
+        return text
 
     def send_bytes(self, message: Tensor, peer: int, tag: int) -> None:
         """Send a contiguous CPU tensor, and wait until it has arrived."""
@@ -139,20 +145,29 @@ class Messenger:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on every rank."""
-        if self.rank > 0:
-            self.send(value, 0)
-            received: list[Any] = self.receive(0)
-            return received
-        mine = json.loads(json.dumps(value))  # what the others get: tuples become lists
-        values = [mine] + [self.receive(peer) for peer in self._others]
-        self.send(values, *self._others)
-        return values
+        before, after = self.rank - 1, self.rank + 1
+        whole = _to_json(value)
+        if after < self.size:
+            whole += b"," + self._receive_text(after)
+        if self.rank == 0:
+            whole = b"[" + whole + b"]"
+        else:
+            self._send_text(whole, before)
+            whole = self._receive_text(before)
+        if after < self.size:
+            self._send_text(whole, after)
+        found: list[Any] = json.loads(whole)
+        return found
 
     def fail(self, failure: dict[str, Any]) -> None:
-        """Tell every other rank why this one stops."""
-        for peer in self._others:
+        """Tell the neighbours, who alone wait for this rank's messages, why it stops."""
+        for peer in self._neighbours:
             with suppress(RuntimeError):  # a peer that is gone needs no telling
-                self.send({"failure": failure}, peer)
+                self._send_text(_FAILURE + _to_json(failure), peer)
+
+
+def _to_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def frame_text(text: bytes, mark: int = 0) -> list[Tensor]:

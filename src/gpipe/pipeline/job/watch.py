@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +49,24 @@ class _Wait(NamedTuple):
     data_from: tuple[int, ...] = ()  # those whose data the GPU waits for, among them
 
 
+class _Waiting:
+    """Lets a watch know, for the time of a body, for whom its process waits; a class, as it surrounds each receive."""
+
+    __slots__ = ("_before", "_ranks", "_watch")
+
+    def __init__(self, watch: Watch, ranks: Sequence[int]) -> None:
+        self._watch, self._ranks = watch, ranks
+
+    def __enter__(self) -> None:
+        self._before = self._watch.wait
+        if self._ranks:
+            self._watch.wait = _Wait(tuple(self._ranks), time.monotonic())
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.wait = self._before
+        self._watch.note_progress()
+
+
 class Watch:
     """Keeps this process's notes up to date, reads those of the others, and ends waits that are in vain.
 
@@ -70,6 +88,7 @@ class Watch:
         device_work: what this process's GPUs have not done yet.
 
     Attributes:
+        wait: for whom the host waits.
         activity: what this process is doing; others read it here after this one is gone, up to half a second old.
     """
 
@@ -87,7 +106,7 @@ class Watch:
         self.activity = device_work.activity
         self._num_processes, self._num_known = dist.get_world_size(), 0
         self._progress = 0
-        self._wait: _Wait | None = None
+        self.wait: _Wait | None = None
         self._looks, self._looked = 0, time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}  # how far others were, and since when
         self._alive: dict[int, tuple[int, float]] = {}  # how often they had looked, and since when
@@ -135,17 +154,13 @@ class Watch:
         for group in self._whole_steps:
             set_timeout(group, FOREVER)
 
-    @contextmanager
-    def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
+    def waiting_for(self, ranks: Sequence[int]) -> _Waiting:
         """Note that this process waits for others, if there are any, while the body runs."""
-        before = self._wait
-        if ranks:
-            self._wait = _Wait(tuple(ranks), time.monotonic())
-        try:
-            yield
-        finally:
-            self._wait = before
-            self._progress += 1
+        return _Waiting(self, ranks)
+
+    def note_progress(self) -> None:
+        """Note that this process came further."""
+        self._progress += 1
 
     def check(self) -> None:
         """Note progress, and raise the cause of failure of another process, if there is one.
@@ -266,11 +281,11 @@ class Watch:
             if (error := self._find_hanging(wait, now)) is not None:
                 self.report(error)
                 self._failure, self._failure_seen = error, now
-        return self._end_wait(wait or self._wait, now)
+        return self._end_wait(wait or self.wait, now)
 
     def _find_wait(self) -> _Wait | None:
         """Return for whom this process waits: its host, or its GPU for their data."""
-        wait = self._wait
+        wait = self.wait
         try:
             first = self._device_work.find_first()
         except RuntimeError:  # the GPU failed, as whoever waits for it will say
@@ -312,13 +327,13 @@ class Watch:
             text = f"the first host, where the processes leave word for each other, has not answered {waited}: "
             self._failure = PeerFailure(text + "it is down, or the network to it is")
             self._failure_seen = time.monotonic()
-        return self._end_wait(self._wait, time.monotonic()) if self._failure is not None else True
+        return self._end_wait(self.wait, time.monotonic()) if self._failure is not None else True
 
     def _end_wait(self, wait: _Wait | None, now: float) -> bool:
         """Cut off a wait that is in vain, after a while; return whether there is more to look after."""
         if self._failure is None or wait is None or min(now - self._failure_seen, now - wait.since) < _GRACE_SECONDS:
             return True
-        if wait is self._wait or wait.data_from:
+        if wait is self.wait or wait.data_from:
             self._cut()
             return False
         return True
@@ -354,7 +369,7 @@ class Watch:
 
     def find_compiling(self) -> str | None:
         """Return what one of those compiles that this process waits for, or that they wait for; None for nothing."""
-        wait, seen = self._wait, {self._rank}
+        wait, seen = self.wait, {self._rank}
         pending = list(wait.ranks) if wait is not None else []
         while pending:
             if (rank := pending.pop()) not in seen:

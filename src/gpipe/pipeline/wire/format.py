@@ -8,8 +8,8 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,13 @@ _HOST = torch.device("cpu")
 _ALIGNMENT = 64  # bytes, that of torch's own allocations, so that received tensors are computed on alike
 PREFIX_BYTES = _ALIGNMENT  # of every message, before the tensors
 _ZEROS = bytes(2 * _ALIGNMENT)
+_NONE_SHARED = itertools.repeat(False)
+
+_Spec: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, int]
+"""Of a tensor: its type, shape and strides, whether it needs a gradient, and what `TensorLayout` says of the rest."""
 
 
-class PayloadLayout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The spec of one tensor; `strides` is None for a contiguous one.
 
     `offset` is where it begins behind a line of 64 bytes, in elements: kernels add up in another order off such a line.
@@ -92,19 +96,26 @@ class MessageFormat:
     """What two neighbours must agree on to exchange a payload's bytes alone."""
 
     structure: Structure  # how the tensors are nested
-    layouts: tuple[PayloadLayout, ...]  # one per tensor
+    layouts: tuple[TensorLayout, ...]  # one per tensor
     batch: MiniBatch  # that the payload belongs to
+    specs: tuple[_Spec, ...] = field(default=(), compare=False)  # of which the layouts were made, at the sender
 
     @classmethod
-    def of(cls, payload: Payload, batch: MiniBatch) -> MessageFormat:
-        """Return the format in which a payload travels."""
-        layouts = (
-            _layout(t.dtype, t.shape, t.stride(), differentiable, shared, t.data_ptr() % _ALIGNMENT // t.itemsize)
-            for t, differentiable, shared in zip(
-                payload.tensors, payload.differentiable, payload.shared or itertools.repeat(False), strict=False
-            )
+    def of(cls, payload: Payload, batch: MiniBatch, predicted: MessageFormat) -> MessageFormat:
+        """Return the format in which a payload travels: if it is the predicted one, that object."""
+        specs = tuple(
+            [
+                (t.dtype, t.shape, t.stride(), differentiable, shared, t.data_ptr() % _ALIGNMENT // t.itemsize)
+                for t, differentiable, shared in zip(
+                    payload.tensors, payload.differentiable, payload.shared or _NONE_SHARED, strict=False
+                )
+            ]
         )
-        return _format(payload.structure, tuple(layouts), batch)
+        # To compare takes half as long as to look for it by a hash.
+        if specs == predicted.specs and batch == predicted.batch and payload.structure == predicted.structure:
+            return predicted
+        found = _format(payload.structure, specs, batch)
+        return predicted if found == predicted else found
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -122,6 +133,20 @@ class MessageFormat:
         return [(slice(at, at + layout.num_bytes), layout.torch_dtype) for layout, at in placed]
 
     @functools.cached_property
+    def _buffers(self) -> list[tuple[int, TensorLayout, int, torch.dtype, Any]]:
+        """Of each tensor: the gap before it, its layout, how many elements of what travel, and their buffer's type."""
+        return [
+            (gap, layout, layout.num_elements, layout.torch_dtype, ctypes.c_char * layout.num_bytes)
+            for gap, layout in zip(self._gaps, self.layouts, strict=False)
+        ]
+
+    @functools.cached_property
+    def _marks(self) -> tuple[list[bool], list[bool]]:
+        """Which tensors need a gradient; which share memory, or none."""
+        shared = [layout.shared for layout in self.layouts]
+        return [layout.differentiable for layout in self.layouts], shared if any(shared) else []
+
+    @functools.cached_property
     def _gaps(self) -> list[int]:
         """How many bytes lie between the prefix and the first tensor, between two tensors, and behind the last one."""
         ends = [PREFIX_BYTES, *(place.stop for place, _ in self._places)]
@@ -130,13 +155,11 @@ class MessageFormat:
     def lay_out(self, prefix: bytes, payload: Payload) -> list[Any]:
         """Return a message as buffers, in their order: the tensors where they lie, if they lie there as they travel."""
         parts: list[Any] = [prefix]
-        for tensor, layout, (place, _), gap in zip(
-            payload.tensors, self.layouts, self._places, self._gaps, strict=False
-        ):
+        for tensor, (gap, layout, *_, buffer) in zip(payload.tensors, self._buffers, strict=True):
             if gap:
                 parts.append(_ZEROS[:gap])
             if layout.strides is None and not (tensor.is_conj() or tensor.is_neg()):
-                parts.append(_memory(tensor, place.stop - place.start))
+                parts.append(buffer.from_address(tensor.data_ptr()))
             else:
                 parts.append(flatten(tensor, layout).numpy().data)
         if self._gaps[-1]:
@@ -146,11 +169,14 @@ class MessageFormat:
     def allocate(self) -> tuple[list[Tensor], list[Any]]:
         """Return memory for the elements of each tensor and, with it, the buffers of a message."""
         elements, parts = [], [bytearray(PREFIX_BYTES)]
-        for layout, (place, _), gap in zip(self.layouts, self._places, self._gaps, strict=False):
+        for gap, layout, num_elements, dtype, buffer in self._buffers:
             if gap:
                 parts.append(bytearray(gap))
-            elements.append(layout.allocate(layout.num_elements, _HOST))
-            parts.append(_memory(elements[-1], place.stop - place.start))
+            is_plain = layout.strides is None and not layout.offset  # its place needs no view
+            elements.append(
+                torch.empty(layout.shape, dtype=dtype) if is_plain else layout.allocate(num_elements, _HOST)
+            )
+            parts.append(buffer.from_address(elements[-1].data_ptr()))  # which does not keep the tensor alive
         if self._gaps[-1]:
             parts.append(bytearray(self._gaps[-1]))
         return elements, [part for part in parts if len(part)]
@@ -171,8 +197,8 @@ class MessageFormat:
     def payload(self, parts: Sequence[Tensor]) -> Payload:
         """Make tensors of the elements that travelled, and nest them."""
         tensors = [reshape(part, layout) for part, layout in zip(parts, self.layouts, strict=True)]
-        differentiable, shared = ([getattr(one, name) for one in self.layouts] for name in ("differentiable", "shared"))
-        return Payload(tensors, self.structure, differentiable, shared if any(shared) else [])
+        differentiable, shared = self._marks
+        return Payload(tensors, self.structure, list(differentiable), list(shared))
 
     def to_json(self) -> bytes:
         """Return the format as JSON."""
@@ -185,8 +211,7 @@ class MessageFormat:
         return cls(
             read_structure(structure),
             tuple(
-                PayloadLayout(d, tuple(shape), strides and tuple(strides), *rest)
-                for d, shape, strides, *rest in layouts
+                TensorLayout(d, tuple(shape), strides and tuple(strides), *rest) for d, shape, strides, *rest in layouts
             ),
             MiniBatch(*batch),
         )
@@ -197,12 +222,7 @@ def count_bytes(tensor: Tensor) -> int:
     return _layout(tensor.dtype, tensor.shape, tensor.stride(), False, False, 0).num_bytes
 
 
-def _memory(tensor: Tensor, num_bytes: int) -> Any:
-    """Return the memory of a tensor, in the order of its addresses, as a buffer that does not keep it alive."""
-    return (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
-
-
-def flatten(tensor: Tensor, layout: PayloadLayout) -> Tensor:
+def flatten(tensor: Tensor, layout: TensorLayout) -> Tensor:
     """Return a tensor's memory as bytes, in the order of its addresses; a view where that is possible."""
     tensor = tensor.detach()
     if layout.strides is None:
@@ -214,10 +234,10 @@ def flatten(tensor: Tensor, layout: PayloadLayout) -> Tensor:
     return elements.resolve_conj().resolve_neg().view(torch.uint8)  # not what lies there, but what it stands for
 
 
-def reshape(elements: Tensor, layout: PayloadLayout) -> Tensor:
+def reshape(elements: Tensor, layout: TensorLayout) -> Tensor:
     """Return a run of elements under the shape and strides of a layout; a view where there are no holes."""
     if layout.strides is None:
-        return elements.view(layout.shape)
+        return elements if elements.shape == layout.shape else elements.view(layout.shape)
     if layout.span > layout.num_elements:
         memory = layout.allocate(layout.span, elements.device)
         memory.as_strided(layout.distinct, layout.strides).copy_(elements.view(layout.distinct))
@@ -226,10 +246,11 @@ def reshape(elements: Tensor, layout: PayloadLayout) -> Tensor:
 
 
 # Packing a payload may hold up all stages after this one: known formats are not made anew.
-_format = functools.lru_cache(maxsize=1024)(MessageFormat)
-
-
 @functools.lru_cache(maxsize=1024)
+def _format(structure: Structure, specs: tuple[_Spec, ...], batch: MiniBatch) -> MessageFormat:
+    return MessageFormat(structure, tuple(_layout(*spec) for spec in specs), batch, specs)
+
+
 def _layout(
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -237,9 +258,9 @@ def _layout(
     differentiable: bool,
     shared: bool,
     offset: int,
-) -> PayloadLayout:
+) -> TensorLayout:
     name = str(dtype).removeprefix("torch.")
-    return PayloadLayout(name, tuple(shape), _strides(shape, strides), differentiable, shared, offset)
+    return TensorLayout(name, tuple(shape), _strides(shape, strides), differentiable, shared, offset)
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -42,9 +42,10 @@ class LocalSender(Sender):
         """
         if self._error is not None:
             raise self._error
-        found = MessageFormat.of(payload, batch)
+        predicted = self._formats.predict()
+        found = MessageFormat.of(payload, batch, predicted)
         # Once the format is announced, nothing can come in the payload's place any more.
-        if found is not (predicted := self._formats.predict()) and found != predicted:
+        if found is not predicted:
             self._deliver_at_once([_frame(Mark.FORMAT, found.to_json(), predicted.offsets[-1])])
         self._deliver_at_once(found.lay_out(self._formats.prefix(), payload))
         self._formats.advance(found)

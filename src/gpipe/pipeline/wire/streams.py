@@ -201,8 +201,9 @@ class Sender(_End):
             self.link.messenger.report(f"sending failed: {type(error).__name__}: {error}")
 
     def _send(self, payload: Payload, batch: MiniBatch, delivery: Delivery | None) -> None:
-        found = MessageFormat.of(payload, batch)
-        if found is not (predicted := self._formats.predict()) and found != predicted:
+        predicted = self._formats.predict()
+        found = MessageFormat.of(payload, batch, predicted)
+        if found is not predicted:
             self._send_text(Mark.FORMAT, found.to_json())
         message = torch.empty(self.link.message_bytes(found), dtype=torch.uint8)
         message.numpy()[:PREFIX_BYTES].data[:] = self._formats.prefix()
