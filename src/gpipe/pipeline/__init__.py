@@ -43,6 +43,7 @@ Beside them, for when you need them:
     parameter_hooks.py     users' hooks are called once per step
     step_report.py         what a step reports
     clock.py               when tasks run, on the host or on a GPU
+    trace.py               a timeline, for Perfetto
     current_layer.py       the layer under way, for messages
     refusals.py            what would be ignored
     outputs.py             outputs of micro-batches, put together

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from gpipe.pipeline.refusals import (
 )
 from gpipe.pipeline.schedule import Kind, Rematerialization, ScheduleFunction, Task
 from gpipe.pipeline.schedule_choice import check_rematerialization, choose_schedule, name_schedule, plan_tasks
-from gpipe.pipeline.shared.connection import connect_stages
+from gpipe.pipeline.shared.connection import await_averages, connect_stages
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage
 from gpipe.pipeline.step_report import StepReport, measure_peak_memory
@@ -598,22 +598,13 @@ class Pipeline(LayerExecution):
 
     def _finish_gradients(self) -> None:
         """Make each gradient that of the whole mini-batch, and call the hooks with it."""
-        self._await_averages()
+        await_averages(self.stages.values(), self.job)
         with self.job.activity.doing("adding up the gradients of tied parameters"):
             self._tied.finish_step()
         self.job.wait_for_devices()
         with self.job.activity.doing("calling the hooks of parameters"):
             for stage in self.stages.values():
                 stage.call_hooks()
-
-    def _await_averages(self) -> None:
-        """Let what comes next wait for the averages over the replicas."""
-        averagings = [stage.averaging for stage in self.stages.values() if stage.averaging is not None]
-        with self.job.activity.doing("averaging gradients over the replicas") if averagings else nullcontext():
-            for averaging in averagings:
-                averaging.wait()
-            for averaging in averagings:
-                averaging.finish_step()
 
     def _common_num_microbatches(self, inputs: Any) -> int:
         """Return M or, where replicas exchange within a step, what each of them can cut its mini-batch into."""

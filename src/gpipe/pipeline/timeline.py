@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpipe.pipeline.schedule import Kind, Task, name_stages
+from gpipe.pipeline.trace import make_trace
 
 
 class Event(NamedTuple):
@@ -87,21 +88,4 @@ class Timeline:
 
     def write_trace(self, path: Path) -> None:
         """Write a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open."""
-        rows: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
-            for row, name in enumerate(self.row_names())
-        ]
-        rows += [
-            {
-                "name": f"{task.kind.words} {task.micro_batch}",
-                "cat": str(task.kind),
-                "ph": "X",
-                "pid": 0,
-                "tid": self.row(task),
-                "ts": start * 1e6,
-                "dur": (end - start) * 1e6,
-                "args": {"stage": task.stage, "micro_batch": task.micro_batch},
-            }
-            for task, start, end in self.events
-        ]
-        path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+        path.write_text(json.dumps(make_trace(self.events, self.row, self.row_names())))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from gpipe.pipeline.job.job import Job
+from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.shared.averaging import Averaging
 from gpipe.pipeline.stage import Stage
 
@@ -37,3 +38,13 @@ def connect_stages(
         exchange = StatisticsExchange(job.connect_replicas(), layers.named_modules(prefix="layers"))
         for stage in stages.values():
             stage.exchange = exchange
+
+
+def await_averages(stages: Iterable[Stage], job: Job) -> None:
+    """Let what comes next wait for the averages of gradients over the replicas."""
+    averagings = [stage.averaging for stage in stages if stage.averaging is not None]
+    with job.activity.doing("averaging gradients over the replicas") if averagings else NOTHING:
+        for averaging in averagings:
+            averaging.wait()
+        for averaging in averagings:
+            averaging.finish_step()
