@@ -34,7 +34,7 @@ from gpipe.planning.accelerator import ACCELERATORS, Speed
 from gpipe.planning.exact_cut import partition_layers
 from gpipe.planning.profile import profile_layers
 from gpipe.records import make_record
-from gpipe.tracing.tracer import TracingError
+from gpipe.tracing.errors import TracingError
 from reproductions.task_independence.tables import EXPERIMENT, STAGES, traced_models, traced_models_run, traced_share
 
 CLAIM = "task_independence"

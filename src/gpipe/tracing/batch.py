@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from gpipe.tracing.tracer import Tracer, TracingError
+from gpipe.tracing.errors import TracingError
+from gpipe.tracing.tracer import Tracer
 
 BATCHES = (3, 4, 33)
 """The numbers of examples that are tried: odd, even and large. Any number may be 1, which broadcasts."""

@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 
 from gpipe._compat.torch_description import tree_leaves
 from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
-from gpipe.tracing.tracer import Tracer, TracingError, explain, storage_of, trace
+from gpipe.tracing.errors import TracingError, explain
+from gpipe.tracing.tracer import Tracer, storage_of, trace
 
 # A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
 # 1/64 is not cut. A cut that several tensors cross is worth it only within more than 1/16.

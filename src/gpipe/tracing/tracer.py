@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
-import operator
-import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -18,27 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe._compat.torch_description import FakeTensorMode, tree_leaves, tree_map, unset_fake_temporarily
 from gpipe.pipeline.microbatch import Examples
-
-
-class TracingError(ValueError):
-    """A model whose operations depend on what it computes, so that no sequence of layers is equal to it."""
-
-    @property
-    def reason(self) -> str:
-        """What it says, without the remedy."""
-        return str(self).partition("; ")[0]
-
-
-class _Whole(Exception):
-    """A submodule must be one operation: what happens inside cannot be recorded. So must others of its type."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(type(module).__name__)
-        self.module = module
-
-
-class _Undecided(Exception):
-    """The code asks for a value that is only known when the model runs."""
+from gpipe.tracing.errors import TracingError, Undecided, Whole, explain
+from gpipe.tracing.recording import TracedMode, known_training, refusing, unchanged
+from gpipe.tracing.traced_tensor import CHANGING, IN_PLACE, TracedTensor
 
 
 class _Call(nn.Module):
@@ -71,88 +49,6 @@ def _travelling(outputs: Any) -> Any:
     if isinstance(outputs, tuple | list):
         return (list if isinstance(outputs, list) else tuple)(_travelling(value) for value in outputs)
     return outputs
-
-
-class TracedTensor(fx.Proxy):
-    """A tensor in the code of a model, or a tuple of them: its numbers are unknown, all else is known.
-
-    Shapes, types and devices are plain values, so the code may compute and decide with them. `batch.py` finds out which
-    of them follow the number of examples.
-    """
-
-    value: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_GRAPH:
-            raise _Undecided(f"asks for {name} of a tensor, which depends on who runs it")
-        if isinstance(self.value, dict) and name in ("keys", "values", "items"):
-            entries = {key: operator.getitem(self, key) for key in self.value}
-            return getattr(entries, name)
-        found = getattr(self.value, name)
-        if isinstance(found, Tensor):
-            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
-        if callable(found):
-            return lambda *args, **kwargs: self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
-        return found
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def __contains__(self, key: Any) -> bool:
-        if isinstance(self.value, dict):
-            return key in self.value
-        raise _Undecided("looks for a value in a tensor")
-
-    def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.value, dict):
-            return iter(self.value)
-        return iter([operator.getitem(self, position) for position in range(len(self.value))])
-
-    def __bool__(self) -> bool:
-        if isinstance(self.value, Tensor):
-            raise _Undecided("decides by the numbers of a tensor")
-        return bool(self.value)
-
-    def __index__(self) -> int:
-        raise _Undecided("uses the number of a tensor as an integer")
-
-    __int__ = __float__ = __index__
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", _set_item, (self, key, value), {})
-
-
-_OF_GRAPH = ("requires_grad", "requires_grad_", "grad_fn", "is_leaf")
-
-
-def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], Any]:
-    """Return a method such as __iadd__, which fx.Proxy lacks: Python would make a new tensor."""
-
-    def method(self: TracedTensor, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", operation, (self, other), {})
-
-    return method
-
-
-_NAMES = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow")
-_IN_PLACE = {getattr(operator, name) for name in _NAMES}
-for _name in _NAMES:
-    setattr(TracedTensor, f"__{_name}__", _in_place(getattr(operator, _name)))
-
-
-def _set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
-    tensor[key] = value
-    return tensor
-
-
-class _Training:
-    """`module.training` in a model's code: as an argument, it is read anew each time that the layer runs."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-
-    def __bool__(self) -> bool:
-        return self.tracer.decide()
 
 
 _CONTAINERS = (
@@ -209,7 +105,7 @@ class Tracer(fx.Tracer):
         with self._fake:
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
-        known = _known_training(self), _unchanged(model), _refusing(self)
+        known = known_training(self), unchanged(model), refusing(self)
         with known[0], known[1], known[2], torch.enable_grad(), torch.random.fork_rng(devices=[]):
             return self.trace(_Call(model, example))
 
@@ -235,13 +131,13 @@ class Tracer(fx.Tracer):
         if not self.is_recording:
             return module.__dict__["training"]
         if module in self._odd:
-            raise _Whole(module)
-        return _Training(self)
+            raise Whole(module)
+        return TracedMode(self)
 
     def decide(self) -> bool:
         """Return `training` to code that decides by it: that of the model itself, for a submodule can be a whole."""
         if self._current[-1] != "model":
-            raise _Whole(self.root.get_submodule(self._current[-1]))
+            raise Whole(self.root.get_submodule(self._current[-1]))
         self.decision = self.decision or traceback.extract_stack()
         return self._training
 
@@ -264,19 +160,17 @@ class Tracer(fx.Tracer):
         try:
             found = super().call_module(m, forward, args, kwargs)
             if not self.is_leaf_module(m, name) and _keeps_tensors(m, buffers):
-                raise _Undecided(
-                    "puts a tensor into an attribute or another one into a buffer, which a layer would not"
-                )
+                raise Undecided("puts a tensor into an attribute or another one into a buffer, which a layer would not")
             if not torch.equal(before, torch.get_rng_state()):
-                raise _Undecided("draws random numbers that no input enters, which would be the same ones for ever")
-        except _Whole:
+                raise Undecided("draws random numbers that no input enters, which would be the same ones for ever")
+        except Whole:
             raise
         except Exception as error:
             # The submodule becomes one operation, which hides what the code in it does. Of the model itself nothing
             # would be left.
             if name in ("", "model") or self.is_leaf_module(m, name):
                 raise
-            raise _Whole(m) from error
+            raise Whole(m) from error
         finally:
             self._current.pop()
         return found
@@ -293,7 +187,7 @@ class Tracer(fx.Tracer):
         """Return an argument as a graph has it."""
         if type(a) is TracedTensor:
             return a.node
-        if isinstance(a, _Training):
+        if isinstance(a, TracedMode):
             return self.create_node("get_attr", "training", (), {})
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             name = f"constant_{len(self.constants)}"
@@ -307,8 +201,8 @@ class Tracer(fx.Tracer):
         """Run an operation on tensors without data, and note it where it gives any."""
         if kind == "output":
             return super().create_proxy(kind, target, args, kwargs)
-        if (kind == "call_method" or target in _CHANGING) and _is_changed_constant(target, args):
-            raise _Undecided("changes a tensor in place that it made itself; make it from another, as x.new_zeros does")
+        if (kind == "call_method" or target in CHANGING) and _is_changed_constant(target, args):
+            raise Undecided("changes a tensor in place that it made itself; make it from another, as x.new_zeros does")
         bare = _bare((args, kwargs))
         tensors = [leaf for leaf in tree_leaves(bare) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
@@ -326,7 +220,7 @@ class Tracer(fx.Tracer):
         traced.value = value
         if self._is_trained(traced.node):
             if not torch.is_grad_enabled():
-                raise _Undecided("computes without gradients what follows from weights that are trained")
+                raise Undecided("computes without gradients what follows from weights that are trained")
             self._trained.add(traced.node)
         self.values[traced.node], self.flops[traced.node] = value, counter.get_total_flops()
         pairs = zip(tensors, versions, strict=True)
@@ -375,49 +269,11 @@ class Tracer(fx.Tracer):
         return tree_map(lambda leaf: self._fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, found)
 
 
-_CHANGING = {*_IN_PLACE, _set_item}
-
-
 def _is_changed_constant(target: Any, args: Sequence[Any]) -> bool:
     """Return whether an operation changes its first argument, a tensor that the model's code made out of nothing."""
     name = target if isinstance(target, str) else "__setitem__"
     changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return changes and issubclass(type(args[0]), Tensor)
-
-
-@contextmanager
-def _refusing(tracer: Tracer) -> Iterator[None]:
-    """Refuse what a layer would not do as the model does: own backwards, and contexts of autocast.
-
-    And let `isinstance` in the model's code see what is traced: torch's own code, some of it in C++, must not.
-    """
-    apply, enter = torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
-    check = builtins.isinstance
-
-    def check_traced(value: Any, kinds: Any) -> bool:
-        if type(value) is TracedTensor and not sys._getframe(1).f_code.co_filename.startswith((_OURS, _TORCHS)):
-            return check(value.value, kinds)
-        return check(value, kinds)
-
-    def apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracer.is_recording and any(type(leaf) is TracedTensor for leaf in args):
-            raise _Undecided(f"calls {cls.__name__}.apply, whose own backward would be lost; call it in a submodule")
-        return apply.__func__(cls, *args, **kwargs)
-
-    def enter_traced(context: torch.autocast) -> Any:
-        if tracer.is_recording:
-            raise _Undecided("enters torch.autocast, which its layers would not")
-        return enter(context)  # type: ignore[no-untyped-call]
-
-    torch.autograd.Function.apply = classmethod(apply_traced)  # type: ignore[assignment]
-    torch.autocast.__enter__ = enter_traced  # type: ignore[method-assign]
-    builtins.isinstance = check_traced
-    try:
-        yield
-    finally:
-        builtins.isinstance = check
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -437,7 +293,7 @@ def _keeps_tensors(module: nn.Module, buffers: Mapping[str, Any]) -> bool:
 def _is_changed_in_place(value: Any, name: str) -> bool:
     """Return whether a buffer was assigned what `self.buffer += 1` gives: itself."""
     node: Any = value.node if isinstance(value, TracedTensor) else None
-    while node is not None and node.target in _IN_PLACE:
+    while node is not None and node.target in IN_PLACE:
         node = node.args[0]
     return node is not None and node.op == "get_attr" and node.target.rpartition(".")[2] == name
 
@@ -446,48 +302,9 @@ def _bare(nest: Any) -> Any:
     """Return a nest with the values of what is traced."""
 
     def bare(leaf: Any) -> Any:
-        return leaf.value if isinstance(leaf, TracedTensor) else True if isinstance(leaf, _Training) else leaf
+        return leaf.value if isinstance(leaf, TracedTensor) else True if isinstance(leaf, TracedMode) else leaf
 
     return tree_map(bare, nest, is_leaf=lambda leaf: isinstance(leaf, TracedTensor))
-
-
-@contextmanager
-def _known_training(tracer: Tracer) -> Iterator[None]:
-    """Notice where the code of a model reads `training`."""
-
-    def write(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
-
-    nn.Module.training = property(tracer.read_training, write)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del nn.Module.training
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what the code of a model puts into attributes, buffers and hooks, such as a table for later calls."""
-    kept = [(module, dict(module.__dict__)) for module in model.modules()]
-    values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
-    entries = [(value, copy.copy(value)) for value in values if isinstance(value, dict | list | set)]
-    tensors = [(value, value.clone()) for value in values if type(value) is Tensor]
-    try:
-        yield
-    finally:
-        hooks = [value for _, attributes in kept for name, value in attributes.items() if name.endswith("_hooks")]
-        sizes = list(map(len, hooks))
-        for module, attributes in kept:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for value, before in entries:
-            value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
-        with torch.no_grad():
-            for tensor, number in tensors:
-                tensor.copy_(number)
-    if sizes != list(map(len, hooks)):
-        raise _Undecided("registers hooks while it runs, which its layers would not have; run it once before")
 
 
 def trace(
@@ -505,24 +322,8 @@ def trace(
         tracer = Tracer(whole, batch, **modes)
         try:
             return tracer.record(model, example), tracer, whole
-        except _Whole as found:
+        except Whole as found:
             whole.add(type(found.module))
         except Exception as error:
             what = str(error).partition("\n")[0] or type(error).__name__
             raise TracingError(explain(model, traceback.extract_tb(error.__traceback__), what)) from error
-
-
-def explain(model: nn.Module, frames: Sequence[traceback.FrameSummary], what: str) -> str:
-    """Say where in the model's code it happened, and what to do."""
-    begin = next((i for i, frame in enumerate(frames) if frame.filename.startswith(_OURS)), 0)  # before, who called us
-    found = [frame for frame in frames[begin:] if not frame.filename.startswith(_OURS)]
-    own = [frame for frame in found if not frame.filename.startswith(_TORCHS)]
-    own = own or [frame for frame in found if "/nn/modules/" in frame.filename]  # a model of torch itself
-    place = f"{own[-1].filename}, line {own[-1].lineno}" if own else "its forward"
-    return (
-        f"{type(model).__name__} cannot be cut into layers: {place}: {what}; name the submodule in which that happens, "
-        "leaves=['...'], or give the model's blocks as an nn.Sequential of your own"
-    )
-
-
-_OURS, _TORCHS = (file.rpartition("/")[0] + "/" for file in (__file__, torch.__file__))

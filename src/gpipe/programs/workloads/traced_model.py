@@ -12,8 +12,8 @@ from torch import nn
 from gpipe.config import ConfigError
 from gpipe.pipeline.batch_norm import convert_batch_norm, converted_batch_norms
 from gpipe.programs.workloads.workload import Workload
+from gpipe.tracing.errors import TracingError
 from gpipe.tracing.segments import TracedLayers, as_layers
-from gpipe.tracing.tracer import TracingError
 
 
 class _Facts(NamedTuple):

@@ -1,0 +1,103 @@
+"""What is otherwise while the code of a model is recorded: torch and Python, and the model itself."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.tracing.errors import OURS, TORCHS, Undecided
+from gpipe.tracing.traced_tensor import TracedTensor
+
+if TYPE_CHECKING:
+    from gpipe.tracing.tracer import Tracer
+
+
+class TracedMode:
+    """`module.training` in a model's code: as an argument, it is read anew each time that the layer runs."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def __bool__(self) -> bool:
+        return self.tracer.decide()
+
+
+@contextmanager
+def refusing(tracer: Tracer) -> Iterator[None]:
+    """Refuse what a layer would not do as the model does: own backwards, and contexts of autocast.
+
+    And let `isinstance` in the model's code see what is traced: torch's own code, some of it in C++, must not.
+    """
+    apply, enter = torch.autograd.Function.__dict__["apply"], torch.autocast.__enter__
+    check = builtins.isinstance
+
+    def check_traced(value: Any, kinds: Any) -> bool:
+        if type(value) is TracedTensor and not sys._getframe(1).f_code.co_filename.startswith((OURS, TORCHS)):
+            return check(value.value, kinds)
+        return check(value, kinds)
+
+    def apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracer.is_recording and any(type(leaf) is TracedTensor for leaf in args):
+            raise Undecided(f"calls {cls.__name__}.apply, whose own backward would be lost; call it in a submodule")
+        return apply.__func__(cls, *args, **kwargs)
+
+    def enter_traced(context: torch.autocast) -> Any:
+        if tracer.is_recording:
+            raise Undecided("enters torch.autocast, which its layers would not")
+        return enter(context)  # type: ignore[no-untyped-call]
+
+    torch.autograd.Function.apply = classmethod(apply_traced)  # type: ignore[assignment]
+    torch.autocast.__enter__ = enter_traced  # type: ignore[method-assign]
+    builtins.isinstance = check_traced
+    try:
+        yield
+    finally:
+        builtins.isinstance = check
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def known_training(tracer: Tracer) -> Iterator[None]:
+    """Notice where the code of a model reads `training`."""
+
+    def write(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    nn.Module.training = property(tracer.read_training, write)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.training
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo what the code of a model puts into attributes, buffers and hooks, such as a table for later calls."""
+    kept = [(module, dict(module.__dict__)) for module in model.modules()]
+    values = {id(value): value for _, attributes in kept for value in attributes.values()}.values()
+    entries = [(value, copy.copy(value)) for value in values if isinstance(value, dict | list | set)]
+    tensors = [(value, value.clone()) for value in values if type(value) is Tensor]
+    try:
+        yield
+    finally:
+        hooks = [value for _, attributes in kept for name, value in attributes.items() if name.endswith("_hooks")]
+        sizes = list(map(len, hooks))
+        for module, attributes in kept:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for value, before in entries:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        with torch.no_grad():
+            for tensor, number in tensors:
+                tensor.copy_(number)
+    if sizes != list(map(len, hooks)):
+        raise Undecided("registers hooks while it runs, which its layers would not have; run it once before")

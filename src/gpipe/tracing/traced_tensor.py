@@ -1,0 +1,88 @@
+"""What stands for a tensor in a model's code while that is recorded."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from gpipe.tracing.errors import Undecided
+
+
+class TracedTensor(fx.Proxy):
+    """A tensor in the code of a model, or a tuple of them: its numbers are unknown, all else is known.
+
+    Shapes, types and devices are plain values, so the code may compute and decide with them. `batch.py` finds out which
+    of them follow the number of examples.
+    """
+
+    value: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_GRAPH:
+            raise Undecided(f"asks for {name} of a tensor, which depends on who runs it")
+        if isinstance(self.value, dict) and name in ("keys", "values", "items"):
+            entries = {key: operator.getitem(self, key) for key in self.value}
+            return getattr(entries, name)
+        found = getattr(self.value, name)
+        if isinstance(found, Tensor):
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        if callable(found):
+            return lambda *args, **kwargs: self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __contains__(self, key: Any) -> bool:
+        if isinstance(self.value, dict):
+            return key in self.value
+        raise Undecided("looks for a value in a tensor")
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.value, dict):
+            return iter(self.value)
+        return iter([operator.getitem(self, position) for position in range(len(self.value))])
+
+    def __bool__(self) -> bool:
+        if isinstance(self.value, Tensor):
+            raise Undecided("decides by the numbers of a tensor")
+        return bool(self.value)
+
+    def __index__(self) -> int:
+        raise Undecided("uses the number of a tensor as an integer")
+
+    __int__ = __float__ = __index__
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", set_item, (self, key, value), {})
+
+
+_OF_GRAPH = ("requires_grad", "requires_grad_", "grad_fn", "is_leaf")
+
+
+def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], Any]:
+    """Return a method such as __iadd__, which fx.Proxy lacks: Python would make a new tensor."""
+
+    def method(self: TracedTensor, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return method
+
+
+_NAMES = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ifloordiv", "imod", "ipow")
+IN_PLACE = {getattr(operator, name) for name in _NAMES}
+for _name in _NAMES:
+    setattr(TracedTensor, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+def set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
+    """Change a part of a tensor, and return the tensor."""
+    tensor[key] = value
+    return tensor
+
+
+CHANGING = {*IN_PLACE, set_item}
+"""The functions that change their first argument in place."""

@@ -1,0 +1,485 @@
+"""What a model's code does beside operations: it stays whole, is refused, or is seen."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe
+from gpipe.tracing.errors import TracingError
+from tests.tracing.models import build, images
+
+
+class Decides(nn.Module):
+    """Is not the same operations for all inputs."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.where = Inner(), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.where == "numbers" and x.sum() > 0:
+            return x + 1
+        if self.where == "training" and self.training:
+            return x + 2
+        return x
+
+
+class Inner(nn.Module):
+    """Decides too, and can be one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 if self.training else 2)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("numbers", "decides by the numbers of a tensor"), ("training", r"decides by self\.training")],
+)
+def test_a_model_that_decides_while_it_runs_is_refused_with_the_line(where: str, said: str) -> None:
+    pattern = rf"^Decides cannot be cut into layers: .*test_recording\.py, line \d+: {said}; name the submodule .*$"
+    with pytest.raises(TracingError, match=pattern) as error:
+        gpipe.as_layers(Decides(where), torch.zeros(2, 3))
+    line = int(str(error.value).partition(", line ")[2].partition(":")[0])
+    assert f'self.where == "{where}"' in Path(__file__).read_text().splitlines()[line - 1]
+
+
+def test_a_model_of_torch_that_decides_is_refused_with_torchs_line() -> None:
+    with pytest.raises(TracingError, match=r"torch/nn/modules/transformer\.py, line \d+: decides by self\.training"):
+        gpipe.as_layers(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(2, 3, 8))
+
+
+def test_a_submodule_that_decides_is_one_operation_of_itself() -> None:
+    layers = gpipe.as_layers(nn.Sequential(Decides("nowhere"), nn.Linear(3, 3)), torch.zeros(2, 3))
+    assert layers.leaves == ["Inner"]
+    x = torch.randn(4, 3)
+    layers.train()
+    before = layers(x)
+    assert not torch.equal(layers.eval()(x), before)
+
+
+class Noise(nn.Module):
+    """Draws numbers that no tensor enters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(3)
+
+
+class Remembers(nn.Module):
+    """Keeps a table, counts in a buffer, and may keep what it saw last."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.linear, self.table, self.what = nn.Linear(3, 3), None, what
+        self.last: Any = None
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) != x.shape[1]:
+            self.table = torch.arange(x.shape[1])
+        self.seen += 1
+        x = self.linear(x) + self.table + self.seen
+        if self.what == "attribute":
+            self.last = x
+        if self.what == "buffer":
+            self.seen = self.seen.clone()
+        return x
+
+
+def test_a_model_keeps_nothing_of_being_recorded_and_its_layers_count_as_it_does() -> None:
+    model = Remembers()
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert model.table is None and torch.equal(model.seen, torch.zeros(3))
+    plain, x = copy.deepcopy(model), torch.randn(4, 3)
+    for _ in range(2):
+        assert torch.equal(layers(x), plain(x))
+    assert torch.equal(model.seen, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("what", ["attribute", "buffer"])
+def test_what_keeps_what_it_computed_is_one_operation_or_refused(what: str) -> None:
+    with pytest.raises(
+        TracingError, match="puts a tensor into an attribute or another one into a buffer, which a layer"
+    ):
+        gpipe.as_layers(Remembers(what), torch.zeros(2, 3))
+    model = nn.Sequential(Remembers(what), nn.Linear(3, 3))
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert layers.leaves == ["Remembers"] and model[0].last is None
+    plain, x = copy.deepcopy(model), torch.randn(4, 3)
+    for _ in range(2):
+        assert torch.equal(layers(x), plain(x))
+    assert torch.equal(model[0].seen, plain[0].seen)
+
+
+class Outer(nn.Module):
+    """Has a submodule called as the tracer calls the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other = Noise(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(self.other(self.model(x)))
+
+
+def test_random_numbers_that_no_input_enters_are_drawn_anew_each_time() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model = Outer()
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert layers.leaves == ["Noise"]
+    x = torch.zeros(4, 3)
+    for _ in range(2):
+        torch.set_rng_state(state)
+        assert torch.equal(layers(x), model(x)) is False
+        torch.set_rng_state(state)
+        expected = model(x)
+        torch.set_rng_state(state)
+        assert torch.equal(layers(x), expected)
+    with pytest.raises(
+        TracingError, match=r"draws random numbers that no input enters, which would be the same ones fo"
+    ):
+        gpipe.as_layers(Noise(), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("leaf", ["0", Decides])
+def test_a_named_submodule_or_type_is_one_operation(leaf: Any) -> None:
+    model = nn.Sequential(Decides("numbers"), nn.Linear(3, 3))
+    layers = gpipe.as_layers(model, torch.zeros(2, 3), leaves=[leaf])
+    x = torch.randn(4, 3)
+    assert torch.equal(layers(x), model(x))
+
+
+def test_numbers_that_follow_the_batch_in_another_way_are_refused() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (len(x) ** 2)
+
+    with pytest.raises(
+        TracingError, match=r"mul> has \(9, 16, 1089\) for \(3, 4, 33\) examples, which does not follow"
+    ):
+        gpipe.as_layers(Square(), torch.zeros(2, 3))
+
+
+class Masked(nn.Module):
+    """Attends under a mask that belongs to no example, along the first dimension; the examples are the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return x.reshape(len(mask), x.shape[1], 8)
+
+
+def test_a_mask_of_no_example_reaches_every_layer_of_every_micro_batch() -> None:
+    torch.manual_seed(0)
+    model, x, targets = Masked(), torch.randn(5, 6, 8), torch.randn(5, 6, 8)
+    mask = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    plain = copy.deepcopy(model)
+    layers = gpipe.as_layers(model, (gpipe.split_along(x, 1), gpipe.replicated(mask)))
+    assert len(layers) > 2
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, gpipe.partition_layers([1] * len(layers), 2), 3, output_dimension=1)
+    report = pipeline.train_step(((gpipe.split_along(x, 1), gpipe.replicated(mask)), gpipe.split_along(targets, 1)))
+    for part, aims in zip(x.split(2, dim=1), targets.split(2, dim=1), strict=True):
+        (F.mse_loss(plain(part, mask), aims) / 3).backward()
+    assert torch.allclose(torch.as_tensor(report.loss), F.mse_loss(plain(x, mask), targets))
+    for (name, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and torch.allclose(parameter.grad, twin.grad, atol=1e-7), name
+
+
+class Nested(nn.Module):
+    """Returns its output as a function nests it."""
+
+    def __init__(self, nest: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.nest = nest
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.nest(x)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda x: {"a": {"b": x}},
+        lambda x: [x],
+        lambda x: (x, [x + 1, {"a": (x[:, :2], None)}]),
+        lambda x: OrderedDict(out=x, none=None),
+    ],
+)
+def test_outputs_are_nested_as_the_models_are(nest: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Nested(nest), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:3])
+    found = gpipe.Pipeline(layers, lambda outputs, _: outputs, [len(layers)], 2).evaluate(x)
+    assert len(layers) > 1
+    assert_nested_alike(found, model(x))
+
+
+def assert_nested_alike(found: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.allclose(found, expected, atol=1e-6)
+        return
+    assert type(found) is (dict if isinstance(expected, dict) else type(expected))
+    if expected is not None:
+        assert len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_nested_alike(found[key], expected[key])
+
+
+def test_the_example_may_be_on_another_device_than_the_model() -> None:
+    layers = gpipe.as_layers(build("ViT").to("meta"), images())
+    other = gpipe.as_layers(build("ViT").to("meta"), images().to("meta"))
+    assert [str(layer) for layer in layers] == [str(layer) for layer in other] and len(layers) > 1
+    assert {parameter.device.type for parameter in layers.parameters()} == {"meta"}
+
+
+class Parts(nn.Module):
+    """Three linear layers, for the models below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+
+class Negated(torch.autograd.Function):
+    """Reverses the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Reversal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Negated.apply(x)  # type: ignore[no-any-return]
+
+
+class OwnBackward(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reversal = Reversal()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.reversal(self.b(self.a(x))))
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.linear(x).sigmoid()
+
+
+class WithoutGradient(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)) * self.gate(x))
+
+
+class Converting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float() @ torch.ones(4, 4)
+
+
+class OwnPrecision(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.converting = Converting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.converting(self.b(self.a(x))))
+
+
+class Frozen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+class FrozenPart(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = Frozen().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.frozen(self.b(self.a(x))))
+
+
+class Hooked(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Reversal()
+        self.inner.register_full_backward_hook(lambda _, gradients, __: (2 * gradients[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.inner(self.b(self.a(x))))
+
+
+@pytest.mark.parametrize("kind", [OwnBackward, WithoutGradient, OwnPrecision, FrozenPart, Hooked])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_what_is_more_than_operations_stays_whole(kind: type[Parts], precision: torch.dtype) -> None:
+    """A backward, a context, a mode or a hook of its own."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    layers = gpipe.as_layers(model, x[:2])
+    assert len(layers) > 1 and len(layers.leaves) == (kind is not Hooked)
+    for one in (plain, layers):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
+            outputs = one(x)
+        outputs.float().square().mean().backward()
+    for (name, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (twin.grad is None), name
+        assert parameter.grad is None or torch.equal(parameter.grad, twin.grad), name
+
+
+class Choosing(Parts):
+    """Looks at what a recurrent layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, hidden = self.rnn(self.a(x))
+        if isinstance(hidden, tuple):
+            hidden = hidden[0]
+        found = self.b(hidden[-1])
+        return self.c(found) if isinstance(found, Tensor) else found[-1]
+
+
+def test_isinstance_sees_what_is_traced() -> None:
+    torch.manual_seed(0)
+    model, x = Choosing(), torch.randn(5, 3, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    assert torch.equal(layers(x), model(x))
+    assert isinstance is __builtins__["isinstance"] and not isinstance(x, tuple)  # type: ignore[index]
+
+
+class Filling(Parts):
+    """Fills a tensor that it makes, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 4) if self.how == "of another" else torch.zeros(len(x), 4)
+        y = self.a(x)
+        if self.how == "assigned":
+            out[:, :2] = y[:, :2]
+        elif self.how == "method":
+            out.add_(y)
+        else:
+            for layer in (self.a, self.b):
+                out += layer(x)
+        return self.c(y) + out
+
+
+@pytest.mark.parametrize("how", ["assigned", "method", "added to"])
+def test_a_tensor_that_code_makes_and_fills_is_refused(how: str) -> None:
+    with pytest.raises(TracingError, match=r"changes a tensor in place that it made itself; make it from another"):
+        gpipe.as_layers(Filling(how), torch.randn(3, 4))
+
+
+def test_a_tensor_made_from_another_may_be_filled() -> None:
+    model, x = Filling("of another"), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, x[:2])
+    for _ in range(2):
+        assert torch.equal(layers(x), model(x))
+
+
+class Remembering(Parts):
+    """Registers a hook and changes attributes when it runs."""
+
+    def __init__(self, *, hooks: bool) -> None:
+        super().__init__()
+        self.seen, self.names, self.hooks = torch.zeros(1), list[str](), hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.names.append("called")
+        if self.hooks and not self.a._forward_hooks:
+            self.a.register_forward_hook(lambda _, __, outputs: outputs + 1)
+        return self.c(self.b(self.a(x)))
+
+
+def test_a_model_has_no_hook_list_or_tensor_changed_by_being_recorded() -> None:
+    model = Remembering(hooks=False)
+    gpipe.as_layers(model, torch.randn(3, 4))
+    assert (float(model.seen), model.names) == (0, [])
+    model = Remembering(hooks=True)
+    with pytest.raises(TracingError, match="registers hooks while it runs, which its layers would not have; run"):
+        gpipe.as_layers(model, torch.randn(3, 4))
+    assert not model.a._forward_hooks and float(model.seen) == 0
+    x = torch.randn(5, 4)
+    expected = model(x)
+    assert torch.equal(gpipe.as_layers(model, x[:2])(x), expected)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + 1 if len(x) % 2 else x,
+        lambda x: x * (2 if len(x) > 16 else 1),
+    ],
+)
+def test_code_that_treats_even_or_many_examples_otherwise_is_refused(compute: Callable[[Tensor], Tensor]) -> None:
+    class Treating(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(compute(self.a(x)))
+
+    with pytest.raises(TracingError, match=r"for another number of examples|which does not follow their number"):
+        gpipe.as_layers(Treating(), torch.randn(3, 4))
+
+
+def test_a_part_of_an_example_is_a_tensor_or_none() -> None:
+    class Optional(Parts):
+        def forward(self, x: Tensor, more: Tensor | None) -> Tensor:
+            return self.b(self.a(x) if more is None else more)
+
+    model, x = Optional(), torch.randn(5, 4)
+    layers = gpipe.as_layers(model, (x[:2], None))
+    assert torch.equal(layers((x, None)), model(x, None))
+    with pytest.raises(TracingError, match=r"the example has 3.0, and layers take tensors and None"):
+        gpipe.as_layers(model, (x, 3.0))
+
+
+def test_a_constant_that_depends_on_the_mode_is_a_decision() -> None:
+    class Scaled(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) * torch.tensor(1.0 if self.training else 0.5))
+
+    with pytest.raises(TracingError, match=r"decides by self.training"):
+        gpipe.as_layers(Scaled(), torch.randn(3, 4))
