@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gpipe.launch.store import LOOPBACK, serve_store
 from gpipe.pipeline.job.activity import Activity
-from gpipe.pipeline.job.board import Board
+from gpipe.pipeline.job.board import SILENT_SECONDS, Board
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure
 from gpipe.pipeline.job.watch import Watch
@@ -93,6 +93,28 @@ def test_a_store_that_does_not_answer_can_be_given_up(server: tuple[multiprocess
         time.sleep(0.05)
     board.give_up()
     assert board.read("key") == 1
+
+
+def test_a_process_that_lost_a_neighbour_does_not_wait_for_a_store_that_does_not_answer(
+    server: tuple[multiprocessing.Process, dist.TCPStore],
+) -> None:
+    process, store = server
+    assert process.pid is not None
+    board = Board(store)
+    board.write("key", 1)
+    assert board.read("key") == 1
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    waiting = threading.Thread(target=lambda: board.read("other"), daemon=True)
+    waiting.start()
+    while board.silent_seconds <= SILENT_SECONDS:
+        time.sleep(0.05)
+    board.write_first("failure", "unheard")
+    assert board.read("key") == 1  # neither of the two would come back
+    os.kill(process.pid, signal.SIGCONT)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert board.read("other") is None
 
 
 @pytest.mark.parametrize("answers", [True, False])

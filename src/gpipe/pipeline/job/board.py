@@ -10,12 +10,15 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+SILENT_SECONDS = 1.0  # after which another answer of the store is not waited for
+
 
 class Board:
     """Notes in the job's key-value store; where it cannot be reached any more, what it last said.
 
     The store is in a process of one host. When that host ends, a call fails at once. When the network to it does, a
-    call may take a quarter of an hour: others can see that it is under way, and give the store up.
+    call may take a quarter of an hour: others can see that it is under way, and give the store up. Until then nobody
+    joins a wait that is long already: a process that has lost a neighbour must not hang while it asks why.
     """
 
     def __init__(self, store: Store) -> None:
@@ -51,7 +54,7 @@ class Board:
         return self._known.get(key)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        if self._is_given_up:
+        if self._is_given_up or self.silent_seconds > SILENT_SECONDS:
             return None
         thread = threading.get_ident()
         self._under_way[thread] = time.monotonic()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gpipe.pipeline._compat import set_timeout
-from gpipe.pipeline.job.board import Board
+from gpipe.pipeline.job.board import SILENT_SECONDS, Board
 from gpipe.pipeline.job.device_work import DeviceWork
 from gpipe.pipeline.job.errors import LostPeer, PeerFailure, PipelineError
 from gpipe.pipeline.job.sockets import Connection
@@ -33,7 +33,6 @@ _URGENT_LOOK_SECONDS = 0.1  # once something has failed
 _GRACE_SECONDS = 0.4  # for a process to hear of a failure by itself before its connections are cut
 _EXPLANATION_SECONDS = 2.0  # for the cause to be found where a process lost its connections, but may not have ended
 _JOIN_SECONDS = 5.0  # for threads whose waits have been cut
-_SILENT_SECONDS = 1.0  # after which no answer of the store is waited for at the end
 _STOPPED_SECONDS = 3 * _LOOK_SECONDS  # without a look
 _SECOND_NET = 10  # times the time-out: after so long NCCL itself ends a process whose watch has not
 _LEAST_SECONDS = 3600.0  # of that net where a whole step of another process may pass before its part comes
@@ -245,7 +244,7 @@ class Watch:
 
     def join(self) -> None:
         """Wait until the threads have ended, unless one waits for a store that does not answer."""
-        if self._board.silent_seconds < _SILENT_SECONDS:
+        if self._board.silent_seconds < SILENT_SECONDS:
             join_threads(self._threads)
 
     def look(self) -> bool:
