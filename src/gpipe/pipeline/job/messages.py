@@ -30,8 +30,8 @@ class Messenger:
 
     Values are gathered along the ranks, from the last one to the first, and all go back the same way:
 
-        rank 0  <- 0 1 2 -  rank 1  <- 1 2 -  rank 2        the stages end a step in this order
-        rank 0  -- 0 1 2 >  rank 1  - 0 1 2 > rank 2        and begin the next one in this
+        rank 0  <- 1, 2 --  rank 1  <---- 2 --  rank 2      stages end a step from the last to the first
+        rank 0  - 0, 1, 2 > rank 1  - 0, 1, 2 > rank 2      and begin the next one from the first to the last
 
     So the first stage, for which all wait between two steps, has one message to receive and one to send.
     """
