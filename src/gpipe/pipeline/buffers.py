@@ -26,6 +26,9 @@ BufferCopies: TypeAlias = dict[BufferPlace, Tensor]
 """Copies of buffers."""
 
 
+_NO_COPIES: AbstractContextManager[BufferCopies] = nullcontext({})
+
+
 class Buffers:
     """The buffers of some layers, by their index in the model, except those of converted batch norms.
 
@@ -63,7 +66,7 @@ class Buffers:
             ValueError: a buffer changed that did not in the step's first micro-batch, so that nobody knows its value
                 before: the forward cannot be repeated, as a recomputation has to.
         """
-        return self._moved(for_recomputation=for_recomputation) if self._places else nullcontext({})
+        return self._moved(for_recomputation=for_recomputation) if self._places else _NO_COPIES
 
     @contextmanager
     def _moved(self, *, for_recomputation: bool) -> Iterator[BufferCopies]:

@@ -28,16 +28,16 @@ class Kind(StrEnum):
 
     # Attributes, as they are read several times per task.
     makes_gradients: bool  # whether the stage before gets gradients from it
+    direction: Kind  # in which its result travels: FORWARD to the next stage, or BACKWARD to the one before
     words: str  # its name in a sentence
 
     def __init__(self, value: str) -> None:
         self.makes_gradients = value in ("backward", "input_gradients")
         self.words = value.replace("_", " ")
 
-    @property
-    def direction(self) -> Kind:
-        """In which direction its result travels: FORWARD to the next stage, or BACKWARD to the one before."""
-        return Kind.BACKWARD if self.makes_gradients else Kind.FORWARD
+
+for _kind in Kind:
+    _kind.direction = Kind.BACKWARD if _kind.makes_gradients else Kind.FORWARD
 
 
 class Rematerialize(StrEnum):

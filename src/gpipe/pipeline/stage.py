@@ -217,10 +217,9 @@ class Stage:
 
     def _forward(self, micro_batch: int, inputs: Payload, *, keep_graph: bool) -> Payload:
         synchronized = self.exchange.start(notes=True) if self.exchange is not None else None
-        with (
-            self._buffers.moved(for_recomputation=not keep_graph) as buffers,
-            microbatch_phase(self._batch_norms, recompute=False, synchronized=synchronized),
-        ):
+        norms = self._batch_norms  # without any, a forward is what it is outside of a step
+        phase = microbatch_phase(norms, recompute=False, synchronized=synchronized) if norms else NOTHING
+        with self._buffers.moved(for_recomputation=not keep_graph) as buffers, phase:
             kept = _Kept(inputs, buffers, [None] * sum(inputs.differentiable), synchronized=synchronized)
             self._kept[micro_batch] = kept
             if keep_graph:
@@ -255,7 +254,7 @@ class Stage:
             Likewise the gradients of the input's tensors.
         """
         kept = self._kept.pop(micro_batch)
-        averaged = NOTHING if splits else self._averaged(micro_batch)
+        averaged = NOTHING if splits or self.averaging is None else self._averaged(micro_batch)
         splits = splits and self.graphs is None  # a graph makes all gradients of a layer at once
         # Checkpoints inside of layers recompute in backward.
         if kept.synchronized is not None:
@@ -295,8 +294,8 @@ class Stage:
         self.current_layer.at = (self._last, self.layers[self._last]) if self.loss is None else (self._last + 1, None)
         seeds = [kept.loss_gradient] if gradients is None else gradients.value()
         pairs = [(r, s) for r, s in zip(kept.roots, seeds, strict=True) if r is not None and s is not None]
-        others = list(kept.synchronized.anchors) if kept.synchronized is not None else []
-        pairs += [(get_gradient_edge(tensor), None) for tensor in others]
+        if kept.synchronized is not None:
+            pairs += [(get_gradient_edge(tensor), None) for tensor in kept.synchronized.anchors]
         if not pairs:
             return
         if splits is None:
@@ -394,7 +393,8 @@ class Stage:
                 payload = lower(payload)
                 value = payload.value()
             self._enter(micro_batch, index, layer)
-            passed_by = [tensor.grad_fn for tensor in payload.tensors] if announce else []
+            is_announced = announce and (index < self._last or self.loss is not None)
+            passed_by = [tensor.grad_fn for tensor in payload.tensors] if is_announced else []
             if graphs is not None:
                 value = graphs.run(index, value, micro_batch if announce else None)
             else:
@@ -411,7 +411,7 @@ class Stage:
                 (check.note if is_stored else check.compare)(micro_batch, index, payload.tensors)
             if look is not None:
                 look(index, f"layer {index} ({type(layer).__name__})", payload.tensors)
-            if announce and (index < self._last or self.loss is not None):
+            if is_announced:
                 self.current_layer.announce_backward(payload, passed_by, index, layer)
         if self._last + 1 in self._lowered:  # the next stage's first layer
             payload = lower(payload)

@@ -51,15 +51,24 @@ class Connection:
 
     def receive(self, *parts: Any) -> None:
         """Wait for as many bytes as buffers have room for."""
-        left: Sequence[Any] = parts
+        self._receive(parts, socket.MSG_WAITALL)
+
+    def receive_at_once(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Receive what is there, without waiting; return what is left of the buffers."""
+        return self._receive(parts, socket.MSG_DONTWAIT)
+
+    def _receive(self, left: Sequence[Any], flags: int) -> Sequence[Any]:
         try:
             while left:
-                count, *_ = self._socket.recvmsg_into(left[:_MOST_PARTS], 0, socket.MSG_WAITALL)
+                count, *_ = self._socket.recvmsg_into(left[:_MOST_PARTS], 0, flags)
                 if not count:
                     raise ConnectionResetError("the connection was closed at its other end")
                 left = _drop(left, count)
+        except BlockingIOError:
+            pass
         except OSError as error:
             raise self._lost(error) from None
+        return left
 
     def cut(self) -> None:
         """End all waits at both ends."""

@@ -168,7 +168,8 @@ class Watch:
             PeerFailure: with that cause.
         """
         self._progress += 1
-        self.raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def raise_failure(self) -> None:
         """Raise the cause of failure of another process, if there is one; a process that only waits calls this."""

@@ -141,6 +141,11 @@ class MessageFormat:
         ]
 
     @functools.cached_property
+    def _has_empty(self) -> bool:
+        """Whether a tensor has no elements: the system takes no buffer without bytes."""
+        return any(layout.num_elements == 0 for layout in self.layouts)
+
+    @functools.cached_property
     def _marks(self) -> tuple[list[bool], list[bool]]:
         """Which tensors need a gradient; which share memory, or none."""
         shared = [layout.shared for layout in self.layouts]
@@ -164,7 +169,7 @@ class MessageFormat:
                 parts.append(flatten(tensor, layout).numpy().data)
         if self._gaps[-1]:
             parts.append(_ZEROS[: self._gaps[-1]])
-        return [part for part in parts if len(part)]
+        return [part for part in parts if len(part)] if self._has_empty else parts
 
     def allocate(self) -> tuple[list[Tensor], list[Any]]:
         """Return memory for the elements of each tensor and, with it, the buffers of a message."""
@@ -179,7 +184,7 @@ class MessageFormat:
             parts.append(buffer.from_address(elements[-1].data_ptr()))  # which does not keep the tensor alive
         if self._gaps[-1]:
             parts.append(bytearray(self._gaps[-1]))
-        return elements, [part for part in parts if len(part)]
+        return elements, [part for part in parts if len(part)] if self._has_empty else parts
 
     def pack(self, payload: Payload, message: Tensor) -> None:
         """Copy the tensors' bytes behind the prefix of a message, uint8 [offsets[-1]]."""

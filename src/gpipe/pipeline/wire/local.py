@@ -17,7 +17,7 @@ from typing import Any
 from gpipe.pipeline.job.errors import PeerFailure
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
-from gpipe.pipeline.wire.format import PREFIX_BYTES, MessageFormat
+from gpipe.pipeline.wire.format import MessageFormat
 from gpipe.pipeline.wire.streams import HEADER, Formats, Link, Mark, Sender
 
 
@@ -107,25 +107,28 @@ class LocalReceiver:
 
     def _next(self) -> tuple[Payload, MiniBatch]:
         found = self._formats.predict()
-        with self.link.messenger.waiting_for(self.link.peer):
+        elements, parts = found.allocate()
+        self._receive(parts)
+        mark, size, *_ = HEADER.unpack_from(parts[0])
+        if mark != Mark.DATA:
+            text = bytearray().join(parts[1:])[:size]
+            self._receive([rest] if (rest := bytearray(size - len(text))) else [])
+            if mark == Mark.FAILURE:
+                raise PeerFailure(**json.loads(text + rest))
+            found = MessageFormat.from_json(bytes(text + rest))
             elements, parts = found.allocate()
-            self._connection.receive(*parts)
-            mark, size, *_ = HEADER.unpack_from(parts[0])
-            if mark != Mark.DATA:
-                text = bytearray().join(parts[1:])[:size]
-                if rest := bytearray(size - len(text)):
-                    self._connection.receive(rest)
-                if mark == Mark.FAILURE:
-                    raise PeerFailure(**json.loads(text + rest))
-                found = MessageFormat.from_json(bytes(text + rest))
-                elements, parts = found.allocate()
-                self._connection.receive(*parts)
-            self._formats.check_prefix(parts[0])
+            self._receive(parts)
+        self._formats.check_prefix(parts[0])
         self._formats.advance(found)
         return found.payload(elements), found.batch
+
+    def _receive(self, parts: Sequence[Any]) -> None:
+        if left := self._connection.receive_at_once(parts):
+            with self.link.messenger.waiting_for(self.link.peer):
+                self._connection.receive(*left)
 
 
 def _frame(mark: Mark, text: bytes, least: int) -> bytes:
     """Return a text as a message of at least so many bytes."""
-    message = HEADER.pack(mark, len(text), False, 0).ljust(PREFIX_BYTES, b"\0") + text
+    message = HEADER.pack(mark, len(text), False, 0) + text
     return message.ljust(least, b"\0")

@@ -24,7 +24,7 @@ from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.transfer import MiniBatch
 from gpipe.pipeline.wire.format import EMPTY, PREFIX_BYTES, MessageFormat, flatten
 
-HEADER = struct.Struct("<BQ?I")
+HEADER = struct.Struct(f"<BQ?I{PREFIX_BYTES - 14}x")
 """A mark, and the size of a text; whether data is of a training step, and how many messages of that came before."""
 
 _AHEAD = 2  # payloads that a receiver holds or asks for before the stage wants them
@@ -83,7 +83,7 @@ class Formats:
     """What one end of a stream predicts; the other end, having seen the same messages, predicts the same."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bool, int], MessageFormat] = {}
+        self._known: dict[bool, dict[int, MessageFormat]] = {True: {}, False: {}}  # by training, then by position
         self._training = True
         self.position = 0  # of the next message in its step
 
@@ -93,7 +93,7 @@ class Formats:
 
     def prefix(self) -> bytes:
         """Return what the next message of data begins with."""
-        return HEADER.pack(Mark.DATA, 0, self._training, self.position).ljust(PREFIX_BYTES, b"\0")
+        return HEADER.pack(Mark.DATA, 0, self._training, self.position)
 
     def check_prefix(self, message: Any) -> None:
         """Refuse a message of data that is not the next one of this end's step.
@@ -110,16 +110,16 @@ class Formats:
 
     def predict(self) -> MessageFormat:
         """Return the format that the next message should have."""
-        before = self._known.get((self._training, self.position - 1), EMPTY)
-        return self._known.get((self._training, self.position), before)
+        known = self._known[self._training]
+        return known.get(self.position) or known.get(self.position - 1, EMPTY)
 
     def longest(self) -> int:
         """Return the size of the longest message that any prediction could be of."""
-        return max(known.offsets[-1] for known in (EMPTY, *self._known.values()))
+        return max(known.offsets[-1] for known in (EMPTY, *self._known[True].values(), *self._known[False].values()))
 
     def advance(self, found: MessageFormat) -> None:
         """Note the format that it had."""
-        self._known[self._training, self.position] = found
+        self._known[self._training][self.position] = found
         self.position += 1
 
 
