@@ -109,12 +109,33 @@ def test_a_process_that_lost_a_neighbour_does_not_wait_for_a_store_that_does_not
     waiting.start()
     while board.silent_seconds <= SILENT_SECONDS:
         time.sleep(0.05)
-    board.write_first("failure", "unheard")
-    assert board.read("key") == 1  # neither of the two would come back
+    assert board.read("key") == 1  # a wait would not come back
+    writing = threading.Thread(target=lambda: board.write_first("failure", "heard"), daemon=True)
+    writing.start()
     os.kill(process.pid, signal.SIGCONT)
-    waiting.join(10)
-    assert not waiting.is_alive()
-    assert board.read("other") is None
+    for thread in (waiting, writing):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert board.read("failure") == "heard"
+
+
+def test_a_cause_is_not_waited_with_once_the_store_is_given_up(
+    server: tuple[multiprocessing.Process, dist.TCPStore],
+) -> None:
+    process, store = server
+    assert process.pid is not None
+    board = Board(store)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    threading.Thread(target=lambda: board.read("other"), daemon=True).start()
+    while board.silent_seconds <= SILENT_SECONDS:
+        time.sleep(0.05)
+    writing = threading.Thread(target=lambda: board.write_first("failure", "unheard"), daemon=True)
+    writing.start()
+    board.give_up()
+    writing.join(5)
+    assert not writing.is_alive()
+    os.kill(process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("answers", [True, False])

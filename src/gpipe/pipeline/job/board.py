@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 SILENT_SECONDS = 1.0  # after which another answer of the store is not waited for
+_PATIENCE_SECONDS = 10.0  # with a silent store, where a cause of failure is to be noted: nobody may hear it otherwise
 
 
 class Board:
@@ -42,7 +43,10 @@ class Board:
         self._ask(lambda: self._store.set(key, json.dumps(value)))
 
     def write_first(self, key: str, value: Any) -> None:
-        """Write a note, unless there is one with this key."""
+        """Write a note, unless there is one with this key; wait a while for a silent store that is not given up."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while self.silent_seconds > SILENT_SECONDS and not self._is_given_up and time.monotonic() < deadline:
+            time.sleep(0.05)
         self._ask(lambda: self._store.compare_set(key, "", json.dumps(value)))
 
     def read(self, key: str) -> Any:

@@ -168,8 +168,7 @@ class Watch:
             PeerFailure: with that cause.
         """
         self._progress += 1
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise the cause of failure of another process, if there is one; a process that only waits calls this."""
