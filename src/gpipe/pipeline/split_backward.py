@@ -40,7 +40,8 @@ Differentiate: TypeAlias = Callable[[Tensor], Iterable[Tensor | None]]
 CACHE_BYTES = 2**20
 """Gradients of weights go through autograd together up to about this size, that of a processor core's cache."""
 
-_ACCUMULATE, _TRANSPOSE, _REENTRANT = "AccumulateGrad", "TBackward0", "CheckpointFunctionBackward"
+_ACCUMULATE, _REENTRANT = "AccumulateGrad", "CheckpointFunctionBackward"
+_TRANSPOSED = ["TBackward0"]
 
 
 class _Product(NamedTuple):
@@ -49,16 +50,14 @@ class _Product(NamedTuple):
     Attributes:
         activations: which of its inputs has them.
         weights: which are the weight and, after it, the bias.
-        saved: the tensors of which the weight's gradient is made, as autograd calls them; first the activations.
+        saved: the activations, as autograd calls them.
         prepare: (the operation, which weights are wanted) -> what makes their gradients.
-        can_wait: whether it does, for one operation.
     """
 
     activations: int
     weights: tuple[int, ...]
-    saved: tuple[str, ...]
+    saved: str
     prepare: Callable[[Any, Sequence[int]], Differentiate]
-    can_wait: Callable[[Any], bool] = lambda _: True
 
 
 class _End(NamedTuple):
@@ -71,7 +70,7 @@ class _End(NamedTuple):
         is_transposed: whether it is the parameter transposed, as in a fully connected layer.
     """
 
-    edge: GradientEdge
+    edge: tuple[Node, int]
     leaf: Any
     is_own: bool
     is_transposed: bool
@@ -106,7 +105,7 @@ class DeferredProduct(NamedTuple):
     @property
     def inputs(self) -> Tensor:
         """The activations."""
-        found: Tensor = getattr(self.node, f"_saved_{self.kind.saved[0]}")
+        found: Tensor = getattr(self.node, f"_saved_{self.kind.saved}")
         return found
 
     def prepare(self) -> Differentiate:
@@ -147,7 +146,7 @@ class WeightGradients:
             on_position(position)
             for end, value in zip(ends, differentiate(gradient), strict=True):
                 if value is not None and not end.add(value):
-                    made.append((end.edge, value))
+                    made.append((GradientEdge(*end.edge), value))
             del differentiate, gradient, value
             # Small gradients together, for each backward takes time. Large ones one by one: each is added to the others
             # while it is in the processor's cache, and its memory is free for the next.
@@ -187,11 +186,12 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
         name = type(node).__name__
         if name == _ACCUMULATE:
             leaves[node] = node.variable
-        elif name == _REENTRANT:
+            continue
+        if name == _REENTRANT:
             return [], []  # it runs a whole backward of its own, and refuses to be a part of one
         edges = node.next_functions
-        if name in _PRODUCTS:
-            met.append((node, _PRODUCTS[name], edges))
+        if (kind := _PRODUCTS.get(name)) is not None:
+            met.append((node, kind, edges))
         for following, _ in edges:
             if following in uses:
                 uses[following] += 1
@@ -201,29 +201,30 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
     products = []
     for node, kind, edges in met:
         wanted = [which for which in kind.weights if edges[which][0] is not None]
-        ends = [_find_end(GradientEdge(*edges[which]), uses) for which in wanted]
         # A frozen weight is nothing to wait for. Without activations to differentiate, no backward would come here.
-        is_split = kind.weights[0] in wanted and edges[kind.activations][0] is not None and None not in ends
-        if is_split and _has_own_tensors(node, kind) and kind.can_wait(node):
-            known = [end for end in ends if end is not None]
-            for end in known:
-                leaves.pop(end.leaf)
-            products.append(DeferredProduct(node, kind, wanted, known))
+        if kind.weights[0] in wanted and edges[kind.activations][0] is not None and _can_wait(node, kind):
+            ends = [end for which in wanted if (end := _find_end(edges[which], uses)) is not None]
+            if len(ends) == len(wanted):
+                for end in ends:
+                    del leaves[end.leaf]
+                products.append(DeferredProduct(node, kind, wanted, ends))
     return list(leaves.values()), products
 
 
-def _has_own_tensors(node: Any, kind: _Product) -> bool:
-    """Return whether the tensors that an operation saved are with it, and not behind hooks, such as a checkpoint's."""
-    return all(getattr(node, f"_raw_saved_{name}").unpack_hook is None for name in kind.saved)
+def _can_wait(node: Any, kind: _Product) -> bool:
+    """Return whether an operation scales nothing and has its tensors itself; hooks have them under a checkpoint."""
+    if getattr(node, f"_raw_saved_{kind.saved}").unpack_hook is not None:
+        return False
+    return kind is not _PRODUCTS["AddmmBackward0"] or (node._saved_alpha == 1 and node._saved_beta == 1)
 
 
-def _find_end(edge: GradientEdge, uses: dict[Any, int]) -> _End | None:
+def _find_end(edge: tuple[Any, int], uses: dict[Any, int]) -> _End | None:
     """Return the leaf to which a chain of operations leads that nobody else uses; None where there is none."""
-    node: Any = edge.node
+    node = edge[0]
     names: list[str] = []
     while node is not None and uses[node] == 1:
         if (name := type(node).__name__) == _ACCUMULATE:
-            return _End(edge, node, not names, names == [_TRANSPOSE])
+            return _End(edge, node, not names, names == _TRANSPOSED)
         names.append(name)
         following = node.next_functions
         node = following[0][0] if len(following) == 1 else None
@@ -267,9 +268,7 @@ def _differentiate_product(inputs: Tensor, node: Any) -> Callable[[Tensor], Tens
 
 
 _PRODUCTS = {
-    "ConvolutionBackward0": _Product(0, (1, 2), ("input", "weight"), _prepare_convolution),
-    "AddmmBackward0": _Product(
-        1, (2, 0), ("mat1",), _prepare_linear, lambda node: node._saved_alpha == 1 and node._saved_beta == 1
-    ),
-    "MmBackward0": _Product(0, (1,), ("self",), _prepare_product),
+    "ConvolutionBackward0": _Product(0, (1, 2), "input", _prepare_convolution),
+    "AddmmBackward0": _Product(1, (2, 0), "mat1", _prepare_linear),
+    "MmBackward0": _Product(0, (1,), "self", _prepare_product),
 }
