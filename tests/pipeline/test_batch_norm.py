@@ -237,6 +237,16 @@ def test_a_layer_that_the_step_did_not_reach_stays_as_it_is() -> None:
     assert_close(statistics(unreached.norm), before, rtol=0)
 
 
+def test_one_value_per_channel_is_refused_with_the_remedy() -> None:
+    layers = gpipe.convert_batch_norm(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    pipeline = gpipe.Pipeline(layers, nn.CrossEntropyLoss(), [2], num_microbatches=4)
+    batch = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(gpipe.PipelineError, match=r"layer 0 \(MicroBatchNorm1d\).*input of \(1, 3\).*lower num_micro"):
+        pipeline.train_step(batch)
+    assert pipeline.evaluate(batch[0]).shape == (4, 2)
+    gpipe.Pipeline(layers, nn.CrossEntropyLoss(), [2], num_microbatches=2).train_step(batch)
+
+
 @pytest.mark.parametrize("options", [{"track_running_stats": False}, {"affine": False}])
 def test_a_layer_without_statistics_or_without_weights_trains(options: dict[str, bool]) -> None:
     norm = nn.BatchNorm2d(3, **options).double()

@@ -111,13 +111,22 @@ class MicroBatchNorm(AnyBatchNorm):
     is_torchs_own = False  # whether the class that was converted is one of torch's own
 
     def forward(self, input: Tensor, *args: Any) -> Tensor:  # noqa: A002 - the name that torch gave it
-        """Normalise; the shapes are those of the layer that was converted."""
+        """Normalise; the shapes are those of the layer that was converted.
+
+        Raises:
+            ValueError: there is one value per channel to normalise, which has no variance.
+        """
         # Direct access to the dictionaries: nn.Module's attribute access would cost as much as a small layer.
         buffers, parameters, attributes = self._buffers, self._parameters, self.__dict__
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
         if _synchronized is not None and self.training:
             normalized: Tensor = _synchronized.forward(self, input, *args)
             return normalized
+        if self.training and self.is_torchs_own and input.ndim > 1 and input.numel() == input.shape[1]:
+            raise ValueError(
+                f"the batch norm sees one value per channel in an input of {tuple(input.shape)}, which has no "
+                "variance; give each micro-batch more examples: lower num_microbatches, or raise the batch size"
+            )
         phase = _find_phase()
         if phase is _OUTSIDE or not self.training or running_mean is None or running_var is None:
             unchanged: Tensor = super().forward(input, *args)
