@@ -52,12 +52,14 @@ class _Product(NamedTuple):
         weights: which are the weight and, after it, the bias.
         saved: the activations, as autograd calls them.
         prepare: (the operation, which weights are wanted) -> what makes their gradients.
+        is_plain: whether one operation is the product and nothing more.
     """
 
     activations: int
     weights: tuple[int, ...]
     saved: str
     prepare: Callable[[Any, Sequence[int]], Differentiate]
+    is_plain: Callable[[Any], bool] = lambda _: True
 
 
 class _End(NamedTuple):
@@ -212,10 +214,8 @@ def find_products(roots: Iterable[Node]) -> tuple[list[Tensor], list[DeferredPro
 
 
 def _can_wait(node: Any, kind: _Product) -> bool:
-    """Return whether an operation scales nothing and has its tensors itself; hooks have them under a checkpoint."""
-    if getattr(node, f"_raw_saved_{kind.saved}").unpack_hook is not None:
-        return False
-    return kind is not _PRODUCTS["AddmmBackward0"] or (node._saved_alpha == 1 and node._saved_beta == 1)
+    """Return whether an operation is plain and has its tensors itself: under a checkpoint hooks have them, and all."""
+    return getattr(node, f"_raw_saved_{kind.saved}").unpack_hook is None and kind.is_plain(node)
 
 
 def _find_end(edge: tuple[Any, int], uses: dict[Any, int]) -> _End | None:
@@ -269,6 +269,8 @@ def _differentiate_product(inputs: Tensor, node: Any) -> Callable[[Tensor], Tens
 
 _PRODUCTS = {
     "ConvolutionBackward0": _Product(0, (1, 2), "input", _prepare_convolution),
-    "AddmmBackward0": _Product(1, (2, 0), "mat1", _prepare_linear),
+    "AddmmBackward0": _Product(
+        1, (2, 0), "mat1", _prepare_linear, lambda node: node._saved_alpha == 1 and node._saved_beta == 1
+    ),
     "MmBackward0": _Product(0, (1,), "self", _prepare_product),
 }
