@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import gpipe
 import gpipe._compat.torchvision
@@ -327,3 +328,16 @@ def test_a_pipeline_refuses_a_batch_norm_that_was_not_converted(norm: nn.Module)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(norm))
     with pytest.raises(ValueError, match=r"layers\.1\.0 \(\w+\) would count every micro-batch"):
         gpipe.Pipeline(layers, nn.functional.mse_loss, [1, 1])
+
+
+def test_a_weight_that_is_computed_trains() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    parametrize.register_parametrization(plain[1], "weight", nn.Softplus())
+    layers = gpipe.convert_batch_norm(copy.deepcopy(plain))
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+    gpipe.Pipeline(layers, lambda x, _: x.square().mean(), [1, 2], 1).train_step((inputs, torch.zeros(6)))
+    plain(inputs).square().mean().backward()
+    for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    assert torch.equal(layers[1].running_mean, plain[1].running_mean)

@@ -552,3 +552,36 @@ def test_nested_outputs_are_concatenated() -> None:
     assert torch.equal(outputs["x"], inputs)
     assert torch.equal(outputs["more"][0], 2 * inputs)
     assert outputs["more"][1] is None
+
+
+def test_to_look_for_a_fault_draws_what_the_step_drew() -> None:
+    drawn: list[float] = []
+
+    def loss(outputs: Tensor, _: Tensor) -> Tensor:
+        drawn.append(float(torch.rand(())))
+        return outputs.mean() * torch.inf
+
+    pipeline = gpipe.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), loss, [1, 1], 2, rematerialize="never")
+    mini_batch = torch.ones(2, 4), torch.zeros(2)
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step(mini_batch)
+    found = pipeline.first_non_finite(mini_batch)
+    assert found is not None and found.name == "the loss"
+    assert drawn[2:] == drawn[:2]
+
+
+class DrawsAlways(nn.Module):
+    """Draws in evaluation too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_evaluation_draws_what_that_of_a_resumed_training_does() -> None:
+    trained, resumed = (pipeline_of(build().insert(1, DrawsAlways()), [2, 4]) for _ in range(2))
+    inputs, _ = batch(7)
+    for step in range(2):
+        trained.train_step(batch(7, seed=step))
+    resumed.layers.load_state_dict(trained.layers.state_dict())
+    resumed.step = trained.step
+    assert torch.equal(trained.evaluate(inputs), resumed.evaluate(inputs))

@@ -366,3 +366,29 @@ def test_one_device_may_serve_every_stage() -> None:
     pipeline = build(devices=["cpu", torch.device("cpu")])
     assert pipeline.train_step(batch()).num_microbatches == 2
     assert build(devices="cpu").train_step(batch()).num_microbatches == 2
+
+
+def test_an_error_in_what_prepares_inputs_says_so() -> None:
+    def prepare(x: Tensor) -> Tensor:
+        if float(x[0, 0]) == 1:
+            raise OSError("the disk is full")
+        return x
+
+    pipeline = gpipe.Pipeline(nn.Sequential(Keep(), Keep()), lambda x, _: x.sum(), [1, 1], M, prepare_inputs=prepare)
+    inputs = torch.arange(M).float().repeat_interleave(3).view(M, 3)
+    with pytest.raises(
+        gpipe.PipelineError,
+        match=r"^stage 0, micro-batch 1, prepare_inputs, forward: OSError: the disk is full$",
+    ):
+        pipeline.train_step((inputs, torch.zeros(M)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "split_gpipe"])
+def test_an_error_in_the_backward_of_the_loss_says_so(schedule: str) -> None:
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(Keep(), Keep()), lambda x, _: FailsBackward.apply(x).sum(), [1, 1], M, schedule=schedule
+    )
+    inputs = torch.arange(M).float().repeat_interleave(3).view(M, 3)
+    doing = "backward" if schedule == "gpipe" else "input gradients"
+    with pytest.raises(gpipe.PipelineError, match=rf"^stage 1, micro-batch 1, the loss, {doing}: OSError: the disk"):
+        pipeline.train_step((inputs, torch.zeros(M)))

@@ -126,3 +126,24 @@ def test_other_metrics_in_another_micro_batch_are_refused() -> None:
     loss(torch.zeros(2), 0)
     with pytest.raises(ValueError, match=r"^the loss returned the metrics \['1'\], but \['2'\] for another"):
         loss(torch.zeros(1), 1)
+
+
+def test_a_mini_batch_of_which_one_replica_has_padding_alone_is_no_loss_without_a_gradient() -> None:
+    targets = torch.full((2, 3), PADDING)
+    replicas = Replicas()
+    replicas.gather = lambda value: [value, [1.0, value[1]]]  # type: ignore[method-assign]  # the other one has a token
+    loss = MiniBatchLoss(token_loss, num_tokens, targets, [1, 1], torch.device("cpu"), replicas)
+    outputs = torch.randn(2, 3, 5, requires_grad=True)
+    assert [float(loss(part, i)) for i, part in enumerate(outputs.split(1))] == [0.0, 0.0]
+    loss.refuse_without_gradient()
+
+
+def test_replicas_that_share_out_weights_run_the_backward_of_padding_too() -> None:
+    targets = torch.tensor([[PADDING, PADDING], [1, 2]])
+    outputs = torch.randn(2, 2, 5)
+    outputs[0] = torch.inf  # 0 times this is no number
+    outputs.requires_grad_()
+    loss = MiniBatchLoss(token_loss, num_tokens, targets, [1, 1], torch.device("cpu"), Replicas(), shards_replicas=True)
+    first, _ = (loss(part, i) for i, part in enumerate(outputs.split(1)))
+    first.backward()
+    assert first.item() == 0.0 and torch.equal(outputs.grad, torch.zeros(2, 2, 5))

@@ -212,12 +212,15 @@ def test_buffers_of_a_step_that_failed_are_as_before(kind: str) -> None:
     assert_equal(dict(layers.named_buffers()), before)
 
 
-def test_a_buffer_that_begins_to_change_within_a_step_is_refused_where_it_must_be_known() -> None:
-    class Late(Averages):
-        def forward(self, x: Tensor) -> Tensor:
-            self.training = len(x) == 2  # the first micro-batch has three examples
-            return super().forward(x)
+class Late(Averages):
+    """Does not change its buffers in the first micro-batch of three."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        self.training = len(x) == 2
+        return super().forward(x)
+
+
+def test_a_buffer_that_begins_to_change_within_a_step_is_refused_where_it_must_be_known() -> None:
     message = (
         r"^stage 0, micro-batch 1, layer 1 \(Late\), forward: ValueError: the buffer layers\.1\.count changed in this "
         r"micro-batch, but not in the step's first one; .* or set rematerialize='never'$"
@@ -340,3 +343,50 @@ def test_the_graph_of_a_forward_that_is_recomputed_is_gone_when_it_ends() -> Non
     pipeline = gpipe.Pipeline(layers, F.cross_entropy, [3], 3)
     pipeline.train_step(batch())
     assert alive == [0] * 6
+
+
+class CountsLater(nn.Module):
+    """Counts the micro-batches behind the first one, which has three examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += len(x) == 2
+        return x * (1 + self.count)
+
+
+def test_a_buffer_that_began_to_change_within_a_step_is_undone_in_later_steps() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), CountsLater(), nn.Linear(4, 1))
+    factor = 1.0
+    pipeline = gpipe.Pipeline(layers, lambda x, _: x.mean() * factor, [1, 2], 3, rematerialize="never")
+    mini_batch = torch.ones(7, 4), torch.zeros(7)
+    pipeline.train_step(mini_batch)
+    factor = torch.inf
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step(mini_batch)
+    assert float(layers[1].count) == 2
+
+
+class InfiniteAtLast(nn.Module):
+    """Its third forward gives infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * torch.where(self.count == 3, torch.inf, 1.0)
+
+
+def test_a_fault_that_depends_on_what_micro_batches_left_is_found() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), InfiniteAtLast(), nn.Linear(4, 1))
+    pipeline = gpipe.Pipeline(layers, lambda outputs, _: outputs.mean(), [1, 2], 3)
+    mini_batch = torch.ones(3, 4), torch.zeros(3)
+    with pytest.raises(gpipe.NonFiniteError):
+        pipeline.train_step(mini_batch)
+    found = pipeline.first_non_finite(mini_batch)
+    assert found is not None and (found.layer, found.micro_batch) == (1, 2)
+    assert float(layers[1].count) == 0

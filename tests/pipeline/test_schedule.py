@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Sequence
@@ -26,9 +27,10 @@ from gpipe.pipeline.schedule import (
 from gpipe.pipeline.schedule_choice import SCHEDULES, SPLIT_SCHEDULES, place_stages
 from gpipe.pipeline.zero_bubble import split_gpipe, zero_bubble_h1, zero_bubble_v
 from gpipe.planning.simulation import simulate
-from tests.pipeline.schedule_shapes import STAGES_PER_DEVICE, Shape, shapes, tasks
+from tests.pipeline.schedule_shapes import LETTERS, STAGES_PER_DEVICE, Shape, shapes, tasks
 
 ALWAYS, EXCEPT_LAST, NEVER = Rematerialize
+LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
 
 
 @pytest.mark.parametrize(
@@ -355,3 +357,21 @@ def test_a_number_of_stages_that_a_device_cannot_have_is_refused(
         check_stages_per_device(name, num_stages, stages_per_device)
     with pytest.raises(ValueError, match=message):
         SCHEDULES[name](num_stages, 4, ALWAYS, stages_per_device)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_drawings_have_each_task_at_its_moment(name: str) -> None:
+    """A task takes a column, and begins as soon as it can."""
+    rows = re.findall(r"^ +(?:stage|device) \d   (.*)$", inspect.getdoc(SCHEDULES[name]) or "", re.MULTILINE)
+    num_devices, per_device = len(rows), STAGES_PER_DEVICE.get(name, (1, 1))[0]
+    num_microbatches = 1 + max(map(int, re.findall(r"\d", rows[0])))
+    mode = ALWAYS if "R" in rows[0] else NEVER
+    schedule = SCHEDULES[name](per_device * num_devices, num_microbatches, mode, per_device)
+    column = {event.task: round(event.start) for event in simulate(schedule, lambda _: 1.0).events}
+    for own, row in zip(schedule, rows, strict=True):
+        expected = [" " * 2] * (len(row) // 3 + 1)
+        first = min(task.stage for task in own)
+        for task in own:
+            word = f"{LETTER_OF[task.kind]}{task.micro_batch}"
+            expected[column[task]] = word if task.stage == first else word.lower()
+        assert row == " ".join(expected), name

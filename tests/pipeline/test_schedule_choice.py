@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any
@@ -92,3 +93,20 @@ def test_an_unknown_schedule_is_refused_with_the_names_of_those_that_there_are()
         match=rf"^schedule is '1b1f'; it must be one of {', '.join(SCHEDULES)}, or a ",
     ):
         choose_schedule("1b1f", 2, 2, ALWAYS, 1)
+
+
+def test_a_schedule_may_be_an_object_that_is_told_apart_by_nothing() -> None:
+    @dataclass
+    class Named:
+        name: str
+
+        def __call__(self, *shape: Any) -> StepSchedule:
+            return SCHEDULES[self.name](*shape)
+
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipeline = gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, schedule=Named("1f1b"))
+    assert pipeline.train_step((torch.ones(4, 2), torch.ones(4, 2))).num_microbatches == 2
+    with pytest.raises(
+        ValueError, match=r"^schedule is gpipe\.pipeline\.zero_bubble\.split_gpipe and shard_replicas is"
+    ):
+        gpipe.Pipeline(layers, F.mse_loss, [1, 1], 2, schedule=partial(SCHEDULES["split_gpipe"]), shard_replicas=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -211,3 +212,78 @@ def test_tensors_that_share_memory_are_found() -> None:
     assert shared(whole, whole.view(-1)) == [True, True]
     assert shared(whole, torch.ones(2), whole[3], whole.clone()) == [True, False, True, False]
     assert shared(whole[:2], whole[2:]) == shared(whole, whole.clone()) == shared(whole, whole[:0]) == []
+
+
+@pytest.mark.parametrize("views", [1, 2], ids=["passed", "viewed"])
+def test_a_view_of_a_shared_tensor_is_shared_too(views: int) -> None:
+    whole = torch.zeros(4, 6)
+    before = Payload.of((whole, whole[1:]))
+    before.find_shared(Payload.of(None))
+    payload = Payload.of((before.tensors[1][1:] if views == 2 else before.tensors[1], torch.ones(2)))
+    payload.find_shared(before)
+    assert payload.shared == [True, False]
+
+
+class AlsoInput(nn.Module):
+    """Returns its input beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(2 * x), x
+
+
+class ChangeSecond(nn.Module):
+    """Changes the second tensor in place."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        first, second = pair
+        return first * second.add_(1)[:, :3]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode"), [("1f1b", "except_last"), ("gpipe", [0, 2])], ids=["1f1b", "one stage keeps"]
+)
+def test_what_a_later_stage_changed_is_no_beginning_of_a_recomputation(schedule: str, mode: Any) -> None:
+    inputs, targets = batch()
+    with pytest.raises(gpipe.PipelineError, match="a later stage changed in place a tensor that this stage passed on"):
+        gpipe.Pipeline(
+            nn.Sequential(AlsoInput(), ChangeSecond()),
+            F.cross_entropy,
+            [1, 1],
+            2,
+            schedule=schedule,
+            rematerialize=mode,
+        ).train_step((inputs.clone(), targets))
+
+
+def test_what_a_later_stage_changed_is_right_where_nothing_is_recomputed() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(AlsoInput(), ChangeSecond())
+    plain = copy.deepcopy(layers)
+    inputs, targets = batch()
+    gpipe.Pipeline(layers, F.cross_entropy, [1, 1], 1, rematerialize="never").train_step((inputs.clone(), targets))
+    F.cross_entropy(plain(inputs.clone()), targets).backward()
+    for found, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize("prepare", [None, lambda pair: pair], ids=["as given", "prepared"])
+def test_a_mask_of_all_micro_batches_may_not_be_changed(prepare: Any) -> None:
+    mask = torch.ones(SIZE)
+    pipeline = gpipe.Pipeline(
+        nn.Sequential(ChangeMask(), nn.Linear(SIZE, 3)), F.cross_entropy, [2], 2, rematerialize="never",
+        prepare_inputs=prepare,
+    )  # fmt: skip
+    with pytest.raises(gpipe.PipelineError, match="the same tensor of another micro-batch"):
+        pipeline.train_step(((batch()[0], gpipe.replicated(mask)), batch()[1]))
+
+
+class ChangeMask(nn.Module):
+    """Changes the mask that it is given."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = pair
+        return x * mask.add_(1)

@@ -2,14 +2,15 @@
 
 A mini-batch is cut into M micro-batches, the model into K stages. One training step, K = 3, M = 3:
 
-    stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0   F: forward, which keeps no graph
-    stage 1      F0 F1 F2   R2 B2 R1 . B1 R0 . B0       R: recomputation, with one (re-materialisation)
-    stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0          B: backward
-                    |        |                       |
-                    |        loss of micro-batch 2   gradients are whole: norms, moving averages, report
+    stage 0   F0 F1 F2 R2             B2 R1 B1 R0 B0   F: forward; keeps no autograd graph
+    stage 1      F0 F1 F2 R2       B2 R1 B1 R0 B0      R: recomputation: the forward again, with a graph
+    stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0         B: backward
+                    |        |                      |
+                    |        loss of micro-batch 2  gradients are whole: norms, moving averages, report
                     boundary output of stage 1, micro-batch 0
 
-Read these ten files in this order. They are the engine; nothing else is needed to follow a step.
+Read these ten files in this order. They are the engine. A boundary is what passes from one stage to the next; a nest is
+a tensor, or tuples, lists and dicts of tensors; a graph is autograd's.
 
     microbatch.py  a mini-batch is cut; a nest of tensors is taken apart and rebuilt
     partition.py   the model is cut: which layers each stage gets

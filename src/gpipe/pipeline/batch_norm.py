@@ -21,7 +21,8 @@ from gpipe.pipeline._compat import AnyBatchNorm, LazyNorm
 if TYPE_CHECKING:
     from gpipe.pipeline.shared.synchronized_norm import SynchronizedMicroBatch
 
-# _REPEAT: what a forward with a graph ran runs again, in a checkpoint inside of a layer: it must save the same tensors.
+# _REPEAT: a checkpoint inside of a layer runs a part of it again in the backward of a forward that kept its graph, and
+# must save the same tensors as the forward did.
 _OUTSIDE, _FORWARD, _RECOMPUTE, _REPEAT = "outside", "forward", "recompute", "repeat"
 _phase = _OUTSIDE
 _synchronized: SynchronizedMicroBatch | None = None  # the micro-batch whose statistics are those of all replicas
@@ -34,7 +35,7 @@ class microbatch_phase:  # noqa: N801 - a context manager, as `torch.no_grad` is
     Args:
         norms: those that may run inside.
         recompute: whether the micro-batch was seen before.
-        of_forward: of a recomputation, whether it is one of parts of a forward with a graph.
+        of_forward: whether the forward kept its graph, so that only checkpoints inside of layers run again.
         synchronized: normalises by the statistics over all replicas; None: by those of this one.
     """
 
@@ -98,14 +99,14 @@ class MicroBatchNorm(AnyBatchNorm):
     """What `convert_batch_norm` adds to a batch norm.
 
     Outside of a pipeline's training step it is the layer that it was. Inside, it normalises each micro-batch by its own
-    statistics, or by those over all replicas, and leaves the moving averages alone. `commit` moves them once, to what
-    one update of the plain layer on the concatenation of all its inputs would give.
+    statistics, or by those over all replicas, and leaves the moving averages alone. `moving_statistics.commit` moves
+    them once, to what one update of the plain layer on the concatenation of all its inputs would give.
     """
 
     # Class attributes, so that converting an instance adds nothing to it before its first step. Between two
     # micro-batches `fresh` is empty: what a compiled forward finds is always the same, and it is compiled once.
-    # Both alternate between [mean, variance], one tensor, and the count. Nothing else is held: each object that lives
-    # until the step's end brings Python's garbage collector nearer, and its pauses hold up all stages.
+    # Both are flat: statistics, count, statistics, count, ... Statistics are one tensor, [mean, variance]: each object
+    # that lives until the step's end brings Python's garbage collector nearer, and its pauses hold up all stages.
     fresh: tuple[Any, ...] = ()  # of the micro-batch under way
     seen: tuple[Any, ...] = ()  # of the step's micro-batches before it
     is_torchs_own = False  # whether the class that was converted is one of torch's own
@@ -135,7 +136,11 @@ class MicroBatchNorm(AnyBatchNorm):
         # unbiased variance: no second pass over the input. A recomputation needs neither; but without weights, their
         # type alone tells torch in which one to compute.
         statistics, mean, variance = None, None, None
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = (
+            (self.weight, self.bias)  # which may be computed
+            if "parametrizations" in self._modules
+            else (parameters["weight"], parameters["bias"])
+        )
         if phase is not _RECOMPUTE or weight is None or not self.is_torchs_own:
             statistics = running_mean.new_zeros(2, running_mean.numel())
             mean, variance = statistics.unbind()

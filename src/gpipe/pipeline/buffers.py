@@ -48,12 +48,8 @@ class Buffers:
         self._changed: set[int] = set()  # the modules, by identity, that have ever changed one
 
     def start_step(self, modules: Iterable[nn.Module]) -> None:
-        """Begin a training step with the buffers of all modules of the layers."""
-        self.find(modules)
+        """Begin a training step with the buffers of all modules of the layers, which may have got others."""
         self._moving, self._start = None, {}
-
-    def find(self, modules: Iterable[nn.Module]) -> None:
-        """Find the buffers anew in all modules of the layers, which may have got others."""
         self._modules = {id(m): m for m in modules if m._buffers and not isinstance(m, MicroBatchNorm)}
         self._places = [(owner, name) for owner, module in self._modules.items() for name in module._buffers]
 
@@ -98,7 +94,10 @@ class Buffers:
                 )
             self._moving = self._start = snapshot
             self._changed.update(owner for owner, _ in snapshot)
-        elif for_recomputation and (late := changed - snapshot.keys()):
+        elif late := changed - snapshot.keys():
+            self._silent = (self._silent or set()) | late  # copied from the next step on, however they change
+            if not for_recomputation:
+                return
             raise ValueError(
                 f"the buffer {min(map(self._name, late))} changed in this micro-batch, but not in the step's first "
                 "one; let it change in all micro-batches or in none, or set rematerialize='never'"
@@ -121,12 +120,11 @@ class Buffers:
         """Return whether a forward of a layer has changed its buffers, in the first micro-batch of any step so far."""
         return bool(self._changed) and any(id(module) in self._changed for module in layer.modules())
 
-    def copy(self) -> BufferCopies:
-        """Return a copy of all buffers."""
-        return _copy(self._current(self._places))
-
     def undo_step(self) -> None:
-        """Make the buffers what they were when the step began."""
+        """Make the buffers what they were when the step began.
+
+        One that changed for the first time ever, and not in the step's first micro-batch, stays as it is.
+        """
         self._restore(self._start)
 
     def finish_step(self) -> None:

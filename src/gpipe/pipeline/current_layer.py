@@ -56,7 +56,7 @@ class CurrentLayer:
     def locate(self, error: Exception, micro_batch: int, doing: str) -> PipelineError:
         """Return an error that says where another one happened: in a layer or the loss."""
         layer, module = self.at
-        doing = "loss" if module is None and layer > 0 and doing != "backward" else doing
+        doing = "loss" if module is None and layer > 0 and doing not in ("backward", "input gradients") else doing
         text = f"{self.describe(micro_batch, doing)}: {type(error).__name__}: {error}"
         layer_index = None if module is None else layer
         return caused_by(error, text, stage=self._stage, micro_batch=micro_batch, layer=layer_index)

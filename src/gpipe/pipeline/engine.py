@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,8 +44,14 @@ from gpipe.pipeline.refusals import (
     refuse_to_shard,
     unpack_mini_batch,
 )
-from gpipe.pipeline.schedule import Kind, Rematerialization, ScheduleFunction, Task
-from gpipe.pipeline.schedule_choice import check_rematerialization, choose_schedule, name_schedule, plan_tasks
+from gpipe.pipeline.schedule import Kind, ScheduleFunction, Task
+from gpipe.pipeline.schedule_choice import (
+    StepPlan,
+    check_rematerialization,
+    choose_schedule,
+    name_schedule,
+    plan_tasks,
+)
 from gpipe.pipeline.shared.connection import await_averages, connect_stages
 from gpipe.pipeline.shared.tied_parameters import TiedGradients, TiedParameters
 from gpipe.pipeline.stage import Stage
@@ -152,7 +158,7 @@ class Pipeline(LayerExecution):
         )
         if shard_replicas:
             tasks = self._schedule(self.num_stages, num_microbatches, self.rematerialize, stages_per_device)
-            refuse_to_shard(layers, schedule, tasks, [first.full_name for first, *_ in tied.groups])
+            refuse_to_shard(layers, name_schedule(schedule), tasks, [first.full_name for first, *_ in tied.groups])
         self._output_dimension = output_dimension
         self.seed, self.step, self.timeout_seconds = seed, 0, timeout_seconds
         self._loss, self._loss_weight, self._prepare_inputs = loss, loss_weight, prepare_inputs
@@ -165,7 +171,7 @@ class Pipeline(LayerExecution):
             "partitions": list(partitions),
             "num_microbatches": num_microbatches,
             "rematerialize": rematerialize if isinstance(rematerialize, str) else list(rematerialize),
-            "schedule": schedule if isinstance(schedule, str) else name_schedule(schedule),
+            "schedule": name_schedule(schedule),
             "stages_per_device": stages_per_device,
             "seed": seed,
         }
@@ -270,7 +276,7 @@ class Pipeline(LayerExecution):
             }
             outputs: dict[int, Payload] | None = {} if return_outputs else None
             loss = self._minibatch_loss(targets, mini_batch, given, outputs) if self.is_last else None
-            tasks, recomputed, final = plan_tasks(self._schedule, *self._shape(mini_batch))
+            tasks, recomputed, final = self._plan(self._schedule, mini_batch)
             if self.is_first:  # whose mini-batch is fine
                 self._prepare_stages(scaler)
             clock = self._start_clock() if record_timeline else None
@@ -394,31 +400,32 @@ class Pipeline(LayerExecution):
 
         begin: mini-batch -> (what takes each output in the last stage, what to return in the end).
         """
-        used = self.layers if layers is None else layers
-        if used.keys() != self.layers.keys():
-            raise ValueError(
-                f"the layers to evaluate are {list(used)}; give one for each of this process's layers, "
-                f"{list(self.layers)}"
-            )
-        own = {k: {index: used[str(index)] for index in stage.layers} for k, stage in self.stages.items()}
-        norms = self.batch_norms(layers) if move_statistics else []
+        used, norms = self.layers if layers is None else layers, list[batch_norm.MicroBatchNorm]()
         exchanges = move_statistics or self.shards_replicas
         try:
-            with self._step(), evaluation_mode(used, norms):
+            with self._step(), ExitStack() as stack:
+                if used.keys() != self.layers.keys():
+                    raise ValueError(
+                        f"the layers to evaluate are {list(used)}; give one for each of this process's layers, "
+                        f"{list(self.layers)}"
+                    )
+                norms += self.batch_norms(layers) if move_statistics else []
+                stack.enter_context(evaluation_mode(used, norms))
                 num_microbatches = self._common_num_microbatches(inputs) if exchanges else self.num_microbatches
                 mini_batch, parts = self._start(inputs, num_microbatches, training=False)
                 take, finish = begin(mini_batch)
 
                 def evaluate(stage: Stage, task: Task, received: Payload) -> Payload:
-                    outputs = stage.evaluate(
-                        task.micro_batch, received, own[stage.index], move_statistics=move_statistics
-                    )
+                    own = {index: used[str(index)] for index in stage.layers}
+                    outputs = stage.evaluate(task.micro_batch, received, own, move_statistics=move_statistics)
                     if stage.index == self.num_stages - 1:
                         stage.enter_loss(task.micro_batch)
                         take(task.micro_batch, outputs)
                     return outputs
 
-                self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, evaluate, doing="evaluation")
+                for stage in self.stages.values():
+                    stage.seed_masks(self.step)
+                self._run(self._plan(None, mini_batch)[0], parts, evaluate, doing="evaluation")
                 self.job.wait_for_devices()
                 if move_statistics:
                     moving_statistics.commit(norms, self.job.replicas)
@@ -448,9 +455,9 @@ class Pipeline(LayerExecution):
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
                     found.append(FirstNonFinite(layer, self.job.replica_index, task.micro_batch, stage.index, name))
 
-            stage.step = self.step
             outputs = stage.probe(task.micro_batch, received, look)
             if loss is not None and stage.index == self.num_stages - 1:
+                stage.enter_loss(task.micro_batch)
                 look(self.num_layers, "the loss", [loss(outputs.value(), task.micro_batch)])
             return outputs
 
@@ -458,8 +465,11 @@ class Pipeline(LayerExecution):
             inputs, targets = unpack_mini_batch(batch)
             mini_batch, parts = self._start(inputs, self._common_num_microbatches(inputs), training=False)
             loss = self._minibatch_loss(targets, mini_batch) if self.is_last else None
+            for stage in self.stages.values():
+                stage.start_probe(self.step)
             with torch.enable_grad():
-                self._run(plan_tasks(None, *self._shape(mini_batch))[0], parts, probe)
+                self._run(self._plan(None, mini_batch)[0], parts, probe)
+            self._undo()
             rows = [row for part in self.job.gather_all(sorted(found)[:1]) for row in part]
         return FirstNonFinite(*min(rows)) if rows else None
 
@@ -521,10 +531,10 @@ class Pipeline(LayerExecution):
         parts = split(inputs, sizes)
         return self.job.transfer.start(MiniBatch(sum(sizes), len(sizes)), training=training), parts
 
-    def _shape(self, batch: MiniBatch) -> tuple[int, int, Rematerialization, int, tuple[int, ...], int | None]:
+    def _plan(self, schedule: ScheduleFunction | None, batch: MiniBatch) -> StepPlan:
         device = None if len(self.stages) == self.num_stages else self.job.process
         shape = self.num_stages, batch.num_microbatches, self.rematerialize, self.stages_per_device
-        return *shape, self._placement, device
+        return plan_tasks(schedule, *shape, self._placement, device)
 
     def _run(
         self,
@@ -556,14 +566,13 @@ class Pipeline(LayerExecution):
         kind, k, micro_batch = task
         stage, job = self.stages[k], self.job
         job.check()
-        received: Any = None
-        if kind is Kind.FORWARD:
-            received = job.transfer.receive(task) if k > 0 else self._move(parts[micro_batch], stage, micro_batch)
-        elif kind.makes_gradients and k < self.num_stages - 1:
-            received = job.transfer.receive(task)
+        is_received = k > 0 if kind is Kind.FORWARD else kind.makes_gradients and k < self.num_stages - 1
+        received: Any = job.transfer.receive(task) if is_received else None
         job.activity.start(stage.current_layer.describe, micro_batch, doing)
-        mark = None if clock is None else clock.start(stage.device)
         try:
+            if kind is Kind.FORWARD and k == 0:
+                received = self._move(parts[micro_batch], stage, micro_batch)
+            mark = None if clock is None else clock.start(stage.device)
             with job.replicas.waiting() if self.shards_replicas else NOTHING:
                 result = work(stage, task, received)
             if clock is not None:
@@ -586,7 +595,9 @@ class Pipeline(LayerExecution):
             return moved
         stage.enter_inputs(micro_batch)
         with torch.no_grad():
-            return Payload.of(self._prepare_inputs(moved.value()))
+            prepared = Payload.of(self._prepare_inputs(moved.value()))
+        prepared.find_shared(moved)
+        return prepared
 
     def _prepare_stages(self, scaler: GradientScaler | None) -> None:
         """Prepare what a step needs whatever its mini-batch is."""
@@ -632,7 +643,10 @@ class Pipeline(LayerExecution):
     ) -> MiniBatchLoss:
         sizes = self._check_targets(targets, mini_batch)
         device = self.stages[self.num_stages - 1].device
-        loss = MiniBatchLoss(self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, given, outputs)
+        loss = MiniBatchLoss(
+            self._loss, self._loss_weight, targets, sizes, device, self.job.replicas, given, outputs,
+            shards_replicas=self.shards_replicas,
+        )  # fmt: skip
         if given is not None and not self._is_loss_known:
             loss.known = list(self.parameters())
         return loss

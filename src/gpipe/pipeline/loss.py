@@ -27,8 +27,9 @@ class MiniBatchLoss:
         sizes: examples of each micro-batch.
         device: where the outputs will be.
         replicas: their mini-batches make up the whole one.
-        given: what every replica must give to the step, such as "scaler.scale", by which gradients will be too large.
+        given: what every replica must give to the step alike; "scaler.scale" also multiplies the loss.
         outputs: where to put the outputs of each micro-batch; None: nowhere.
+        shards_replicas: whether the replicas exchange weights in each backward, which then none may leave out.
 
     Attributes:
         known: the parameters that the next loss may depend on; None: any.
@@ -48,9 +49,12 @@ class MiniBatchLoss:
         replicas: Replicas,
         given: Mapping[str, Any] | None = None,
         outputs: dict[int, Payload] | None = None,
+        *,
+        shards_replicas: bool = False,
     ) -> None:
         given = given or {}
         self._scale, self._outputs = given.get("scaler.scale") or 1.0, outputs
+        self._shards_replicas = shards_replicas
         self.known: list[nn.Parameter] | None = None
         self._function, self._device, self._replicas = function, device, replicas
         self._targets = split(targets, sizes)
@@ -65,7 +69,7 @@ class MiniBatchLoss:
             raise ValueError(f"the loss weights of the mini-batch sum to {total}; at least one must be positive")
         self._weights = [w / total for w in weights]
         self._values: dict[int, dict[str, Tensor]] = {}
-        self._lacks_gradient = True
+        self._lacks_gradient = any(self._weights)  # until a micro-batch that counts has one
 
     def __call__(self, outputs: Any, micro_batch: int) -> Tensor:
         """Return the micro-batch's share of the loss, to run backward from.
@@ -77,12 +81,13 @@ class MiniBatchLoss:
             ValueError: a metric is called "loss", another micro-batch had other metrics, or the loss depends on
                 something to train that nobody would.
         """
+        taken = Payload.of(outputs)
         if self._outputs is not None:
-            self._outputs[micro_batch] = Payload.of(outputs).detach()
+            self._outputs[micro_batch] = taken.detach()
         targets = self._targets[micro_batch].to(self._device)
         scalars = check_scalars(self._function(outputs, targets.value()))
         if self.known is not None:
-            refuse_leaves_of_loss(scalars["loss"], Payload.of(outputs), self.known)
+            refuse_leaves_of_loss(scalars["loss"], taken, self.known)
             self.known = None
         if scalars.keys() != (known := next(iter(self._values.values()), scalars)).keys():
             raise ValueError(
@@ -91,12 +96,14 @@ class MiniBatchLoss:
             )
         if self._weights[micro_batch] == 0:
             scalars = {name: torch.zeros_like(value) for name, value in scalars.items()}
+            if self._shards_replicas:  # the sum of no numbers: 0, with a gradient of zeros
+                wanted = [tensor for tensor in taken.tensors if tensor.requires_grad]
+                scalars["loss"] = sum((tensor.flatten()[:0].sum() for tensor in wanted), scalars["loss"])
         self._values[micro_batch] = {name: value.detach() for name, value in scalars.items()}
         # The replicas' gradients are averaged, but their losses must add up.
         share: Tensor = scalars["loss"] * (self._weights[micro_batch] * self._replicas.count * self._scale)
-        if self._lacks_gradient:
-            wants_gradient = any(tensor.requires_grad for tensor in Payload.of(outputs).tensors)
-            self._lacks_gradient = wants_gradient and not share.requires_grad
+        if self._lacks_gradient and self._weights[micro_batch] != 0:
+            self._lacks_gradient = any(taken.differentiable) and not share.requires_grad
         return share
 
     def refuse_without_gradient(self) -> None:

@@ -62,8 +62,8 @@ class Payload:
             gradients are summed in one place, in the plain model's order.
         structure: where each tensor stood.
         differentiable: whether each tensor needs a gradient. The consumer computes it, the producer asks for it.
-        shared: whether each tensor shares memory with another one, which it does no more behind a boundary; empty where
-            none does, or nobody has looked.
+        shared: whether each tensor may share memory with another one. Behind a boundary between processes it no longer
+            does, so a change in place would be lost. Empty where none does, or nobody has looked.
     """
 
     tensors: list[Tensor]
@@ -128,18 +128,19 @@ class Payload:
         return self.replace([tensor.detach() for tensor in self.tensors])
 
     def find_shared(self, before: Payload) -> None:
-        """Look for tensors that share memory; those that passed by from the payload `before` may have done so there."""
+        """Look for tensors that share memory: with each other, or with one of `before` that did so there."""
         if len(self.tensors) < 2 and not before.shared:
             return
-        passed = {id(tensor) for tensor, is_shared in zip(before.tensors, before.shared, strict=False) if is_shared}
-        shared = [id(tensor) in passed for tensor in self.tensors]
+        num = len(self.tensors)
+        tensors = self.tensors + [t for t, is_shared in zip(before.tensors, before.shared, strict=False) if is_shared]
+        shared = [False] * len(tensors)
         end, last = 0, 0
-        for begin, position in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(self.tensors)):
+        for begin, position in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors)):
             if begin < end:
                 shared[position] = shared[last] = True
-            if (own_end := begin + _span(self.tensors[position])) > end:
+            if (own_end := begin + _span(tensors[position])) > end:
                 end, last = own_end, position
-        self.shared = shared if any(shared) else []
+        self.shared = shared[:num] if any(shared[:num]) else []
 
 
 def _span(tensor: Tensor) -> int:
@@ -183,7 +184,7 @@ def _flatten(
                 dimensions.append(dimension)
         elif dimensions is not None and dimensions[position] != dimension:
             raise ValueError(
-                f"the tensor at {path or 'the top'} appears twice, and its examples are said to be in dimension "
+                f"the tensor at {path} appears twice, and its examples are said to be in dimension "
                 f"{dimensions[position]} and {dimension}; say the same for both"
             )
         return position

@@ -275,7 +275,7 @@ def refuse_sharded(layers: nn.Sequential) -> None:
             )
 
 
-def refuse_to_shard(layers: nn.Sequential, schedule: Any, tasks: StepSchedule, tied: Sequence[str]) -> None:
+def refuse_to_shard(layers: nn.Sequential, schedule: str, tasks: StepSchedule, tied: Sequence[str]) -> None:
     """Refuse to share out weights over replicas where fully_shard cannot.
 
     tied: names of parameters that several layers share.
@@ -285,9 +285,9 @@ def refuse_to_shard(layers: nn.Sequential, schedule: Any, tasks: StepSchedule, t
     """
     if any(task.kind is Kind.WEIGHT_GRADIENTS for own in tasks for task in own):
         raise ValueError(
-            f"schedule is {schedule if isinstance(schedule, str) else schedule.__qualname__} and shard_replicas is "
-            "True, but fully_shard lets go of a layer's weights and averages their gradients within one backward; "
-            "choose a schedule that does not split backwards, such as gpipe or 1f1b, or set shard_replicas=False"
+            f"schedule is {schedule} and shard_replicas is True, but fully_shard lets go of a layer's weights and "
+            "averages their gradients within one backward; choose a schedule that does not split backwards, such as "
+            "gpipe or 1f1b, or set shard_replicas=False"
         )
     for index, layer in enumerate(layers):
         if is_meta(layer):
@@ -376,4 +376,21 @@ def refuse_changed_inputs(inputs: Payload, versions: Sequence[int], *, is_stored
         raise ValueError(
             "the layer changed the stage's stored input in place, and the recomputation would start from the "
             "changed one; use the layer's out-of-place form (inplace=False) or rematerialize='never'"
+        )
+
+
+def refuse_changed_later(inputs: Payload, versions: Sequence[int]) -> None:
+    """Refuse to recompute from what another stage changed in place, as it may where both are in one process.
+
+    Args:
+        inputs: of the stage.
+        versions: those that its tensors had after its forward.
+
+    Raises:
+        ValueError: it did.
+    """
+    if [tensor._version for tensor in inputs.tensors] != versions:
+        raise ValueError(
+            "a later stage changed in place a tensor that this stage passed on and recomputes from; use the layer's "
+            "out-of-place form (inplace=False), return a copy (.clone()), or set rematerialize='never'"
         )

@@ -72,8 +72,8 @@ def gpipe(
 ) -> StepSchedule:
     """Return GPipe's schedule: all forwards, then all backwards in reverse order (section 2.2).
 
-        stage 0   F0 F1 F2        R2 . B2 R1 . B1 R0 . B0
-        stage 1      F0 F1 F2   R2 B2 R1 . B1 R0 . B0
+        stage 0   F0 F1 F2 R2             B2 R1 B1 R0 B0
+        stage 1      F0 F1 F2 R2       B2 R1 B1 R0 B0
         stage 2         F0 F1 F2 R2 B2 R1 B1 R0 B0
 
     A recomputation comes before its backward and needs no gradient: it runs while the gradient is awaited.
@@ -157,8 +157,8 @@ def with_recomputations(tasks: Sequence[Task], rematerialize: Rematerialization)
 def _find_kept(tasks: Sequence[Task], rematerialize: Rematerialization) -> set[tuple[int, int]]:
     """Return the (stage, micro-batch) pairs whose forward keeps its graph, of a device's tasks without recomputations.
 
-    Where a stage keeps so many at once, those stay whose backward comes first. No other choice keeps more of them
-    (Carlisle and Lloyd, 1995, "On the k-coloring of intervals").
+    With a number per stage: whenever a stage would keep one more, it drops the one whose backward comes last. No other
+    choice keeps more of them (Carlisle and Lloyd, 1995, "On the k-coloring of intervals").
     """
     if rematerialize is Rematerialize.ALWAYS:
         return set()
@@ -261,7 +261,7 @@ def sequential(schedule: StepSchedule) -> list[Task]:
 
 
 def _next_tasks(tasks: Sequence[Task], position: int) -> Sequence[Task]:
-    """Return the task at a position; a recomputation comes with its backward."""
+    """Return the task at a position; a recomputation comes with the one after it, its backward."""
     if position == len(tasks):
         return []
     return tasks[position : position + (2 if tasks[position].kind is Kind.RECOMPUTE else 1)]

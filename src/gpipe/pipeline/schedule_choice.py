@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from gpipe.pipeline.one_forward_one_backward import interleaved_one_forward_one_backward, one_forward_one_backward
 from gpipe.pipeline.schedule import (
@@ -33,6 +34,10 @@ SCHEDULES: dict[str, ScheduleFunction] = {
 
 SPLIT_SCHEDULES = frozenset(("split_gpipe", "zb_h1", "zb_v"))
 """Those whose backwards are in two parts."""
+
+StepPlan: TypeAlias = tuple[list[Task], set[tuple[int, int]], dict[int, int]]
+"""A process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch."""
+
 _WHOLE = (
     [Kind.FORWARD, Kind.BACKWARD],
     [Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS],
@@ -68,7 +73,7 @@ def choose_schedule(
         tasks = function(num_stages, 1, Rematerialize.NEVER, stages_per_device)
     else:
         check_stages_divide(num_stages, stages_per_device)
-        function = schedule
+        function = functools.partial(schedule)  # which can be hashed, whatever the schedule is
         tasks = function(num_stages, num_microbatches, rematerialize, stages_per_device)
         check_schedule(tasks, num_stages, num_microbatches, stages_per_device)
     placement = {task.stage: device for device, own in enumerate(tasks) for task in own}
@@ -86,7 +91,7 @@ def plan_tasks(
     stages_per_device: int,
     placement: tuple[int, ...],
     device: int | None,
-) -> tuple[list[Task], set[tuple[int, int]], dict[int, int]]:
+) -> StepPlan:
     """Return a process's tasks, each (stage, micro-batch) that it recomputes, and each stage's last micro-batch.
 
     The last one is that whose gradients of weights are made last.
@@ -170,8 +175,10 @@ def _find_orders(tasks: Sequence[Task], stage: int) -> tuple[list[tuple[Kind, in
     return forwards, backwards, [micro_batch for kind, micro_batch in own if kind is Kind.WEIGHT_GRADIENTS]
 
 
-def name_schedule(schedule: ScheduleFunction) -> str:
-    """Return the name of a user's schedule, the same in each process; of a functools.partial, that of its function."""
+def name_schedule(schedule: str | ScheduleFunction) -> str:
+    """Return the name of a schedule, the same in each process; of a functools.partial, that of its function."""
+    if isinstance(schedule, str):
+        return schedule
     function = getattr(schedule, "func", schedule)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None)}.{name}"

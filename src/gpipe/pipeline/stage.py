@@ -21,7 +21,7 @@ Why not torch.utils.checkpoint:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -52,7 +52,7 @@ from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.parameter_hooks import ParameterHooks
 from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, mix_keys, seed_generators
-from gpipe.pipeline.refusals import refuse_changed_inputs
+from gpipe.pipeline.refusals import refuse_changed_inputs, refuse_changed_later
 from gpipe.pipeline.split_backward import WeightGradients, run_split_backward
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class _Kept:
     loss_gradient: Tensor | None = None  # that its backward starts from; None in other stages
     is_of_forward: bool = False  # whether the forward made the graph, and no recomputation
     synchronized: SynchronizedMicroBatch | None = None  # statistics over all replicas, where batch norms have them
+    versions: Sequence[int] = ()  # of the inputs, where a recomputation starts from them
 
 
 class Stage:
@@ -110,9 +111,9 @@ class Stage:
         layers: Mapping[int, nn.Module],
         device: torch.device,
         seed: int,
-        lowered: Container[int] = (),
-        first_micro_batch: int = 0,
-        shared_buffers: Collection[str] = (),
+        lowered: Container[int],
+        first_micro_batch: int,
+        shared_buffers: Collection[str],
     ) -> None:
         self.index, self.layers, self.device = index, dict(layers), device
         self.averaging: Averaging | Sharding | None = None
@@ -125,10 +126,10 @@ class Stage:
         self._loss_gradient: Tensor | None = None  # that backwards start from
         self.seed, self.first_micro_batch = seed, first_micro_batch
         self._lowered = lowered
-        self.step = 0
+        self.seed_masks(0)
         self._final_micro_batch = 0
         self._needs_whole_graph = False  # in a forward that will be recomputed
-        self._is_torch_all_random: Mapping[int, bool] = {}  # by layer: whether it draws from torch's generators alone
+        self._draws_only_from_torch: Mapping[int, bool] = {}  # by layer
         self._is_same_without_graph = False
         self._has_copies = False  # autocast's of this step's weights, with their graphs
         self._buffers = Buffers(self.layers, shared_buffers)
@@ -140,23 +141,17 @@ class Stage:
         self.current_layer = CurrentLayer(index)
         self._last = max(self.layers)
 
-    @property
-    def step(self) -> int:
-        """The number of the step, which seeds the masks."""
-        return self._step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._step = step
+    def seed_masks(self, step: int) -> None:
+        """Let layers draw what they draw in training step number `step`."""
         self._masks = mix_keys(MASKS, self.seed, step)
 
     def start_step(self, step: int) -> None:
         """Prepare for training step number `step`, whatever its mini-batch is."""
-        self.step = step
+        self.seed_masks(step)
         modules = {i: _modules_below(layer) for i, layer in self.layers.items()}  # layers may have got others
         self._buffers.start_step(chain(*modules.values()))
         self._hooks.take(p for below in modules.values() for module in below for p in module._parameters.values())
-        self._is_torch_all_random = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
+        self._draws_only_from_torch = {i: not any(map(can_draw_from_others, below)) for i, below in modules.items()}
         is_plain = self.compilation is None and self.exchange is None
         self._is_same_without_graph = is_plain and all(map(is_same_without_graph, modules.values()))
         self._has_copies = False
@@ -226,6 +221,7 @@ class Stage:
                 kept.is_of_forward = True
                 return self._run_with_graph(micro_batch, kept)
             outputs = self._run_without_graph(micro_batch, inputs)
+            kept.versions = [tensor._version for tensor in inputs.tensors]
         if synchronized is not None:
             synchronized.anchors.clear()  # they have graphs
         return outputs
@@ -233,6 +229,7 @@ class Stage:
     def recompute(self, micro_batch: int) -> None:
         """Run the forward again from the boundary input, with the same masks, and keep its graph."""
         kept = self._kept[micro_batch]
+        refuse_changed_later(kept.inputs, kept.versions)
         if kept.synchronized is not None:
             kept.synchronized.recompute()
         with (
@@ -306,9 +303,9 @@ class Stage:
     def evaluate(
         self, micro_batch: int, inputs: Payload, layers: Mapping[int, nn.Module], *, move_statistics: bool
     ) -> Payload:
-        """Run substitute or own layers without a graph and return the boundary output.
+        """Run substitute or own layers, where the caller lets nobody make a graph; return the boundary output.
 
-        move_statistics: batch norms in training mode keep what they see for `commit`.
+        move_statistics: batch norms in training mode keep what they see for `moving_statistics.commit`.
         """
         if not move_statistics:
             return self._run(micro_batch, inputs, layers)
@@ -326,17 +323,19 @@ class Stage:
         """Prepare for what precedes the first layer; errors then name the preparation of the inputs."""
         self._enter(micro_batch, -1, None)
 
+    def start_probe(self, step: int) -> None:
+        """Prepare for `probe` of each micro-batch of a training step, in their order; `undo_step` ends it."""
+        self.seed_masks(step)
+        self._buffers.start_step(chain(*map(_modules_below, self.layers.values())))
+
     def probe(self, micro_batch: int, inputs: Payload, look: Look) -> Payload:
         """Run the forward of a training step again, with the same masks, and call `look` after each layer.
 
-        The layers are not compiled: the effect of each is then seen by itself. Nothing of theirs changes.
+        The layers are not compiled: the effect of each is then seen by itself.
         """
         synchronized = self.exchange.start(notes=False) if self.exchange is not None else None
-        self._buffers.find(chain(*map(_modules_below, self.layers.values())))
-        with (
-            self._buffers.replaced(self._buffers.copy()),
-            microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized),
-        ):
+        phase = microbatch_phase(self._batch_norms, recompute=True, synchronized=synchronized)
+        with self._buffers.moved(for_recomputation=False), phase:
             return self._run_without_graph(micro_batch, inputs, look)
 
     def _run_without_graph(self, micro_batch: int, inputs: Payload, look: Look | None = None) -> Payload:
@@ -422,7 +421,7 @@ class Stage:
     def _enter(self, micro_batch: int, index: int, layer: nn.Module | None) -> None:
         self.current_layer.at = (index, layer)
         seed = derive_seed(self.first_micro_batch + micro_batch, index, state=self._masks)
-        others = not self._is_torch_all_random.get(index)
+        others = not self._draws_only_from_torch.get(index)
         seed_generators(seed, self.device, host=self.seeds_host, others=others)
 
 

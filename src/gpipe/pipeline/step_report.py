@@ -17,7 +17,7 @@ from gpipe.pipeline.timeline import Timeline
 
 @dataclass(frozen=True)
 class StepReport:
-    """The result of one training step, the same on every process but for step_seconds and peak_memory_bytes.
+    """The result of one training step, the same on every process but for what is said to be of one.
 
     Attributes:
         step: the number of the step, from 0.
@@ -25,7 +25,7 @@ class StepReport:
         metrics: what the loss function returned beside the loss, averaged over the mini-batch as the loss is.
         notes: what each process of the job passed as its note, where there were any: replica by replica, in the order
             of their first stages.
-        num_examples: of this pipeline's mini-batch.
+        num_examples: of this replica's mini-batch.
         num_microbatches: into which it was cut.
         timeline: of all stages, where it was asked for.
         step_seconds: from the call of train_step to its end, on this process.

@@ -53,8 +53,8 @@ class LocalTransfer:
     def receive(self, task: Task) -> Payload:
         """Return the boundary input that a forward needs, or the gradients of the outputs that a backward needs.
 
-        The tensors have no history: they share no graph with the sender's. Gradients come as a tuple, with None where
-        there is none.
+        The tensors have no history: they share no graph with the sender's. A payload of gradients holds a tuple, with
+        None where there is none.
         """
         payload, event = self._mail.pop(Task(task.kind.direction, task.stage, task.micro_batch))
         if event is not None:
