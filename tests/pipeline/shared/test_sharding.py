@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,32 @@ def test_the_norm_is_that_of_whole_gradients(layout: tuple[int, tuple[int, ...],
 def test_all_begin_with_the_weights_of_replica_0(processes: ProcessPool) -> None:
     for _, full, shared in run_all(processes, (1, (5,), "gpipe"), [Case("never", same_weights=False)]):
         assert all(np.array_equal(shared.weights[name], full.weights[name]) for name in full.weights)
+
+
+def train_with_padding(rank: int) -> list[dict[str, np.ndarray]]:
+    """Return the gradients with whole and with shared weights, where a micro-batch of replica 1 is padding alone."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+    found = []
+    for shards in (False, True):
+        pipeline = gpipe.Pipeline(
+            make_layers(), partial(nn.functional.cross_entropy, ignore_index=-1), [2, 3], 2, stages_per_device=2,
+            schedule="interleaved_1f1b", mesh=mesh, timeout_seconds=10, shard_replicas=shards,
+            loss_weight=lambda targets: int((targets >= 0).sum()),
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(rank)
+        inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        targets = torch.randint(5, (8,), generator=generator)
+        targets[: 4 * rank] = -1
+        pipeline.train_step((inputs, targets))
+        found.append({name: whole(p.grad) for name, p in pipeline.named_parameters() if p.grad is not None})
+        pipeline.close()
+    return found
+
+
+def test_a_micro_batch_of_padding_alone_has_the_bits_of_whole_weights(processes: ProcessPool) -> None:
+    for full, shared in processes.run(2, train_with_padding):
+        assert full.keys() == shared.keys() - {"layers.1.weight"}  # of the gate that no example opens
+        assert all(np.array_equal(shared[name], full[name]) for name in full)
 
 
 def train_with_a_gate_first(rank: int) -> str:
