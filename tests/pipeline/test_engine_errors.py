@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -321,6 +323,12 @@ NOT_PARTITIONS = "; give positive whole numbers that sum to the 2 layers, as par
             lambda: build(layers=[Keep(), Keep()]),
             "layers is of type list; it must be an nn.Sequential of the model's layers",
         ),
+        (
+            lambda: gpipe.Pipeline(nn.Sequential(Keep()), "cross_entropy", [1], 2),
+            "loss is of type str; it must be a function of (outputs, targets)",
+        ),
+        (lambda: copy.deepcopy(build()), "a pipeline has threads and connections, which cannot be copied or saved;"),
+        (lambda: pickle.dumps(build()), "a pipeline has threads and connections, which cannot be copied or saved;"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_sentence(make: Callable[[], Any], message: str) -> None:
@@ -392,3 +400,37 @@ def test_an_error_in_the_backward_of_the_loss_says_so(schedule: str) -> None:
     doing = "backward" if schedule == "gpipe" else "input gradients"
     with pytest.raises(gpipe.PipelineError, match=rf"^stage 1, micro-batch 1, the loss, {doing}: OSError: the disk"):
         pipeline.train_step((inputs, torch.zeros(M)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda layers: layers.append(nn.Linear(3, 3)), "layer 2 of the model was added after the pipeline was made"),
+        (
+            lambda layers: layers.__setitem__(1, Keep()),
+            "layer 1 of the model is not the one that the pipeline was made",
+        ),
+    ],
+    ids=["added", "replaced"],
+)
+def test_a_model_that_was_changed_afterwards_is_refused(change: Callable[[nn.Sequential], Any], said: str) -> None:
+    layers = nn.Sequential(Keep(), Keep())
+    pipeline = build(layers=layers)
+    change(layers)
+    with pytest.raises(ValueError, match=rf"^{said}"):
+        pipeline.train_step((torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)))
+
+
+def test_nothing_trains_in_inference_mode() -> None:
+    pipeline = build()
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"^train_step is called within torch\."),
+    ):
+        pipeline.train_step((torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^devices has cuda, but torch sees no GPU here"):
+        build(devices="cuda")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.models import amoebanet_d
-from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, preserved_generators, seed_generators
+from gpipe.pipeline.generators import preserved_generators
+from gpipe.pipeline.randomness import can_draw_from_others, derive_seed, seed_generators
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import gpipe
 import gpipe._compat.torchvision  # before timm
-from gpipe.pipeline.randomness import preserved_generators, seed_generators
+from gpipe.pipeline.generators import preserved_generators
+from gpipe.pipeline.randomness import seed_generators
 
 # isort: split
 from timm.layers import DropPath, EvoNorm2dB0, LayerScale

@@ -73,6 +73,8 @@ def test_the_models_own_state_dict_is_loaded_and_returned_under_its_own_names() 
     assert found.keys() == other.state_dict().keys()
     for key, value in other.state_dict().items():
         assert torch.equal(found[key], value) and torch.equal(model.state_dict()[key], value), key
+    parts = [layers.model_state_dict(only=own) for own in (["0", "1"], [*map(str, range(2, len(layers)))])]
+    assert parts[0].keys() ^ parts[1].keys() == found.keys() and min(map(len, parts)) > 0
     assert layers.names["blocks.2.norm2.weight"].partition(".")[2] == "blocks.2.norm2.weight"
     with pytest.raises(ValueError, match=r"^token is missing, one of 1 names; give this model's state dict$"):
         layers.load_model_state_dict({key: value for key, value in found.items() if key != "token"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -483,3 +484,75 @@ def test_a_constant_that_depends_on_the_mode_is_a_decision() -> None:
 
     with pytest.raises(TracingError, match=r"decides by self.training"):
         gpipe.as_layers(Scaled(), torch.randn(3, 4))
+
+
+class Skips(nn.Module):
+    """Leaves a layer out now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x if random.random() < 0.1 else x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_model_that_asks_pythons_generator_is_refused_whatever_it_says(seed: int) -> None:
+    random.seed(seed)
+    before = random.getstate()
+    with pytest.raises(TracingError):
+        gpipe.as_layers(Skips(), torch.zeros(2, 3))
+    assert random.getstate() == before
+
+
+def test_a_submodule_that_asks_pythons_generator_is_one_operation_and_asks_each_time() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Skips(), nn.Linear(3, 3))
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    assert layers.leaves == ["Skips"]
+    x = torch.ones(2, 3)
+    for seed in range(9):
+        random.seed(seed)
+        found = layers(x)
+        random.seed(seed)
+        assert torch.equal(found, model(x))
+
+
+class Block(nn.Module):
+    """A layer beside which its input passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+def test_a_submodule_with_a_hook_is_one_operation_and_its_hook_is_called() -> None:
+    model = nn.Sequential(Block(), Block(), nn.Linear(3, 3))
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    layers = gpipe.as_layers(model, torch.zeros(2, 3))
+    seen.clear()
+    layers(torch.ones(2, 3))
+    assert len(seen) == 1 and type(seen[0]) is Tensor
+
+
+@pytest.mark.parametrize(
+    ("example", "inputs", "said"),
+    [
+        ((torch.zeros(2, 3),), torch.zeros(2, 3), "one value, but the example was a tuple of 1"),
+        ((torch.zeros(2, 3),), (torch.zeros(2, 3),) * 2, "a tuple of 2, but the example was a tuple of 1"),
+        (torch.zeros(2, 3), (torch.zeros(2, 3),), "a tuple of 1, but the example was one value"),
+        ({"x": torch.zeros(2, 3)}, {"y": torch.zeros(2, 3)}, "a dict of y, but the example was a dict of x"),
+    ],
+)
+def test_inputs_that_are_nested_in_another_way_than_the_example_are_refused(
+    example: Any, inputs: Any, said: str
+) -> None:
+    layers = gpipe.as_layers(Block(), example)
+    with pytest.raises(ValueError, match=rf"^the model's input is {said}; give it so$"):
+        layers(inputs)

@@ -45,6 +45,7 @@ Beside them, for when you need them:
     step_report.py         what a step reports
     clock.py               when tasks run, on the host or on a GPU
     trace.py               a timeline, for Perfetto
+    generators.py          the global generators of random numbers: restored, and watched
     current_layer.py       the layer under way, for messages
     refusals.py            what would be ignored
     outputs.py             outputs of micro-batches, put together

@@ -28,11 +28,11 @@ class Gradients:
     """
 
     def __init__(self, layers: nn.ModuleDict, tied: TiedGradients, shared_by: Replicas | None) -> None:
-        self._layers, self._tied, self._shared_by = layers, tied, shared_by
+        self._layers, self.tied, self._shared_by = layers, tied, shared_by
 
     def norms(self) -> list[tuple[str, float]]:
         """Return the name and the norm of each, of whole parameters."""
-        norms = gradient_norm.compute_norms(self._tied.deduplicate(gradient_norm.name_parameters(self._layers).items()))
+        norms = gradient_norm.compute_norms(self.tied.deduplicate(gradient_norm.name_parameters(self._layers).items()))
         return norms if self._shared_by is None else gradient_norm.join_parts(self._shared_by.gather(norms))
 
     def clip(self, norms: Sequence[Sequence[tuple[str, float]]], max_norm: float, step: int) -> float:
@@ -97,7 +97,7 @@ def conclude(
     Raises:
         NonFiniteError: the loss or, without a scaler, a gradient is not finite; on every process.
         StepAbandoned: a process was asked to stop while it compiled; on every process.
-        ValueError: the processes were given different values.
+        ValueError: the processes were given different values, or copies of a tied parameter have parted.
     """
     norms, max_norm, step = gradients.norms(), given["max_gradient_norm"], given["step"]
     own = {
@@ -106,9 +106,11 @@ def conclude(
         "fault": [named for named in norms if not math.isfinite(named[1])][:1],
         "norms": norms if max_norm is not None else [],
         "note": [note() if note else None, bool(is_abandoned)],
+        "tied": gradients.tied.read_bits(),
     }
     parts = job.gather(own)
     refuse_different([part["given"] for part in parts], "process {} of the pipeline")
+    gradients.tied.refuse_parted(part["tied"] for part in parts)
     noted = [part["note"] for part in parts]
     if note is not None or is_abandoned is not None:
         noted = job.join_replicas(noted)

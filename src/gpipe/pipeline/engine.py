@@ -21,6 +21,7 @@ from gpipe.pipeline.conclusion import Conclusion, Gradients, conclude
 from gpipe.pipeline.device_threads import DeviceThreads
 from gpipe.pipeline.evaluation_mode import evaluation_mode
 from gpipe.pipeline.execution import LayerExecution
+from gpipe.pipeline.generators import preserved_generators
 from gpipe.pipeline.gradient_scaler import GradientScaler
 from gpipe.pipeline.job.devices import Devices
 from gpipe.pipeline.job.errors import FirstNonFinite, LostPeer, NonFiniteError, PipelineError, StepAbandoned
@@ -31,12 +32,12 @@ from gpipe.pipeline.microbatch import Payload, find_batch_size, microbatch_sizes
 from gpipe.pipeline.nothing import NOTHING
 from gpipe.pipeline.outputs import merge
 from gpipe.pipeline.partition import check_partitions, partition_ranges
-from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.recomputation_check import RecomputationCheck
 from gpipe.pipeline.refusals import (
     check_numbers,
+    refuse_changed_model,
     refuse_history,
-    refuse_hooks,
+    refuse_inference_mode,
     refuse_max_norm,
     refuse_model,
     refuse_other_scaler,
@@ -192,6 +193,7 @@ class Pipeline(LayerExecution):
             own = tied.build({i: device for k, device in self.job.devices.items() for i in ranges[k]}, seed)
             self._tied = TiedGradients(tied.groups, own, owners, self.job)
             self._own = own
+            self._given_layers = {i: layer for i, layer in own.items() if layers[i] is layer}
             self.layers = nn.ModuleDict({str(i): layer for i, layer in own.items()})
             self.stages: Mapping[int, Stage] = {
                 k: Stage(k, {i: own[i] for i in ranges[k]}, device, seed, lowered, first, shared_buffers)
@@ -264,6 +266,7 @@ class Pipeline(LayerExecution):
         begin = time.perf_counter()
         with self._step():
             inputs, targets = unpack_mini_batch(batch)
+            refuse_inference_mode()
             refuse_max_norm(max_gradient_norm)
             refuse_other_scaler(scaler)
             if not self.is_first:  # which waits for its first boundary input next, and then all stages after it
@@ -516,7 +519,7 @@ class Pipeline(LayerExecution):
         with self.job.guard(), preserved_generators(self.job.devices.values()), converted:
             refuse_replaced_layers(self.layers, self._own)
             if (given := self._given()) is not None:
-                refuse_hooks(given)
+                refuse_changed_model(given, self._given_layers, self.num_layers)
             if self._compilation is not None:
                 self._compilation.start()
             yield

@@ -34,6 +34,13 @@ class LayerExecution:
     _compilation: Compilation | None = None
     _device_threads: DeviceThreads | None = None
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled, with its threads and connections."""
+        raise TypeError(
+            "a pipeline has threads and connections, which cannot be copied or saved; copy or save its layers "
+            "(pipeline.layers.state_dict()), and make another pipeline of them"
+        )
+
     def compile(self, asked_to_stop: Callable[[], Any] = lambda: None, **options: Any) -> None:
         """Run each of this process's layers through torch.compile(**options); layers and names stay the same.
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from gpipe.pipeline.randomness import derive_seed, preserved_generators, seed_generators
+from gpipe.pipeline.generators import preserved_generators
+from gpipe.pipeline.randomness import derive_seed, seed_generators
 
 _CPU = torch.device("cpu")
 INITIALIZATION = 0x1A1  # keeps the seeds of initial weights apart from those of the masks

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 
+from gpipe.pipeline.generators import cuda_index, find_numpy_random
 from gpipe.pipeline.structure import has_own_code
 
 _MASK = (1 << 64) - 1
@@ -51,10 +48,10 @@ def seed_generators(seed: int, device: torch.device, *, host: bool = True, other
     if host:
         torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.default_generators[_index(device)].manual_seed(seed)
+        torch.cuda.default_generators[cuda_index(device)].manual_seed(seed)
     if host and others:
         random.seed(seed)
-        if (numpy_random := _numpy_random()) is not None:
+        if (numpy_random := find_numpy_random()) is not None:
             numpy_random.seed(seed)
 
 
@@ -72,55 +69,3 @@ def _is_known(kind: type[nn.Module]) -> bool:
     takes_functions = issubclass(kind, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)  # as activations
     homes = {parent.__module__.partition(".")[0] for parent in kind.__mro__}
     return not takes_functions and homes <= {"torch", "torchvision", "timm", "gpipe", "builtins"}
-
-
-class HostGenerators:
-    """Tells whether something drew random numbers from the host's global generators, since this object was made."""
-
-    def __init__(self) -> None:
-        self._states = _read_host_states()
-
-    def find_drawn(self) -> str | None:
-        """Return the name of a generator that was drawn from, or None."""
-        now = _read_host_states()
-        return next((name for name, state in self._states.items() if now.get(name) != state), None)
-
-
-def _read_host_states() -> dict[str, Any]:
-    """Return the state of each global generator of the host, by name, as something that can be compared."""
-    states: dict[str, Any] = {
-        "torch's generator for the CPU": bytes(torch.default_generator.get_state().tolist()),
-        "Python's generator": random.getstate(),
-    }
-    if (numpy_random := _numpy_random()) is not None:
-        kind, keys, *rest = numpy_random.get_state()
-        states["numpy's generator"] = kind, keys.tobytes(), *rest
-    return states
-
-
-@contextmanager
-def preserved_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the state of the global generators (torch's for the CPU and `devices`, Python's, numpy's) afterwards."""
-    generators = [torch.default_generator]
-    generators += [torch.cuda.default_generators[_index(d)] for d in set(devices) if d.type == "cuda"]
-    states = [generator.get_state() for generator in generators]
-    python_state = random.getstate()
-    numpy_random = _numpy_random()
-    numpy_state = None if numpy_random is None else numpy_random.get_state()
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        random.setstate(python_state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)
-
-
-def _numpy_random() -> Any:
-    """Return numpy's module of generators where something has imported it: torch does not need numpy."""
-    return sys.modules.get("numpy.random")
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

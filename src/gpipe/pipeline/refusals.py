@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
@@ -87,8 +88,11 @@ def refuse_parameters_of_loss(loss: Any) -> None:
     """Refuse a loss with something to train: nothing would average, clip or save its gradients.
 
     Raises:
+        TypeError: it cannot be called.
         ValueError: naming the first such parameter.
     """
+    if not callable(loss):
+        raise TypeError(f"loss is of type {type(loss).__name__}; it must be a function of (outputs, targets)")
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     for name, parameter in named:
         if parameter.requires_grad:
@@ -187,11 +191,30 @@ def refuse_replaced_layers(layers: nn.ModuleDict, own: Mapping[int, nn.Module]) 
             f"layer {others[0]} of pipeline.layers was added after the pipeline was made, so it would not be trained; "
             "make a new Pipeline of all layers"
         )
+    _refuse_other_layers(layers, own, "pipeline.layers")
+
+
+def refuse_changed_model(layers: nn.Sequential, own: Mapping[int, nn.Module], num_layers: int) -> None:
+    """Refuse hooks of a model that was cut, and layers put in the place of those that the stages run, or behind them.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    refuse_hooks(layers)
+    if len(layers) > num_layers:
+        raise ValueError(
+            f"layer {num_layers} of the model was added after the pipeline was made, so it would not be trained; make "
+            "a new Pipeline of all layers"
+        )
+    _refuse_other_layers(layers, own, "the model")
+
+
+def _refuse_other_layers(layers: nn.Module, own: Mapping[int, nn.Module], where: str) -> None:
     for index, layer in own.items():
         if layers._modules.get(str(index)) is not layer:
             raise ValueError(
-                f"layer {index} of pipeline.layers is not the one that the pipeline was made with, so it would not be "
-                "trained; change that layer in place, or make a new Pipeline"
+                f"layer {index} of {where} is not the one that the pipeline was made with, so it would not be trained; "
+                "change that layer in place, or make a new Pipeline"
             )
 
 
@@ -312,6 +335,18 @@ def unpack_mini_batch(batch: Any) -> tuple[Any, Any]:
         raise TypeError(f"the mini-batch has {found}; it must be (inputs, targets)")
     inputs, targets = batch
     return inputs, targets
+
+
+def refuse_inference_mode() -> None:
+    """Refuse to train where torch lets no tensor have a graph, even within `torch.enable_grad`.
+
+    Raises:
+        RuntimeError: it is such a place.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "train_step is called within torch.inference_mode(), where nothing can train; leave that mode first"
+        )
 
 
 def refuse_max_norm(max_norm: float | None) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gpipe._compat.fake_tensors import QuickFakeTensorMode
 from gpipe.pipeline.batch_norm import converted_batch_norms, microbatch_phase
+from gpipe.pipeline.generators import preserved_generators
 from gpipe.pipeline.microbatch import Payload
-from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.shared.tied_parameters import TiedParameters
 from gpipe.planning.ledger import Ledger, Work
 from gpipe.planning.observed_model import PASSES, Arrival, Input, ObservedModel

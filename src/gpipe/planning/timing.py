@@ -16,11 +16,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe.pipeline.batch_norm import MicroBatchNorm, converted_batch_norms, discard, microbatch_phase
 from gpipe.pipeline.first_forward import is_same_without_graph, wants_saved_tensors, without_saved_tensors
+from gpipe.pipeline.generators import preserved_generators
 from gpipe.pipeline.gradient_norm import compute_norms
 from gpipe.pipeline.initialization import materialize
 from gpipe.pipeline.microbatch import Payload
 from gpipe.pipeline.moving_statistics import commit
-from gpipe.pipeline.randomness import preserved_generators
 from gpipe.pipeline.split_backward import run_split_backward
 from gpipe.pipeline.structure import structure
 from gpipe.planning.accelerator import LayerSeconds

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from gpipe._compat.torch_description import tree_leaves
 from gpipe.tracing.batch import BATCHES, Constant, FreeArguments, Numbering, OfBatch, are_equal, find_of_batch
 from gpipe.tracing.errors import TracingError, explain
+from gpipe.tracing.inputs import check_inputs, name_inputs
 from gpipe.tracing.tracer import Tracer, storage_of, trace
 
 # A layer costs some ten microseconds, so none is made for less than 1/256 of the model's FLOPs, and what has less than
@@ -50,10 +51,15 @@ class TracedLayers(nn.Sequential):
         self.model_names = {place: first_name[key] for place, key in own if key in first_name}
         self.leaves = sorted({leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaves})
 
-    def model_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the model that was cut, with the values of the layers."""
+    def model_state_dict(self, only: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return the state dict of the model that was cut, with the values of the layers.
+
+        only: layers of which to return the entries, by their index as text. With a process per stage this process
+            trains those of `pipeline.layers`, and the entries of all processes together are the state dict.
+        """
         own = dict(_named_tensors(self))
-        return {name: own[place].detach() for name, place in self.names.items()}
+        wanted = [*self._modules] if only is None else only
+        return {name: own[at].detach() for name, at in self.names.items() if at.partition(".")[0] in wanted}
 
     @torch.no_grad()
     def load_model_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -123,7 +129,7 @@ def as_layers(model: nn.Module, example: Any, *, leaves: Collection[str | type[n
     values = [
         dict(zip(graphs[0].nodes, map(tracer.values.get, graph.nodes), strict=True)) for graph, tracer, _ in traces
     ]
-    segments = _Segments(model, graphs[0], arguments, constants, values)
+    segments = _Segments(model, graphs[0], arguments, constants, values, example)
     cuts = _choose_cuts(segments, tracers[0].flops, tracers[0].changed)
     layers = TracedLayers(list(segments.build(cuts)), model, traces[0][2])
     layers.training = model.training
@@ -202,7 +208,9 @@ class _Segments:
         arguments: Mapping[fx.Node, FreeArguments],
         constants: Mapping[str, Constant | Numbering],
         values: Sequence[Mapping[fx.Node, Any]],
+        example: Any,
     ) -> None:
+        self._names_of_inputs = name_inputs(example)
         self._model, self._arguments, self._constants, self._values = model, arguments, constants, values
         self.operations = [node for node in graph.nodes if node.op.startswith("call_")]
         (self._inputs,) = (node for node in graph.nodes if node.op == "placeholder")
@@ -233,7 +241,9 @@ class _Segments:
         payload = graph.placeholder("payload")
         made: dict[fx.Node, fx.Node] = {}
         entered = [self._inputs] if begin == 0 else self.alive(begin)
-        if len(entered) == 1:
+        if begin == 0:
+            made[self._inputs] = graph.call_function(check_inputs, (payload, self._names_of_inputs))
+        elif len(entered) == 1:
             made[entered[0]] = payload
         else:
             for position, node in enumerate(entered):

@@ -13,7 +13,9 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe._compat.torch_description import FakeTensorMode, tree_leaves, tree_map, unset_fake_temporarily
+from gpipe.pipeline.generators import HostGenerators, preserved_generators
 from gpipe.pipeline.microbatch import Examples
+from gpipe.pipeline.nothing import NOTHING
 from gpipe.tracing.errors import TracingError, Undecided, Whole, explain
 from gpipe.tracing.recording import TracedMode, known_training, refusing, unchanged
 from gpipe.tracing.traced_tensor import CHANGING, IN_PLACE, TracedTensor
@@ -106,7 +108,7 @@ class Tracer(fx.Tracer):
             self._inputs = tree_map(self._describe, example)
         self._current: list[str] = []
         known = known_training(self), unchanged(model), refusing(self)
-        with known[0], known[1], known[2], torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with known[0], known[1], known[2], torch.enable_grad(), preserved_generators([]):
             return self.trace(_Call(model, example))
 
     def _describe(self, leaf: Any) -> Tensor | None:
@@ -147,8 +149,8 @@ class Tracer(fx.Tracer):
             return False
         name = module_qualified_name.removeprefix("model.")
         is_torchs = type(m).__module__.startswith(("torch.nn", "torch.ao")) and not isinstance(m, _CONTAINERS)
-        has_hooks = bool(m._backward_hooks or m._backward_pre_hooks)
-        return is_torchs or has_hooks or name in self._whole or type(m) in self._whole
+        has_hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        return is_torchs or bool(has_hooks) or name in self._whole or type(m) in self._whole
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a submodule's operations, or the submodule as one."""
@@ -156,19 +158,21 @@ class Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         self._current.append(name)
-        before, buffers = torch.get_rng_state(), dict(m._buffers)
+        is_whole = self.is_leaf_module(m, name)
+        generators, buffers = HostGenerators(), dict(m._buffers)
         try:
-            found = super().call_module(m, forward, args, kwargs)
-            if not self.is_leaf_module(m, name) and _keeps_tensors(m, buffers):
+            with preserved_generators([]) if is_whole else NOTHING:  # what it draws here, it will draw in each forward
+                found = super().call_module(m, forward, args, kwargs)
+            if not is_whole and _keeps_tensors(m, buffers):
                 raise Undecided("puts a tensor into an attribute or another one into a buffer, which a layer would not")
-            if not torch.equal(before, torch.get_rng_state()):
+            if generators.find_drawn() is not None:
                 raise Undecided("draws random numbers that no input enters, which would be the same ones for ever")
         except Whole:
             raise
         except Exception as error:
             # The submodule becomes one operation, which hides what the code in it does. Of the model itself nothing
             # would be left.
-            if name in ("", "model") or self.is_leaf_module(m, name):
+            if name in ("", "model") or is_whole:
                 raise
             raise Whole(m) from error
         finally:
@@ -263,7 +267,7 @@ class Tracer(fx.Tracer):
         def ones(leaf: Any) -> Any:
             return torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Tensor) else leaf
 
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+        with unset_fake_temporarily(), preserved_generators([]):
             args, kwargs = tree_map(ones, (args, kwargs))
             found = copy.deepcopy(module).forward(*args, **kwargs)
         return tree_map(lambda leaf: self._fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, found)

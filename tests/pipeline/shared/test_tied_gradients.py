@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -343,3 +344,40 @@ def test_processes_that_disagree_about_tied_parameters_are_refused(processes: Pr
         assert message.startswith("the checksum of layers.0.weight, a tied parameter, is ")
     for message in processes.run(2, disagree, "ties"):
         assert message.startswith(f"tied parameters is {[list(TABLE), list(MATRIX)]} in stage 0 and ")
+
+
+def adam_of_the_model(_: gpipe.Pipeline, of_model: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(of_model, lr=0.1)
+
+
+def adam_with_groups(pipeline: gpipe.Pipeline, _: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [parameter], "weight_decay": 0.5 if name == "layers.0.weight" else 0.0}
+        for name, parameter in pipeline.named_parameters()
+    ]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def part_copies(rank: int, makers: list[Any]) -> list[str]:
+    """Return what is said once the optimizer has parted copies."""
+    found = []
+    for make in makers:
+        layers = tied_layers()
+        parameters = [*layers.parameters()]  # as they were before there were copies
+        pipeline = gpipe.Pipeline(layers, loss, [3, 3], 2, mesh=mesh_of(), timeout_seconds=10)
+        optimizer = make(pipeline, parameters)
+        pipeline.train_step(mini_batch(0))
+        optimizer.step()
+        with pytest.raises(ValueError, match="tied parameter") as error:
+            pipeline.train_step(mini_batch(1))
+        found.append(str(error.value))
+    return found
+
+
+def test_copies_that_an_optimizer_has_parted_are_refused_in_every_process(processes: ProcessPool) -> None:
+    for said in itertools.chain(*processes.run(2, part_copies, [adam_of_the_model, adam_with_groups])):
+        assert re.match(
+            r"^layers\.\d\.\S+ and layers\.\d\.\S+ are copies of one tied parameter and were not equal when the step "
+            r"began; give an optimizer all of pipeline\.parameters\(\), .*$",
+            said,
+        )

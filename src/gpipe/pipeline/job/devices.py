@@ -44,6 +44,8 @@ def choose_device(devices: Devices, mesh: DeviceMesh) -> torch.device:
 
 
 def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"devices has {device}, but torch sees no GPU here; install torch for CUDA, or use 'cpu'")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -9,6 +9,9 @@ sum is taken in layer order: it travels along the layers, from process to proces
     layer 9                           + g9 --'       process 2
 
 So its bits are the same for every number of stages. Besides the gradients themselves a process needs memory for one.
+
+What is done to one copy alone parts them: by an optimizer that has not all of them, or has them in different groups. So
+each step adds up the bits of each copy, and all processes compare the sums at its end.
 """
 
 from __future__ import annotations
@@ -159,6 +162,15 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
+def add_up_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, taken as whole numbers: without rounding, so in whatever order."""
+    flat = tensor.detach().contiguous().view(-1)
+    ends = flat.nbytes, flat.storage_offset() * flat.itemsize
+    kinds = torch.int64, torch.int32, torch.int16, torch.uint8
+    widest = next(kind for kind in kinds if all(end % kind.itemsize == 0 for end in ends))
+    return flat.view(widest).sum(dtype=torch.int64)
+
+
 def _copy_shared_modules(module: nn.Module, seen: Container[int], memo: dict[int, Any]) -> nn.Module:
     """Return a layer, or a module in it, in which copies replace the modules that an earlier layer has too."""
     if id(module) in seen:
@@ -222,6 +234,7 @@ class TiedGradients:
         self._copies = self._find_copies()
         self._repeated = {name for names in self.names for name in names[1:]}
         self._earlier: dict[Member, Tensor] = {}
+        self._bits: dict[Member, Tensor] = {}
 
     def deduplicate(self, named: Iterable[tuple[str, _Value]]) -> Iterator[tuple[str, _Value]]:
         """Yield what belongs to parameters of the whole model, each tied one once: under its first layer's name."""
@@ -234,6 +247,7 @@ class TiedGradients:
             ValueError: a copy has got a hook, or its layer has it no more.
         """
         self._copies = self._find_copies()
+        self._bits = {member: add_up_bits(parameter) for member, parameter in self._copies.items()}  # read at the end
         self._earlier = {}
         for member, parameter in self._copies.items():
             _refuse_hooks(member, parameter)
@@ -259,6 +273,32 @@ class TiedGradients:
             parameter = self._copies[member]
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = {}
+
+    def read_bits(self) -> dict[str, int]:
+        """Return the sum of the bits that each copy of this process had when the step began, by name."""
+        found: dict[str, int] = {}
+        for device in {bits.device for bits in self._bits.values()}:  # each is waited for once
+            here = {member.full_name: bits for member, bits in self._bits.items() if bits.device == device}
+            found.update(zip(here, torch.stack([*here.values()]).tolist(), strict=True))
+        return found
+
+    def refuse_parted(self, bits: Iterable[Mapping[str, int]]) -> None:
+        """Refuse copies that were not equal.
+
+        bits: of all processes, as `read_bits` gives them.
+
+        Raises:
+            ValueError: naming two of them.
+        """
+        of_all = {name: value for part in bits for name, value in part.items()}
+        for first, *others in self.names:
+            for other in others:
+                if of_all[other] != of_all[first]:
+                    raise ValueError(
+                        f"{first} and {other} are copies of one tied parameter and were not equal when the step began; "
+                        "give an optimizer all of pipeline.parameters(), the copies (pipeline.ties) in one group, and "
+                        "change values in all of them"
+                    )
 
     def _find_copies(self) -> dict[Member, Parameter]:
         """Return this process's copies as they are now: `load_state_dict(..., assign=True)` puts others there."""
