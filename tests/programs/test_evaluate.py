@@ -38,6 +38,30 @@ def test_the_figures_are_those_of_the_run_and_nothing_is_left_behind(folder: Pat
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_checkpoint_behind_the_last_evaluation_gets_the_statistics_of_its_weights(tmp_path: Path) -> None:
+    for name, every in (("seldom", 3), ("often", 1)):
+        words = (f"trainer.evaluation.every_steps={every}", "trainer.checkpoints.every_steps=1", "trainer.max_steps=3")
+        done = start(tmp_path, *TINY, f"name={name}", *words, "trainer.checkpoints.keep=9")
+        assert done.returncode == 0, done.stderr
+    (seldom,), (often,) = ([*(tmp_path / "runs" / name).iterdir()] for name in ("seldom", "often"))
+    rows = [json.loads(line) for line in (often / "metrics.jsonl").read_text().splitlines()]
+    for step in (2, 3):
+        done = start(tmp_path, f"evaluate={seldom}/checkpoints/step-{step:08}", "launch.device=cpu")
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        (row,) = (row for row in rows if row["step"] == step and "test/loss" in row)
+        expected = {name.removeprefix("test/"): value for name, value in row.items() if name.startswith("test/")}
+        for name, value in figures(done.stdout).items():
+            assert value == pytest.approx(expected[name], abs=6e-5), (step, name)
+
+
+def test_an_evaluation_on_other_images_says_that_the_statistics_lag(tmp_path: Path) -> None:
+    done = start(tmp_path, *TINY, "trainer.evaluation.every_epochs=null", "trainer.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    done = start(tmp_path, "evaluate=runs/train", "data.max_images=10", "launch.device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"^warning: \S+ was saved without an evaluation: its batch norms have moving averages", done.stderr)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -112,7 +112,8 @@ def test_only_the_first_and_the_last_stage_hold_sentences(is_first: bool, is_las
     workload = workload_of(run_of(*TINY))
     job = SimpleNamespace(replica_index=0, num_replicas=1)
     pipeline = SimpleNamespace(is_first=is_first, is_last=is_last, job=job)
-    train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=False)
+    train_loader = workload.train_loader(pipeline, pin_memory=False)
+    evaluation_loaders = workload.evaluation_loaders(pipeline, pin_memory=False)
     gc.collect()
     held = [each for each in gc.get_objects() if type(each) is Sentences and id(each) not in before]
     assert bool(held) == (is_first or is_last)

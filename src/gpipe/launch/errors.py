@@ -31,13 +31,15 @@ def report_errors(folder: Path | None = None, debug: bool = False) -> Iterator[N
             Pass None before the processes of a run share a folder: then the first process of each host prints.
         debug: print the traceback instead of the message, as the environment variable HYDRA_FULL_ERROR=1 does.
     """
+    was_there = folder is not None and folder.is_dir()
     try:
         yield
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:  # noqa: BLE001 - any error ends the run here
-        _report(error, folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
+        is_gone = was_there and folder is not None and not folder.is_dir()  # its place is free for it to come back
+        _report(error, None if is_gone else folder, debug or os.environ.get("HYDRA_FULL_ERROR") == "1")
         raise SystemExit(1) from None
 
 

@@ -162,13 +162,15 @@ def build_trainer(
     folder: the run's. on_timeline: takes each recorded timeline, on every process.
     """
     settings, workload = run.trainer, workload_of(run)
-    train_loader, evaluation_loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+    pin_memory = place.device_type == "cuda"
+    train_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
+    evaluation_loaders = workload.evaluation_loaders(pipeline, pin_memory=pin_memory)
     if settings.overfit_batches is not None:
         train_loader = RepeatedLoader(train_loader, settings.overfit_batches)
     statistics_loader = None
     if workload.has_batch_norm and settings.evaluation.statistics_batches is not None:
         # A loader of its own: training is in the midst of an epoch of the other.
-        statistics_loader, _ = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")
+        statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
         if isinstance(statistics_loader, ImageLoader) and isinstance(train_loader, ImageLoader):
             statistics_loader.broken_images = train_loader.broken_images  # of the same images: each is named once
     num_steps = min(settings.num_epochs * len(train_loader), settings.max_steps or sys.maxsize)

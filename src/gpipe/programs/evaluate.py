@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gpipe.config import RunConfig
+from gpipe.config import RunConfig, to_plain
 from gpipe.config.evaluated import to_evaluated
 from gpipe.config.run import refuse_open
 from gpipe.launch import garbage_collection, processes
@@ -15,6 +17,9 @@ from gpipe.launch.devices import check_devices
 from gpipe.launch.errors import report_errors
 from gpipe.launch.processes import Place
 from gpipe.programs.train import describe_processes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[str]) -> None:
@@ -42,7 +47,8 @@ def launch_evaluation(composed: DictConfig, folder: Path, overrides: Sequence[st
 def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path) -> None:
     """Build the run's part of this process, load a checkpoint and evaluate it; the first process prints.
 
-    Batch norms have the statistics that were saved.
+    Batch norms have the statistics that were saved, if an evaluation had estimated those. Else, in a checkpoint behind
+    the last evaluation, they are estimated here, as before an evaluation of the training.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
@@ -52,10 +58,12 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     from gpipe.programs import build
     from gpipe.programs.layout import share_layout
     from gpipe.programs.precision import build_autocast, settle_precision
+    from gpipe.programs.trained import describe_stale_statistics
     from gpipe.programs.workloads import workload_of
     from gpipe.training.checkpoints import get_tensors
     from gpipe.training.ema import Ema
     from gpipe.training.evaluation import evaluate_on_all
+    from gpipe.training.statistics import estimate_statistics
 
     garbage_collection.resume()
     run = settle_precision(run, detect_accelerator(place.device_type))
@@ -64,9 +72,23 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
     pipeline = build.build_pipeline(run, layers, layout, place)
     del layers, layout  # other stages' layers may have memory, which ends here
     workload, settings = workload_of(run), run.trainer.evaluation
-    loaders = workload.loaders(pipeline, pin_memory=place.device_type == "cuda")[1]
+    pin_memory = place.device_type == "cuda"
+    loaders = workload.evaluation_loaders(pipeline, pin_memory=pin_memory)
     ema = None if run.ema.decay is None else Ema(pipeline.layers, run.ema.decay)
     manifest = load_checkpoint(checkpoint, pipeline, get_tensors(pipeline, ema))
+
+    def estimate(own: nn.ModuleDict | None) -> None:
+        if statistics_loader is not None and settings.statistics_batches is not None:
+            with build_autocast(run.trainer.autocast, place.device_type)():
+                estimate_statistics(pipeline, statistics_loader, settings.statistics_batches, own)
+
+    statistics_loader = None
+    if (stale := describe_stale_statistics(checkpoint, manifest)) is not None:
+        if to_plain(run)["data"] == manifest.config["data"]:
+            statistics_loader = workload.train_loader(pipeline, pin_memory=pin_memory)
+            statistics_loader.set_epoch(manifest.position.epoch)
+        elif place.is_main:
+            print(f"warning: {stale}", file=sys.stderr)
     evaluation = evaluate_on_all(
         pipeline,
         loaders,
@@ -75,6 +97,7 @@ def evaluate_in_process(place: Place, _: Path, run: RunConfig, checkpoint: Path)
         raw=settings.raw is not False,
         max_batches=settings.max_batches,
         autocast=build_autocast(settings.autocast, place.device_type),
+        prepare=estimate,
     )
     if place.is_main:
         print(f"{checkpoint}: {run.name} after {manifest.position.step} steps, on {run.data.name}")

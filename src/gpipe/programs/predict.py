@@ -25,7 +25,7 @@ from gpipe.durable_files import replacing
 from gpipe.launch.errors import report_errors
 from gpipe.programs.build import build_layers
 from gpipe.programs.complete import without_fetching
-from gpipe.programs.trained import find_trained
+from gpipe.programs.trained import describe_stale_statistics, find_trained
 from gpipe.programs.translate import check_output, find_device
 from gpipe.programs.workloads import workload_of
 from gpipe.programs.workloads.image_classification import CLASSES_FILE, ImageClassification
@@ -100,6 +100,8 @@ def open_classifier(checkpoint: str, device: torch.device) -> TrainedClassifier:
         CheckpointError: it is damaged.
     """
     path, manifest = find_trained(checkpoint, AmoebaNetConfig.family, TimmConfig.family)
+    if (stale := describe_stale_statistics(path, manifest)) is not None:
+        print(f"warning: {stale}", file=sys.stderr)
     run = without_fetching(from_plain(manifest.config))
     workload = workload_of(run)
     assert isinstance(workload, ImageClassification)

@@ -70,6 +70,7 @@ class Totals:
     Attributes:
         num_worse: evaluations since the first set's loss was least.
         scaler: the state of the loss's scaler when the checkpoint was saved; None without one.
+        evaluated_step: the step after which the last evaluation was; None before the first.
     """
 
     seconds: float = 0.0
@@ -83,12 +84,13 @@ class Totals:
     peak_memory_bytes: int | None = None
     num_skipped_steps: int = 0
     scaler: dict[str, Any] | None = None
+    evaluated_step: int | None = None
     speeds: deque[StepSpeed] = field(default_factory=lambda: deque(maxlen=_MOST_TIMED))
 
     def resumable(self) -> dict[str, Any]:
         """Return the figures that a resumed run continues, as JSON."""
         names = ("seconds", "wait_seconds", "num_replaced", "best_top1", "evaluation", "least_loss", "num_worse")
-        own = {name: getattr(self, name) for name in (*names, "num_skipped_steps")}
+        own = {name: getattr(self, name) for name in (*names, "num_skipped_steps", "evaluated_step")}
         return own if self.scaler is None else own | {"scaler": self.scaler}
 
     @classmethod
@@ -98,7 +100,8 @@ class Totals:
         Raises:
             ValueError: it is anything else.
         """
-        if set(results) - {"scaler"} != set(cls().resumable()):
+        # Those of an earlier version do not know after which step the last evaluation was.
+        if {*results} - {"scaler"} | {"evaluated_step"} != {*cls().resumable()}:
             raise ValueError(
                 f"the results of the checkpoint are {', '.join(map(str, results))}, expected "
                 f"{', '.join(cls().resumable())}: choose a checkpoint that this program saved."
@@ -107,7 +110,7 @@ class Totals:
 
     def add_evaluation(self, evaluation: dict[str, dict[str, float]], step: int) -> None:
         """Keep the newest figures of each evaluation set, and the best of the first set."""
-        self.evaluation = evaluation
+        self.evaluation, self.evaluated_step = evaluation, step
         loss = self.first("loss")
         self.num_worse += 1
         if loss is not None and loss < self.least_loss.get("loss", math.inf):

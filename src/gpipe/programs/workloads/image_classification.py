@@ -1,5 +1,6 @@
 """Models on labelled images; of them AmoebaNet."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -88,25 +89,14 @@ class ImageClassification(Workload):
         """Return what measures an evaluation set."""
         return MultiLabelMetrics() if self.has_several_labels else super().make_metrics()
 
-    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[ImageLoader, dict[str, ImageLoader]]:
-        """Return the loaders of the training and the evaluated images; only the first stage's decode images.
+    def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> ImageLoader:
+        """Return the loader of the training images, which alone are mixed; only the first stage's decodes images.
 
-        Validation images come first, so the figures that choose a setting are theirs. Only training images are mixed.
-
-        Training leaves out an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over
-        a few images, or over one. Each epoch leaves out other images.
+        It leaves out an incomplete last mini-batch, as the public TPU code does: batch norm would normalise over a few
+        images, or over one. Each epoch leaves out other images.
         """
         run = self.run
-        loader = partial(
-            ImageLoader,
-            seed=run.seed,
-            num_workers=self.data.num_workers,
-            prefetch_factor=self.data.prefetch_factor,
-            max_broken_images=self.data.max_broken_images,
-            load_images=pipeline.is_first,
-            pin_memory=pin_memory,
-        )
-        train_loader = loader(
+        return self._loader(pipeline, pin_memory=pin_memory)(
             self._sets["train"],
             run.trainer.batch_size // run.launch.num_replicas,
             self._training_transform(as_bytes=pin_memory),
@@ -116,12 +106,27 @@ class ImageClassification(Workload):
             drop_last=True,
             mixing=self._mixing(),
         )
-        test_batch_size = run.trainer.evaluation.batch_size
-        transform = self.evaluation_transform(as_bytes=pin_memory)
+
+    def evaluation_loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> dict[str, ImageLoader]:
+        """Return the loaders of the evaluated images; only the first stage's decode images.
+
+        Validation images come first, so the figures that choose a setting are theirs.
+        """
+        batch_size, transform = self.run.trainer.evaluation.batch_size, self.evaluation_transform(as_bytes=pin_memory)
+        loader = self._loader(pipeline, pin_memory=pin_memory)
         evaluated = [split for split in ("valid", "test") if split in self._sets]
-        return train_loader, {
-            split: loader(self._sets[split], test_batch_size, transform, shuffle=False) for split in evaluated
-        }
+        return {split: loader(self._sets[split], batch_size, transform, shuffle=False) for split in evaluated}
+
+    def _loader(self, pipeline: Pipeline, *, pin_memory: bool) -> Callable[..., ImageLoader]:
+        return partial(
+            ImageLoader,
+            seed=self.run.seed,
+            num_workers=self.data.num_workers,
+            prefetch_factor=self.data.prefetch_factor,
+            max_broken_images=self.data.max_broken_images,
+            load_images=pipeline.is_first,
+            pin_memory=pin_memory,
+        )
 
     def keep(self, folder: Path | None) -> dict[str, str]:
         """Leave the names of the classes in the run's folder, a line each."""

@@ -67,10 +67,10 @@ class LanguageModelling(Workload):
         """Return the loss of a micro-batch."""
         return ClassificationLoss(self.run.trainer.label_smoothing)
 
-    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[TokenLoader, dict[str, TokenLoader]]:
-        """Return the loaders of the training and the test sequences; they are small, pinned or not."""
+    def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> TokenLoader:
+        """Return the loader of the training sequences; they are small, pinned or not."""
         run = self.run
-        train_loader = TokenLoader(
+        return TokenLoader(
             self._open("train"),
             run.trainer.batch_size // run.launch.num_replicas,
             run.seed,
@@ -79,8 +79,11 @@ class LanguageModelling(Workload):
             num_replicas=pipeline.job.num_replicas,
             drop_last=True,  # all steps have the same number of tokens
         )
-        test_loader = TokenLoader(self._open("test"), run.trainer.evaluation.batch_size, run.seed, shuffle=False)
-        return train_loader, {"test": test_loader}
+
+    def evaluation_loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> dict[str, TokenLoader]:
+        """Return the loader of the test sequences."""
+        batch_size = self.run.trainer.evaluation.batch_size
+        return {"test": TokenLoader(self._open("test"), batch_size, self.run.seed, shuffle=False)}
 
     def _open(self, split: str) -> TokenSet:
         data = self.data

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class Translation(Workload):
     model: TranslationModelConfig
     data: TranslationDataConfig
     _languages: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
-    _warnings: list[str] = field(default_factory=list, init=False)
+    _warnings: dict[str, list[str]] = field(default_factory=dict, init=False)
     examples = "sentences"
     varies_in_length = True
 
@@ -84,42 +85,37 @@ class Translation(Workload):
         return TokenLoss(smoothing, padding_index=PADDING, logit_limit=model.logit_limit, soft=model.soft_limit)
 
     def make_metrics(self) -> Metrics:
-        """Return what measures an evaluation set, in all and, once `loaders` has opened it, per language."""
+        """Return what measures an evaluation set, in all and, once `evaluation_loaders` has opened it, per language."""
         return TokenMetrics(self._languages.get("valid", self.data.languages or ()), PADDING)
 
-    def loaders(
-        self, pipeline: Pipeline, *, pin_memory: bool
-    ) -> tuple[TranslationLoader, dict[str, TranslationLoader]]:
-        """Return the loaders of the training and the validation sentences; they are small, pinned or not.
-
-        Only the processes of the first and the last stage hold sentences. The first one counts the targets too, for the
-        speed in the record.
-        """
-        run, corpora = self.run, {split: self._open(split) for split in ("train", "valid")}
-        # Not the corpora: the loaders alone keep them, where they need them.
-        self._languages.update({split: corpus.languages for split, corpus in corpora.items()})
-        self._warnings[:] = [f"{split}: {found}" for split, corpus in corpora.items() for found in corpus.warnings()]
-        load_inputs, load_targets = pipeline.is_first, pipeline.is_first or pipeline.is_last
-        train_loader = TranslationLoader(
-            corpora["train"],
-            run.trainer.batch_size,
-            run.seed,
+    def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> TranslationLoader:
+        """Return the loader of the training sentences; they are small, pinned or not."""
+        return self._loader(
+            "train",
+            pipeline,
+            self.run.trainer.batch_size,
             shuffle=True,
             temperature=self.data.temperature,
             replica_index=pipeline.job.replica_index,
             num_replicas=pipeline.job.num_replicas,
-            load_inputs=load_inputs,
-            load_targets=load_targets,
         )
-        valid_loader = TranslationLoader(
-            corpora["valid"],
-            run.trainer.evaluation.batch_size,
-            run.seed,
-            shuffle=False,
-            load_inputs=load_inputs,
-            load_targets=load_targets,
+
+    def evaluation_loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> dict[str, TranslationLoader]:
+        """Return the loader of the validation sentences."""
+        return {"valid": self._loader("valid", pipeline, self.run.trainer.evaluation.batch_size, shuffle=False)}
+
+    def _loader(self, split: str, pipeline: Pipeline, batch_size: int, **options: Any) -> TranslationLoader:
+        """Return a loader; only the processes of the first and the last stage hold sentences.
+
+        The first one counts the targets too, for the speed in the record.
+        """
+        corpus = self._open(split)  # which the loader alone keeps, where it needs it
+        self._languages[split] = corpus.languages
+        self._warnings[split] = [f"{split}: {found}" for found in corpus.warnings()]
+        load_targets = pipeline.is_first or pipeline.is_last
+        return TranslationLoader(
+            corpus, batch_size, self.run.seed, load_inputs=pipeline.is_first, load_targets=load_targets, **options
         )
-        return train_loader, {"valid": valid_loader}
 
     def replaced(self, layers: nn.ModuleDict, saved: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
         """None: the tokenizer of the checkpoint must be this one, and its tokens mean the same."""
@@ -130,8 +126,8 @@ class Translation(Workload):
         return keep_tokenizer(self._tokenizer, folder)
 
     def warnings(self) -> Sequence[str]:
-        """Say which pairs `loaders` has left out."""
-        return self._warnings
+        """Say which pairs the loaders have left out."""
+        return [sentence for of_split in self._warnings.values() for sentence in of_split]
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:

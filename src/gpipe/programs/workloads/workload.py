@@ -84,13 +84,17 @@ class Workload(ABC):
         return EvaluationMetrics()
 
     @abstractmethod
-    def loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> tuple[Loader, Mapping[str, Loader]]:
-        """Return the loaders of the training data, and of the evaluation data by name.
-
-        A training mini-batch is shared out over the replicas; `evaluate` shares the evaluation data
-        out by mini-batches, so that each replica is given all of them.
+    def train_loader(self, pipeline: Pipeline, *, pin_memory: bool) -> Loader:
+        """Return the loader of the training data, of which each mini-batch is shared out over the replicas.
 
         pin_memory: they go to a GPU.
+        """
+
+    @abstractmethod
+    def evaluation_loaders(self, pipeline: Pipeline, *, pin_memory: bool) -> Mapping[str, Loader]:
+        """Return the loaders of the evaluation data by name.
+
+        `evaluate` shares the data out by mini-batches, so each replica is given all of them.
         """
 
     @property
